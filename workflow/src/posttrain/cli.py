@@ -1,0 +1,43 @@
+"""How a script of the workflow starts and ends.
+
+`run(main)` sets up logging, calls `main`, and turns the failures that a user can act on into one clear message and
+exit code 1. Everything else keeps its traceback: it is a defect of ours, and the traceback is what we need.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from posttrain.errors import CheckpointError, ConfigError
+from posttrain.observability.logging import configure_logging
+
+log = logging.getLogger(__name__)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's `main` and exit with 0, or with 1 and a message.
+
+    Args:
+        main: The script's story; parses its own arguments.
+    """
+    configure_logging()
+    try:
+        main()
+    except (ConfigError, CheckpointError) as error:
+        _refuse(str(error))
+    except (RuntimeError, OSError) as error:
+        if os.environ.get("POSTTRAIN_TRACEBACK"):
+            raise
+        cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""
+        _refuse(f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)")
+    except KeyboardInterrupt:
+        _refuse("interrupted; run the same command again to go on")
+
+
+def _refuse(message: str) -> None:
+    script = os.path.basename(sys.argv[0])
+    print(f"\n{script}: {message}\n", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -1,0 +1,324 @@
+"""From YAML layers to one frozen `Config`, with the origin of every value. The only user of OmegaConf.
+
+Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> nodes/{model family or model}_{n}.yaml or the
+planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and value of every layer is
+checked against the schema on its own, so that all mistakes are reported at once, each with the file it stands in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+import shlex
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
+from omegaconf.errors import OmegaConfBaseException
+
+from posttrain.config import schema
+from posttrain.config.derived import check_consistency
+from posttrain.errors import ConfigError, Problem, raise_if_any
+
+# What `--config` and workflow.yaml may hold; everything else goes through `set=`.
+WORKFLOW_KEYS = ("model", "nodes", "hardware", "site", "run", "set")
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """The configuration of one run.
+
+    Args:
+        config: All values, typed.
+        origins: Dotted key -> the layer that set it ("schema default", "config/base.yaml", "set=", ...).
+        run: Name of the run: `{model}-{digest8 of the experiment}` unless the user gave one.
+    """
+
+    config: schema.Config
+    origins: Mapping[str, str]
+    run: str
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """What is learned, as plain types: the content of `experiment.yaml`."""
+        return experiment_of(self.config)
+
+
+def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
+    """Merge the layers named by a workflow configuration and check the result as a whole.
+
+    Args:
+        workflow: `config/workflow.yaml` with the user's `--config` on top: model, nodes, hardware, site, run, set.
+        config_dir: The folder `config/`.
+
+    Raises:
+        ConfigError: With every problem found: unknown keys (with the nearest known one), wrong types, values out of
+            range, and rules that join several keys.
+    """
+    raise_if_any(_check_workflow_keys(workflow))
+    merger = _Merger(config_dir)
+    merger.add_file("base.yaml")
+    merger.add_choice("models", "model", workflow.get("model"))
+    overrides = _parse_overrides(workflow.get("set"))
+    nodes = workflow.get("nodes") or merger.get("defaults.nodes")
+    hardware = workflow.get("hardware") or merger.get("defaults.hardware")
+    merger.add_value("nodes", nodes, "--config nodes" if workflow.get("nodes") else "the model's default")
+    merger.add_optional_file(f"nodes/{workflow['model']}_{nodes}.yaml")
+    merger.add_choice("hardware", "hardware", hardware)
+    merger.add_choice("sites", "site", workflow.get("site"))
+    for key, value in overrides.items():
+        merger.add_value(key, value, "set=")
+    config = merger.finish()
+    return Resolved(config, dict(merger.origins), _run_name(workflow, config))
+
+
+def experiment_of(config: schema.Config) -> dict[str, Any]:
+    """Return the sections that define what is learned, as plain types."""
+    return {name: dataclasses.asdict(getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+
+
+def digest8(content: Any) -> str:
+    """Return the first 8 hex digits of the SHA-256 of `content` as canonical JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def dump_yaml(content: Mapping[str, Any]) -> str:
+    """Return `content` as YAML in its own order."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(content)))
+
+
+def dump_resolved(resolved: Resolved) -> str:
+    """Return the whole configuration as YAML, each line followed by a comment that tells where its value came from."""
+    lines = []
+    for depth, key, dotted, value in _walk(dataclasses.asdict(resolved.config)):
+        indent = "  " * depth
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:")
+        else:
+            lines.append(f"{indent}{key}: {json.dumps(value)}  # {resolved.origins.get(dotted, 'schema default')}")
+    return "\n".join(lines) + "\n"
+
+
+def load_resolved(path: Path) -> schema.Config:
+    """Read a `config.resolved.yaml` back into the typed configuration.
+
+    Raises:
+        ConfigError: When the file does not fit the schema of this version.
+    """
+    merger = _Merger(path.parent)
+    merger.add_file(path.name)
+    return merger.finish()
+
+
+class _Merger:
+    """Adds layers one by one, keeps the origin of each value and every problem met on the way."""
+
+    def __init__(self, config_dir: Path):
+        self._dir = config_dir
+        self._values: dict[str, Any] = {}
+        self._types = _leaf_types(schema.Config)
+        self.origins: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def add_choice(self, folder: str, key: str, name: Any) -> None:
+        """Add `{folder}/{name}.yaml`; an unknown name is a problem that lists the known ones."""
+        known = sorted(path.stem for path in (self._dir / folder).glob("*.yaml"))
+        if str(name) in known:
+            self.add_file(f"{folder}/{name}.yaml")
+        else:
+            self.problems.append(
+                Problem(key, repr(name), ", ".join(known), _did_you_mean(str(name), known) or f"choose one of {known}")
+            )
+            raise ConfigError(self.problems)
+
+    def add_optional_file(self, name: str) -> None:
+        """Add a layer if its file exists."""
+        if (self._dir / name).exists():
+            self.add_file(name)
+
+    def add_file(self, name: str) -> None:
+        """Add a YAML file as a layer."""
+        try:
+            layer = OmegaConf.to_container(OmegaConf.load(self._dir / name))
+        except (OmegaConfBaseException, OSError, ValueError) as error:
+            raise ConfigError([Problem(name, type(error).__name__, "a readable YAML file", str(error))]) from error
+        for _, _, dotted, value in _walk(layer if isinstance(layer, dict) else {}):
+            # A mapping is walked into; only one that the schema does not know is reported as a whole.
+            if not isinstance(value, dict) or not self._is_section(dotted):
+                self.add_value(dotted, value, f"{self._dir.name}/{name}")
+
+    def add_value(self, key: str, value: Any, origin: str) -> None:
+        """Set one leaf, after checking its name and type."""
+        if key not in self._types:
+            if not any(key.startswith(f"{p.key}.") for p in self.problems):
+                self.problems.append(_unknown_key(key, value, origin, self._types))
+            return
+        try:
+            self._values[key] = _typed(value, self._types[key])
+        except OmegaConfBaseException:
+            name = _TYPE_NAMES[self._types[key]]
+            self.problems.append(Problem(key, f"{value!r} ({origin})", name, f"give {name}"))
+            return
+        self.origins[key] = origin
+
+    def get(self, key: str) -> Any:
+        """Return a value set so far, None where it is not."""
+        return self._values.get(key)
+
+    def finish(self) -> schema.Config:
+        """Return the typed configuration, or raise with all problems."""
+        known = schema_defaults() | self._values
+        self.problems += [
+            Problem(key, "not set", _TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
+            for key, kind in self._types.items()
+            if known.get(key, "???") == "???"
+        ]
+        raise_if_any(self.problems)
+        merged = OmegaConf.merge(OmegaConf.structured(schema.Config), _nested(self._values))
+        config = typing.cast(schema.Config, OmegaConf.to_object(merged))
+        raise_if_any([*_check_ranges(config), *check_consistency(config)])
+        return config
+
+    def _is_section(self, dotted: str) -> bool:
+        return any(known.startswith(f"{dotted}.") for known in self._types)
+
+
+def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
+    problems = [
+        Problem(
+            key,
+            repr(value),
+            ", ".join(WORKFLOW_KEYS),
+            _did_you_mean(key, WORKFLOW_KEYS) or f"put it into set='...': set='{key}={value}'",
+        )
+        for key, value in workflow.items()
+        if key not in WORKFLOW_KEYS
+    ]
+    nodes = workflow.get("nodes")
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1):
+        problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
+    run = workflow.get("run")
+    if run is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", str(run)):
+        problems.append(
+            Problem("run", repr(run), "a letter, then letters, digits, '.', '_' or '-'", "choose another name")
+        )
+    return problems
+
+
+def _parse_overrides(text: Any) -> dict[str, Any]:
+    if text in (None, ""):
+        return {}
+    try:
+        words = shlex.split(str(text))
+        bad = [word for word in words if "=" not in word]
+        if bad:
+            raise ValueError(f"{bad[0]!r} has no '='")
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    except (ValueError, OmegaConfBaseException) as error:
+        problem = Problem("set", repr(text), "set='key=value key=value'", f"{error}; quote the whole list")
+        raise ConfigError([problem]) from error
+    assert isinstance(parsed, dict)
+    return {dotted: value for _, _, dotted, value in _walk(parsed) if not isinstance(value, dict)}
+
+
+def _run_name(workflow: Mapping[str, Any], config: schema.Config) -> str:
+    return str(workflow.get("run") or f"{config.model.name}-{digest8(experiment_of(config))}")
+
+
+def _walk(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:
+    """Yield (depth, key, dotted key, value) of a nested mapping, parents first."""
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        yield depth, str(key), dotted, value
+        if isinstance(value, dict):
+            yield from _walk(value, f"{dotted}.", depth + 1)
+
+
+def _leaf_types(section: type, prefix: str = "") -> dict[str, Any]:
+    hints = typing.get_type_hints(section)
+    leaves: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[field.name]):
+            leaves |= _leaf_types(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            leaves[f"{prefix}{field.name}"] = hints[field.name]
+    return leaves
+
+
+def schema_defaults() -> dict[str, Any]:
+    """Return the default of every leaf by its dotted key; "???" where there is none."""
+    plain = OmegaConf.to_container(OmegaConf.structured(schema.Config))
+    assert isinstance(plain, dict)
+    return {dotted: value for _, _, dotted, value in _walk(plain) if not isinstance(value, dict)}
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list[str]: "a list of text"}
+_NODES = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number)."""
+    if kind == list[str]:
+        items = value if isinstance(value, list) else [value]
+        return [_typed(item, str) for item in items]
+    return _NODES[kind](value=value, is_optional=False)._value()
+
+
+def _check_ranges(config: Any, prefix: str = "") -> list[Problem]:
+    problems: list[Problem] = []
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            problems += _check_ranges(value, f"{key}.")
+        elif (allowed := _violated(value, field.metadata)) is not None:
+            remedy = _did_you_mean(str(value), field.metadata.get("choices", ())) or f"choose {allowed}"
+            problems.append(Problem(key, repr(value), allowed, remedy))
+    return problems
+
+
+def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
+    """Return what is allowed when `value` breaks one of a field's limits."""
+    if "choices" in limits and value not in limits["choices"]:
+        return "one of " + ", ".join(map(str, limits["choices"]))
+    low, above, high = (limits.get(name) for name in ("minimum", "exclusive_minimum", "maximum"))
+    broken = (
+        (low is not None and value < low) or (above is not None and value <= above) or (high is not None and value > high)
+    )
+    if not broken:
+        return None
+    bounds = [f"at least {low}"] if low is not None else []
+    bounds += [f"more than {above}"] if above is not None else []
+    bounds += [f"at most {high}"] if high is not None else []
+    return " and ".join(bounds)
+
+
+def _unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
+    parent, _, leaf = key.rpartition(".")
+    siblings = [known for known in types if known.rpartition(".")[0] == parent]
+    remedy = _did_you_mean(key, types) or (
+        "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings)) if siblings else "see config/README.md"
+    )
+    return Problem(key, f"{value!r} ({origin})", "a known key", remedy)
+
+
+def _did_you_mean(word: str, known: Any) -> str | None:
+    matches = difflib.get_close_matches(word, list(map(str, known)), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else None
+

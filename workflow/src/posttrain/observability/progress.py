@@ -1,0 +1,85 @@
+"""Progress bars for bytes and steps.
+
+On a terminal a live bar (rich); in a log file one line every few seconds, so that a log shows the same without
+thousands of carriage returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+log = logging.getLogger(__name__)
+LOG_EVERY_SECONDS = 5.0
+
+
+class ProgressBar:
+    """A bar with one task; use it as a context manager and call `advance`.
+
+    Args:
+        label: What is being done.
+        total: Number of units.
+        unit: "bytes" shows size and speed; anything else a count.
+    """
+
+    def __init__(self, label: str, total: int, unit: str = "bytes"):
+        self._label, self._total, self._unit = label, total, unit
+        self._done = 0
+        self._note = ""
+        self._last_log = time.monotonic()
+        self._live = Progress(*self._columns(), console=Console(stderr=True)) if sys.stderr.isatty() else None
+        self._task = self._live.add_task(label, total=total, note="") if self._live else None
+
+    def __enter__(self) -> ProgressBar:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        elif kind is None:
+            self._log()
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Add `amount` finished units; `note` is shown at the end of the line."""
+        self._done += amount
+        self._note = note or self._note
+        if self._live and self._task is not None:
+            self._live.update(self._task, advance=amount, note=self._note)
+        elif time.monotonic() - self._last_log > LOG_EVERY_SECONDS:
+            self._log()
+
+    def _log(self) -> None:
+        self._last_log = time.monotonic()
+        share = 100 * self._done / self._total if self._total else 100.0
+        amount = f"{self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB" if self._unit == "bytes" else (
+            f"{self._done} of {self._total} {self._unit}")  # fmt: skip
+        log.info("%s: %s (%.0f %%) %s", self._label, amount, share, self._note)
+
+    def _columns(self) -> tuple:
+        middle = (DownloadColumn(), TransferSpeedColumn()) if self._unit == "bytes" else (MofNCompleteColumn(),)
+        return (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *middle,
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )

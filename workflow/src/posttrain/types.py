@@ -1,0 +1,94 @@
+"""What crosses a folder border: prompts, samples, groups, batches.
+
+Shape letters used across the library: B sequences, T tokens of a packed micro-batch, S longest sequence,
+H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top-k).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a dataset.
+
+    Args:
+        prompt_id: Unique in its dataset and stable: it names the sample's seed and its place in a resumed run.
+        messages: Chat messages, each with "role" and "content".
+        label: What the grader compares the response with.
+    """
+
+    prompt_id: int
+    messages: tuple[dict[str, str], ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with one response.
+
+    Args:
+        prompt_id: The `Prompt` it answers.
+        sample_index: Its place in the group, 0 .. num_samples_per_prompt - 1.
+        prompt_tokens: Token ids of the rendered prompt.
+        response_tokens: Token ids of the response, the end token included where the engine emitted one.
+        rollout_logprobs: Natural-log probabilities that the engine gave to `response_tokens`, one each.
+        finish_reason: "stop" (end token) or "length" (cut at max_response_tokens).
+        weight_version: Version of the engine's weights, None where the engine does not tell.
+        reward: Score of the grader.
+
+    Example:
+        prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
+        tokens, and the two losses stand at positions 2 and 3, whose logits predict tokens 7 and 1.
+    """
+
+    prompt_id: int
+    sample_index: int
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    finish_reason: str
+    weight_version: int | None
+    reward: float
+
+    def __post_init__(self) -> None:
+        assert len(self.response_tokens) == len(self.rollout_logprobs) > 0, (
+            f"prompt {self.prompt_id} sample {self.sample_index}: {len(self.response_tokens)} response tokens, "
+            f"{len(self.rollout_logprobs)} log-probabilities"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and response together."""
+        return len(self.prompt_tokens) + len(self.response_tokens)
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """All samples of one prompt in one step: the unit whose rewards are compared with each other."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the group as plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(row: dict[str, Any]) -> SampleGroup:
+        """Rebuild a group from `as_dict`; the floats come back with the same bits."""
+        prompt = Prompt(row["prompt"]["prompt_id"], tuple(row["prompt"]["messages"]), row["prompt"]["label"])
+        samples = tuple(
+            Sample(
+                **{
+                    **sample,
+                    "prompt_tokens": tuple(sample["prompt_tokens"]),
+                    "response_tokens": tuple(sample["response_tokens"]),
+                    "rollout_logprobs": tuple(sample["rollout_logprobs"]),
+                }
+            )
+            for sample in row["samples"]
+        )
+        return SampleGroup(prompt, samples)
