@@ -14,12 +14,12 @@ import importlib.metadata
 import pathlib
 
 ANCHOR = "import torchvision.extension  # noqa: F401\n"
-DECLARATIONS = '''
+DECLARATIONS = """
 if not torchvision.extension._has_ops():  # added by posttrain: declared, not implemented
     _absent_ops = torch.library.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
         _absent_ops.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 def patch_torchvision() -> None:
@@ -29,9 +29,7 @@ def patch_torchvision() -> None:
         RuntimeError: The installed torchvision is not the one this patch was written for.
     """
     version = importlib.metadata.version("torchvision")
-    located = importlib.metadata.distribution("torchvision").locate_file(
-        "torchvision/_meta_registrations.py"
-    )
+    located = importlib.metadata.distribution("torchvision").locate_file("torchvision/_meta_registrations.py")
     path = pathlib.Path(str(located))
     source = path.read_text()
     if DECLARATIONS in source:

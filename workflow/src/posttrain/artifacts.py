@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import xxhash
 
 from posttrain import __version__
@@ -390,7 +392,8 @@ def building(folder: Path) -> Iterator[Path]:
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file, then put it under its name: the old content or the new one, never a mixture."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    _remove_dead_temporaries(path)
+    temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.tmp")
     try:
         write(temporary)
         _sync(temporary)
@@ -431,6 +434,19 @@ def hash_file(path: Path) -> str:
         while chunk := file.read(HASH_CHUNK_BYTES):
             state.update(chunk)
     return state.hexdigest()
+
+
+def _temporary_prefix(path: Path) -> str:
+    return f".{path.name}.{socket.gethostname()}."
+
+
+def _remove_dead_temporaries(path: Path) -> None:
+    """Delete what processes of this host that were killed while writing `path` have left beside it."""
+    prefix = _temporary_prefix(path)
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+        pid = leftover.name.removeprefix(prefix).removesuffix(".tmp")
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            leftover.unlink(missing_ok=True)
 
 
 def _write_text(path: Path, text: str) -> None:

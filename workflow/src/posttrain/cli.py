@@ -12,18 +12,21 @@ import sys
 from collections.abc import Callable
 
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
 
 log = logging.getLogger(__name__)
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], role: str | None = None) -> None:
     """Run a script's `main` and exit with 0, or with 1 and a message.
 
     Args:
         main: The script's story; parses its own arguments.
+        role: Who speaks in the log, where several processes share one.
     """
-    configure_logging()
+    configure_logging(role)
+    follow_driver()
     try:
         main()
     except (ConfigError, CheckpointError) as error:
@@ -38,6 +41,5 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _refuse(message: str) -> None:
-    script = os.path.basename(sys.argv[0])
-    print(f"\n{script}: {message}\n", file=sys.stderr, flush=True)
+    log.error("%s: %s", os.path.basename(sys.argv[0]), message)
     sys.exit(1)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from posttrain_sglang_cpu.batch_invariant import enable_batch_invariant_products
+from posttrain_sglang_cpu.batch_invariant import enable_batch_invariant_operators
 
 
 def activate() -> None:
@@ -76,7 +76,7 @@ def allow_deterministic_inference() -> None:
     """Let `--enable-deterministic-inference` run on a CPU: it switches `sampling_seed` on.
 
     Obstacles: the lists of backends it accepts lack `torch_native`, and its batch-invariant
-    matrix products are Triton kernels, which need a GPU. Ours are in `batch_invariant`.
+    operators are Triton kernels, which need a GPU. Ours are in `batch_invariant`.
 
     The second list also says that prefix caching keeps the bits. It does not here (attention over
     a longer prompt sums in another order), but MLA models are refused without that entry:
@@ -92,6 +92,6 @@ def allow_deterministic_inference() -> None:
     add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
-        enable_batch_invariant_products,
+        enable_batch_invariant_operators,
         HookType.REPLACE,
     )

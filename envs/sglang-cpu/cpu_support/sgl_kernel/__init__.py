@@ -52,9 +52,7 @@ def assign_req_to_token_pool_cpu(
         taken += count
 
 
-def murmur_hash32_cpu(
-    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
-) -> torch.Tensor:
+def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """Hash (seed, position, token id) to 32 bits, the same bits as SGLang's Triton kernel.
 
     SGLang draws token j at position p of a request with seed s by adding the Gumbel noise of

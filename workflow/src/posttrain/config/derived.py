@@ -136,6 +136,15 @@ def _check_layout(config: Config) -> list[Problem]:
             Problem("parallel.expert_model_parallel_size", f"EP x ETP x PP = {expert_ranks}",
                     f"a divisor of the {ranks} ranks", "lower EP, ETP or PP")  # fmt: skip
         )
+    tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if tensor > 1 and expert == 1 and parallel.expert_tensor_parallel_size != tensor:
+        # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains its
+        # copy on its own part of the sequence, and nobody adds the gradients up.
+        problems.append(
+            Problem("parallel.expert_tensor_parallel_size", str(parallel.expert_tensor_parallel_size),
+                    f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1",
+                    "raise expert_model_parallel_size, as the recipes do")  # fmt: skip
+        )
     if sum(layers_per_stage(config)) != arch.num_hidden_layers or min(layers_per_stage(config)) < 1:
         problems.append(
             Problem("parallel.num_layers_in_last_pipeline_stage", str(parallel.num_layers_in_last_pipeline_stage),

@@ -6,21 +6,29 @@ import logging
 import os
 import sys
 
+LOG_VARIABLE = "POSTTRAIN_LOG"
+
 
 def configure_logging(role: str | None = None) -> None:
-    """Send records of level INFO and above to stderr.
+    """Send records of level INFO and above to stderr, and to the file that `POSTTRAIN_LOG` names.
+
+    The workflow names its rule's log there. stderr itself stays the terminal, so that progress bars are live.
 
     Args:
         role: Who speaks, when several processes share a log ("trainer 0", "engine 1").
     """
     prefix = f"[{role}] " if role else ""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if log_file := os.environ.get(LOG_VARIABLE):
+        os.makedirs(os.path.dirname(log_file) or ".", exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
     logging.basicConfig(
         level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"),
         format=f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        handlers=handlers,
         force=True,
     )
     # What these libraries say at INFO is about themselves, and buries what we say.
-    for noisy in ("httpx", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
+    for noisy in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -34,14 +34,16 @@ class ProgressBar:
         label: What is being done.
         total: Number of units.
         unit: "bytes" shows size and speed; anything else a count.
+        quiet: Show nothing; for processes of which one speaks for all.
     """
 
-    def __init__(self, label: str, total: int, unit: str = "bytes"):
-        self._label, self._total, self._unit = label, total, unit
+    def __init__(self, label: str, total: int, unit: str = "bytes", quiet: bool = False):
+        self._label, self._total, self._unit, self._quiet = label, total, unit, quiet
         self._done = 0
         self._note = ""
         self._last_log = time.monotonic()
-        self._live = Progress(*self._columns(), console=Console(stderr=True)) if sys.stderr.isatty() else None
+        live = sys.stderr.isatty() and not quiet
+        self._live = Progress(*self._columns(), console=Console(stderr=True)) if live else None
         self._task = self._live.add_task(label, total=total, note="") if self._live else None
 
     def __enter__(self) -> ProgressBar:
@@ -54,7 +56,7 @@ class ProgressBar:
     ) -> None:
         if self._live:
             self._live.stop()
-        elif kind is None:
+        elif kind is None and not self._quiet:
             self._log()
 
     def advance(self, amount: int = 1, note: str = "") -> None:
@@ -63,7 +65,7 @@ class ProgressBar:
         self._note = note or self._note
         if self._live and self._task is not None:
             self._live.update(self._task, advance=amount, note=self._note)
-        elif time.monotonic() - self._last_log > LOG_EVERY_SECONDS:
+        elif not self._quiet and time.monotonic() - self._last_log > LOG_EVERY_SECONDS:
             self._log()
 
     def _log(self) -> None:

@@ -1,0 +1,29 @@
+# End-to-end RL post-training: the table of contents. Each include is one phase, in the order in which data flows.
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+configfile: "config/workflow.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/resolve.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        PATHS.run / "summary.json",
+        PATHS.run / "report.html",
+
+
+include: "workflow/rules/download.smk"
+include: "workflow/rules/patch.smk"
+include: "workflow/rules/convert.smk"
+include: "workflow/rules/quantize.smk"
+include: "workflow/rules/stage.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/export.smk"
+include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/report.smk"

@@ -1,0 +1,69 @@
+"""Measure the speed of a served checkpoint by concurrency, with prompts of the held-out set."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+from posttrain.artifacts import require_files, write_json
+from posttrain.cli import run
+from posttrain.config.load import load_resolved
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset import load_prompts
+from posttrain.engines.client import EngineClient
+from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
+from posttrain.evaluation.serving import Level, format_table, measure_serving
+
+
+def main() -> None:
+    """Serve the checkpoint, measure every concurrency, print the table and write it."""
+    args = parse_arguments()
+    config = load_resolved(args.config)
+    checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
+    tokenizer = ChatTokenizer(args.checkpoint)
+    rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
+    prompts = [tokenizer.render(prompt.messages) for prompt in rows]
+    log_folder = args.output.parent / "benchmark_serving.engines"
+    with running_engines(config, args.checkpoint, log_folder, merge_requests=True) as engines:
+        levels = asyncio.run(measure(config, engines, prompts, args))
+    print(format_table(levels))
+    write_json(args.output, {"checkpoint": checkpoint.digest, "output_tokens": args.output_tokens,
+                             "levels": [asdict(level) for level in levels]})  # fmt: skip
+
+
+async def measure(
+    config: Config, engines: list[EngineProcess], prompts: list[tuple[int, ...]], args: argparse.Namespace
+) -> list[Level]:
+    """Wait for the engines and measure them."""
+    async with EngineClient(
+        [engine.url for engine in engines], config.engine.request_timeout_seconds
+    ) as client:
+        await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
+        return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8"
+    )
+    parser.add_argument("--checkpoint-receipt", required=True, type=Path)
+    parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
+    parser.add_argument("--output", required=True, type=Path, help="the table, as JSON; written last")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], help="requests in flight"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=32, help="requests per level, at least as many as are in flight"
+    )
+    parser.add_argument("--output-tokens", type=int, default=32, help="length of every response")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,38 @@
+"""Check what must be there before work starts: disks, devices, interpreters, ports, the Hub."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from posttrain.artifacts import Paths, write_json
+from posttrain.cli import run
+from posttrain.config.load import resolve
+from posttrain.preflight.checks import check_everything, raise_problems
+from posttrain.preflight.report import print_findings
+
+
+def main() -> None:
+    """Run every check, show the findings, fail with all problems at once."""
+    arguments = parse_arguments()
+    findings = check_everything(Paths(resolve(arguments.workflow, arguments.config_dir)))
+    print_findings(findings)
+    raise_problems(findings)
+    if arguments.output:
+        write_json(arguments.output, {"checks": [finding.as_dict() for finding in findings]})
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON"
+    )
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    parser.add_argument("--output", type=Path, help="JSON with the findings, written when all is well")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

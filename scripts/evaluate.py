@@ -1,0 +1,46 @@
+"""Measure a checkpoint on the held-out prompts: serve it, sample, grade, write the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from posttrain.artifacts import require_files, write_json
+from posttrain.cli import run
+from posttrain.config.load import load_resolved
+from posttrain.data.dataset import load_prompts
+from posttrain.evaluation.heldout import evaluate_checkpoint
+
+
+def main() -> None:
+    """Check what is measured and on what, measure, write the result last."""
+    args = parse_arguments()
+    config = load_resolved(args.config)
+    checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
+    dataset = require_files(args.dataset, args.dataset_receipt)
+    prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
+    log_folder = args.output.parent / f"{args.when}.engines"
+    result = evaluate_checkpoint(config, args.checkpoint, prompts, log_folder)
+    inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
+    write_json(args.output, {"when": args.when, **result, "inputs": inputs})
+    print(json.dumps({name: value for name, value in result.items() if name != "examples"}, indent=2))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8"
+    )
+    parser.add_argument("--checkpoint-receipt", required=True, type=Path)
+    parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
+    parser.add_argument("--dataset-receipt", required=True, type=Path)
+    parser.add_argument("--when", required=True, choices=("before", "after"), help="before or after training")
+    parser.add_argument("--output", required=True, type=Path, help="the result, as JSON; written last")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

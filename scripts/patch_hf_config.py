@@ -1,0 +1,58 @@
+"""Check a checkpoint against the configured architecture and make the copy that everything later reads.
+
+The copy's weights are links; `config.json` and `tokenizer_config.json` change where the target asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from posttrain.artifacts import Receipt, building, require_files, write_receipt
+from posttrain.checkpoint.hf_config import CONFIG, check_config, patch_folder
+from posttrain.checkpoint.hf_layout import check_layout, read_json
+from posttrain.cli import run
+from posttrain.config.schema import Architecture
+from posttrain.errors import raise_if_any
+
+
+def main() -> None:
+    """Compare, patch, write the receipt."""
+    args, started = parse_arguments(), time.time()
+    source_receipt = require_files(args.source, args.source_receipt)
+    tensors = check_layout(args.source).infos
+    raise_if_any(
+        check_config(read_json(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code)
+    )
+    args.receipt.unlink(missing_ok=True)
+    with building(args.destination) as partial:
+        files = patch_folder(args.source, partial, args.target, source_receipt)
+        check_layout(partial)
+    inputs = {"hf": source_receipt.digest}
+    write_receipt(args.receipt, Receipt("patch_hf_config", files, inputs, {"target": args.target}), started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", required=True, type=Path, help="checkpoint in Hub layout")
+    parser.add_argument("--source-receipt", required=True, type=Path)
+    parser.add_argument("--destination", required=True, type=Path, help="where the patched copy goes")
+    parser.add_argument("--receipt", required=True, type=Path)
+    parser.add_argument("--architecture", required=True, type=architecture, help="model.architecture as JSON")
+    parser.add_argument("--target", required=True, choices=("native", "deepseek_v32"))
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="accept a checkpoint with `auto_map`"
+    )
+    return parser.parse_args()
+
+
+def architecture(text: str) -> Architecture:
+    """Return the typed architecture."""
+    return Architecture(**json.loads(text))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,47 @@
+"""Write plan.json and plan.html: layout, memory, disk and durations of a configuration, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from posttrain.artifacts import write_json, write_text
+from posttrain.cli import run
+from posttrain.config.load import resolve
+from posttrain.errors import ConfigError
+from posttrain.planner.plan import build_plan, plan_of_problems, render_plan
+from posttrain.planner.plan_table import print_plan
+
+
+def main() -> None:
+    """Resolve, compute, write, show; if nothing resolves, both files hold the problems."""
+    arguments = parse_arguments()
+    try:
+        resolved = resolve(arguments.workflow, arguments.config_dir)
+    except ConfigError as error:
+        plan = plan_of_problems(error.problems)
+        write_text(arguments.html, render_plan(plan, None))
+        write_json(arguments.json, plan)
+        raise
+    plan = build_plan(resolved, arguments.workflow)
+    write_text(arguments.html, render_plan(plan, resolved))
+    write_json(arguments.json, plan)
+    print_plan(plan)
+    print(f"plan: {arguments.html.resolve()}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON"
+    )
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    parser.add_argument("--json", type=Path, required=True, help="plan.json to write")
+    parser.add_argument("--html", type=Path, required=True, help="plan.html to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

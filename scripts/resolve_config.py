@@ -1,0 +1,41 @@
+"""Write a run's two config files: experiment.yaml (what is learned) and config.resolved.yaml (everything)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from posttrain.artifacts import write_text
+from posttrain.cli import run
+from posttrain.config.load import dump_resolved, dump_yaml, resolve
+
+
+def main() -> None:
+    """Resolve the configuration and write what changed of it."""
+    arguments = parse_arguments()
+    resolved = resolve(arguments.workflow, arguments.config_dir)
+    write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
+    write_if_changed(arguments.resolved, dump_resolved(resolved))
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Write a file unless it holds `text` already: its time stays, so nothing that reads it runs again."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON"
+    )
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    parser.add_argument("--experiment", type=Path, required=True, help="experiment.yaml to write")
+    parser.add_argument("--resolved", type=Path, required=True, help="config.resolved.yaml to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

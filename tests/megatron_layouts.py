@@ -1,0 +1,111 @@
+"""One rank of a layout: loads the random checkpoint, trains one update, prints what the ranks agree on as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from posttrain.config.schema import Config
+from posttrain.types import Prompt, Sample, SampleGroup
+
+
+def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4) -> list[SampleGroup]:
+    generator = torch.Generator().manual_seed(11)
+    groups = []
+    for prompt_id in range(num_groups):
+        prompt = tuple(torch.randint(2, vocab_size, (9 + 7 * prompt_id,), generator=generator).tolist())
+        samples = []
+        for index in range(size):
+            response = tuple(torch.randint(2, vocab_size, (5 + 6 * index,), generator=generator).tolist())
+            logprobs = tuple([-4.0] * len(response))
+            samples.append(Sample(prompt_id, index, prompt, response, logprobs, "stop", 0, float(index % 2)))
+        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+    return groups
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    sys.path.insert(0, arguments["root"])
+    from tests.megatron_single import test_config
+    from tests.unit.megatron_backend.conftest import ARCHITECTURE
+
+    config = small_batches(test_config(ARCHITECTURE, **arguments["parallel"]), arguments["ranks"])
+    print(json.dumps(run(config, Path(arguments["checkpoint"]), Path(arguments["folder"]))))
+
+
+def small_batches(config: Config, ranks: int) -> Config:
+    trainer = dataclasses.replace(config.trainer, max_tokens_per_gpu=96)
+    training = dataclasses.replace(config.training, global_batch_size=12)
+    hardware = dataclasses.replace(config.hardware, gpus_per_node=ranks)
+    return dataclasses.replace(config, trainer=trainer, training=training, hardware=hardware)
+
+
+def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
+    from megatron.core import parallel_state
+
+    from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.checkpoint import load_training_state, save_training_state
+    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.training.batch import make_updates
+
+    initialize(config)
+    policy = build_policy(config)
+    weights = HubWeights(policy.model, config.model.architecture)
+    tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
+    weights.transform(lambda name, _: tensors[name].float())
+    policy.optimizer.reload_model_params()
+    exact = digest((name, t) for name, t in weights.gather())
+    is_source = digest((name, tensors[name]) for name in weights.names)
+
+    groups = make_groups(config.model.architecture.vocab_size)
+    (update,) = make_updates(config, groups, parallel_state.get_data_parallel_rank())
+    update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
+    statistics = train_step.update(policy, update.micro_batches(), lr=1e-3)
+    mine = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
+            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    after = {name: t for name, t in weights.gather(dtype=torch.float32)}
+    folder.mkdir(exist_ok=True)
+    save_training_state(policy, 1, folder)
+    dist.barrier()
+    for parameter in policy.model.parameters():
+        parameter.data.zero_()
+    restored_step = load_training_state(policy, folder)
+    restored = {name: t for name, t in weights.gather(dtype=torch.float32)}
+    again = train_step.update(policy, update.micro_batches(), lr=1e-3)
+    result = {
+        "round_trip_exact": exact == is_source,
+        "statistics": dataclasses.asdict(statistics),
+        "second_grad_norm": again.grad_norm,
+        "restored_step": restored_step,
+        "logprobs": {str(i): v for part in everybody for i, v in part.items()},
+    }
+    if dist.get_rank() == 0:
+        result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
+        result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
+    dist.destroy_process_group()
+    return result
+
+
+def digest(named) -> str:
+    state = hashlib.sha256()
+    for name, tensor in named:
+        if tensor is not None:
+            state.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A small store with a random checkpoint, and the command lines of the checkpoint steps on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import runpy
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from tests.scripts.killing import SCRIPTS
+from tests.tiny_checkpoint import TINY, make_random_checkpoint
+
+from posttrain.artifacts import (
+    Receipt,
+    part_receipt_of,
+    read_receipt,
+    receipt_of,
+    record_files,
+    write_receipt,
+)
+
+NUM_PARTS = 2
+ARCHITECTURE = json.dumps(dataclasses.asdict(TINY))
+
+
+@dataclass(frozen=True)
+class Store:
+    """Paths below one root, and what to pass to the scripts.
+
+    Args:
+        root: Everything lies below it.
+    """
+
+    root: Path
+
+    @property
+    def source(self) -> Path:
+        return self.root / "hf_patched"
+
+    def folder(self, name: str) -> Path:
+        return self.root / name
+
+    def part(self, name: str, part: int) -> list[object]:
+        """Return the arguments of one part of folder `name`."""
+        folder = self.folder(name)
+        return [*self._common(folder), "--part", part, "--num-parts", NUM_PARTS,
+                "--receipt", part_receipt_of(folder, part)]  # fmt: skip
+
+    def finalize(self, name: str) -> list[object]:
+        """Return the arguments of the last step of folder `name`."""
+        folder = self.folder(name)
+        receipts = [part_receipt_of(folder, part) for part in range(NUM_PARTS)]
+        return [*self._common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
+
+    def whole(self, name: str) -> list[object]:
+        """Return the arguments of a step without parts."""
+        return [*self._common(self.folder(name)), "--receipt", receipt_of(self.folder(name))]
+
+    def export(self, name: str = "hf") -> list[object]:
+        """Return the arguments of an export of the converted checkpoint."""
+        trained, folder = self.folder("torch_dist"), self.folder(name)
+        return [
+            "--run-folder", trained, "--train-receipt", receipt_of(trained),
+            "--origin", self.source, "--origin-receipt", receipt_of(self.source),
+            "--destination", folder, "--receipt", receipt_of(folder), "--architecture", ARCHITECTURE,
+        ]  # fmt: skip
+
+    def _common(self, folder: Path) -> list[object]:
+        common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
+        return [*common, "--architecture", ARCHITECTURE] if folder.name == "torch_dist" else common
+
+
+def run_here(script: str, arguments: Sequence[object]) -> None:
+    """Run a script's `main` in this process; its errors are raised."""
+    path = str(SCRIPTS / f"{script}.py")
+    with mock.patch.object(sys, "argv", [path, *map(str, arguments)]):
+        runpy.run_path(path, run_name="imported")["main"]()
+
+
+def make_store(root: Path) -> Store:
+    """Return a store that holds the source and its receipt."""
+    store = Store(root)
+    shutil.copytree(_source(), store.source)
+    write_receipt(receipt_of(store.source), Receipt("patch_hf_config", record_files(store.source), {}, {}))
+    return store
+
+
+@functools.cache
+def _source() -> Path:
+    folder = Path(tempfile.mkdtemp()) / "hf_patched"
+    make_random_checkpoint(folder)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+def make_torch_dist(store: Store) -> None:
+    """Convert, whole."""
+    for part in range(NUM_PARTS):
+        run_here("convert_hf_to_torch_dist", store.part("torch_dist", part))
+    run_here("finalize_torch_dist", store.finalize("torch_dist"))
+
+
+def make_rollout_fp8(store: Store) -> None:
+    """Quantise, whole."""
+    for part in range(NUM_PARTS):
+        run_here("quantize_rollout_fp8", store.part("rollout_fp8", part))
+    run_here("finalize_rollout_fp8", store.finalize("rollout_fp8"))
+
+
+def assert_same_folder(made: Path, expected: Path) -> None:
+    """Compare two folders byte by byte, and their receipts."""
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in made.iterdir()) == names
+    assert all((made / name).read_bytes() == (expected / name).read_bytes() for name in names)
+    assert read_receipt(receipt_of(made)) == read_receipt(receipt_of(expected))

@@ -1,0 +1,112 @@
+"""Runs a script again and again, each time killed (SIGKILL) at a chosen change of its to the file system.
+
+    endings = run_killed("patch_hf_config", ["--source", ...], root=tmp_path, points=[3, 1, 7])
+
+One process imports the script once and forks a child per point, so a kill costs milliseconds. The child
+counts what it opens for writing, renames, links and removes below `root`, and kills itself at that number. A
+point beyond the last change lets the script end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CHANGES = ("open", "os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "os.rmdir")
+
+
+def run_killed(
+    script: str,
+    arguments: Sequence[object],
+    root: Path,
+    points: Sequence[int],
+    env: dict[str, str] | None = None,
+    claim: tuple[Path, Path] | None = None,
+    timeout: float = 120,
+) -> list[int]:
+    """Run a script once per point and return how each run ended: -9 for a kill, else the exit code.
+
+    Args:
+        script: Its name, without ".py".
+        arguments: Its command line.
+        root: Changes below this folder are counted.
+        points: At which change each run is killed, from 1.
+        env: On top of the environment.
+        claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says.
+        timeout: Seconds for all runs together.
+    """
+    order = {"script": str(SCRIPTS / f"{script}.py"), "arguments": [str(a) for a in arguments],
+             "root": str(root), "points": list(points),
+             "claim": claim and [str(path) for path in claim]}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(order)],
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _main() -> None:
+    order = json.loads(sys.argv[1])
+    main = runpy.run_path(order["script"], run_name="imported")["main"]
+    run = sys.modules["posttrain.cli"].run
+    sys.argv = [order["script"], *order["arguments"]]
+    endings = []
+    for point in order["points"]:
+        endings.append(_run_child(lambda: run(main), order["root"], point))
+        _check_claim(order["claim"])
+    print(json.dumps(endings))
+
+
+def _check_claim(claim: list[str] | None) -> None:
+    from posttrain.artifacts import require_files
+
+    if claim and Path(claim[1]).exists():
+        require_files(Path(claim[0]), Path(claim[1]), content=True)
+
+
+def _run_child(work: Callable[[], None], root: str, point: int) -> int:
+    child = os.fork()
+    if child == 0:
+        _kill_at(point, root)
+        try:
+            work()
+        except SystemExit as ended:
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _kill_at(point: int, root: str) -> None:
+    num_changes = 0
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal num_changes
+        if (
+            event in CHANGES
+            and any(str(a).startswith(root) for a in arguments[:2])
+            and _changes(event, arguments)
+        ):
+            num_changes += 1
+            if num_changes == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def _changes(event: str, arguments: tuple) -> bool:
+    return event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+
+
+if __name__ == "__main__":
+    _main()

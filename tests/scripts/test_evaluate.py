@@ -1,0 +1,83 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.scripts.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
+
+from posttrain.artifacts import read_receipt, receipt_of
+
+SCRIPT = ROOT / "scripts" / "evaluate.py"
+# 20 prompts x 3 samples in requests of 16 samples: batches that cut through the samples of a prompt.
+OVERRIDES = (
+    "evaluation.num_samples_per_prompt=3 engine.groups_per_request=1 rollout.max_response_tokens=6 "
+    "engine.num_threads=1"
+)
+
+
+def run(arguments, folder, when):
+    output = folder / "evaluation" / f"{when}.json"
+    more = ["--dataset-receipt", receipt_of(folder / "dataset"), "--when", when, "--output", output]
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, [*arguments, *more])], capture_output=True, text=True, timeout=120
+    )
+    return ended, output
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    return folder, make_inputs(folder, OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def results(inputs):
+    """The same checkpoint, measured twice."""
+    folder, arguments = inputs
+    found = []
+    for when in ("before", "after"):
+        ended, output = run(arguments, folder, when)
+        assert ended.returncode == 0, ended.stderr
+        found.append(json.loads(output.read_text()))
+    return found
+
+
+def test_the_result_counts_every_response(inputs, results):
+    folder, _ = inputs
+    before, _ = results
+    assert (before["num_prompts"], before["num_samples"], before["num_responses"]) == (NUM_PROMPTS, 3, 60)
+    assert 0 <= before["pass_rate"] <= before["pass_at_k"] <= 1
+    assert 0 < before["response_tokens_mean"] <= before["response_tokens_max"] <= 6
+    assert before["truncated_fraction"] > 0
+    assert before["tokens_per_second"] > 0
+    assert before["inputs"]["checkpoint"] == read_receipt(receipt_of(folder / "hf")).digest
+    first = before["examples"][0]
+    row = json.loads((folder / "dataset" / "heldout.jsonl").read_text().splitlines()[0])
+    assert len(before["examples"]) == 20
+    assert first["label"] == row["label"]
+    assert row["prompt"][-1]["content"] in first["prompt"]
+    assert first["reward"] in (0.0, 1.0)
+
+
+def test_the_same_checkpoint_gives_the_same_result_but_for_timings(results):
+    before, after = results
+    for result in (before, after):
+        del result["tokens_per_second"], result["when"]
+    assert before == after
+    texts = [example["response"] for example in before["examples"]]
+    assert len(set(texts)) > len(texts) / 2
+
+
+def test_the_engines_log_is_kept(inputs, results):
+    folder, _ = inputs
+    assert "ready on" in (folder / "evaluation" / "before.engines" / "engine0.log").read_text()
+
+
+def test_a_checkpoint_that_is_not_as_its_receipt_says_is_refused(tmp_path):
+    arguments = make_inputs(tmp_path, OVERRIDES)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    ended, output = run(arguments, tmp_path, "before")
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "config.json: 2 bytes, expected" in ended.stderr
+    assert not output.exists()

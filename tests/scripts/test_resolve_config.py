@@ -1,0 +1,59 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.load import load_resolved, resolve
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG_DIR = REPOSITORY / "config"
+
+
+def resolve_config(folder, **workflow):
+    command = [
+        sys.executable,
+        REPOSITORY / "scripts/resolve_config.py",
+        "--workflow",
+        json.dumps(workflow),
+        "--config-dir",
+        CONFIG_DIR,
+        "--experiment",
+        folder / "experiment.yaml",
+        "--resolved",
+        folder / "config.resolved.yaml",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_both_files_hold_the_configuration(tmp_path):
+    assert resolve_config(tmp_path, model="tiny", site="local").returncode == 0
+    config = load_resolved(tmp_path / "config.resolved.yaml")
+    assert config == resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    experiment = (tmp_path / "experiment.yaml").read_text()
+    assert "rollout_batch_size: 16" in experiment
+    assert "node_names" not in experiment
+    assert "num_digits: 4  # config/models/tiny.yaml" in (tmp_path / "config.resolved.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "experiment_changes"),
+    [("trainer.save_interval=5", False), ("optimizer.lr=3e-4", True), ("", False)],
+)
+def test_a_file_whose_content_stays_keeps_its_time(tmp_path, change, experiment_changes):
+    resolve_config(tmp_path, model="tiny", site="local")
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    resolve_config(tmp_path, model="tiny", site="local", set=change)
+    after = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert (after["experiment.yaml"] != before["experiment.yaml"]) == experiment_changes
+    assert (after["config.resolved.yaml"] != before["config.resolved.yaml"]) == bool(change)
+
+
+def test_all_mistakes_come_in_one_message_without_a_traceback(tmp_path):
+    done = resolve_config(tmp_path, model="tiny", site="local", set="optimizer.lrr=3 training.num_steps=many")
+    assert done.returncode == 1
+    assert "2 problems" in done.stderr
+    assert "did you mean 'optimizer.lr'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,55 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.synthetic_run import make_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def made(tmp_path):
+    return make_run(tmp_path, num_steps=3)
+
+
+def verify(made, *more):
+    chosen = ["--workflow", json.dumps(made.workflow), "--config-dir", REPOSITORY / "config"]
+    command = [sys.executable, REPOSITORY / "scripts/verify.py", *chosen, *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_an_untouched_run_is_proven(made, tmp_path):
+    done = verify(made, "--output", tmp_path / "verified.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "30 files are what their receipts say"
+    verified = json.loads((tmp_path / "verified.json").read_text())
+    digests = {row["name"]: row["digest"] for row in verified["artefacts"]}
+    exported = next(row for row in verified["artefacts"] if row["name"] == "run: hf")
+    assert exported["inputs"] == {"hf_patched": digests["hf_patched"], "train": digests["train"]}
+    assert verified["num_files"] == 30
+
+
+def test_every_bad_file_is_named(made):
+    bad = [made.paths.hf / "model.bin", made.paths.torch_dist / "__0_0.bin"]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[::-1])
+    done = verify(made, "--output", made.paths.run / "verified.json")
+    assert done.returncode == 1
+    assert not (made.paths.run / "verified.json").exists()
+    assert all(f"{path}: content differs" in done.stderr for path in bad)
+    assert done.stdout.count("1 problem") == 2
+    assert "Traceback" not in done.stderr
+    assert verify(made, "--sizes-only").returncode == 0
+
+
+def test_a_run_without_receipts_is_refused(made):
+    for path in made.paths.run.parent.parent.rglob("*.receipt.json"):
+        path.unlink()
+    made.paths.train_done.unlink()
+    for path in (*made.paths.run.glob("evaluation/*.json"), *made.paths.run.glob("node_local/*.json")):
+        path.unlink()
+    done = verify(made)
+    assert done.returncode == 1
+    assert "there is no receipt to verify" in done.stderr

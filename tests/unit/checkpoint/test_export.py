@@ -1,0 +1,205 @@
+import hashlib
+import json
+
+import pytest
+import torch
+from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as torch_save
+
+from posttrain.artifacts import Receipt, building, partial_of, receipt_of, write_receipt
+from posttrain.checkpoint.export import (
+    checkpoint_of,
+    final_weights_sha256,
+    finalize_folder,
+    open_export,
+    refuse_foreign_folder,
+)
+from posttrain.checkpoint.export import write_shards as export_shards
+from posttrain.checkpoint.param_names import by_key, optional_copies
+from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    """A checkpoint with copies of embedding and head in its MTP layer, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf")
+    tensors = make_random_checkpoint(folder)
+    copies = {copy: tensors[original].clone() for copy, original in optional_copies(TINY).items()}
+    write_shards(folder, tensors | copies, 3)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory, origin):
+    folder = tmp_path_factory.mktemp("store") / "torch_dist"
+    parts = {made.record.path: made for made in write_part(origin, "s1", folder, TINY, 0, 1)}
+    write_format_files(partial_of(folder), parts, TINY)
+    return partial_of(folder)
+
+
+def trained_values(converted, change=lambda key, value: value):
+    """Return the decoder's weights in FP32, as a trainer with FP32 parameters holds them."""
+    reader = TorchDistReader(converted)
+    return {key: change(key, reader.read(key).float()) for key in reader.keys if not key.startswith("mtp.")}
+
+
+def save_training(folder, values):
+    """Write weights and optimizer state as torch's checkpoint format does."""
+    optimizer = {f"optimizer.state.exp_avg.{key}": torch.zeros_like(value) for key, value in values.items()}
+    torch_save({**values, **optimizer, "step": 3}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def export(checkpoint, origin, folder, **options):
+    opened = open_export(checkpoint, origin, TINY)
+    export_shards(opened, {"train": str(checkpoint)}, folder, **options)
+    with building(folder) as partial:
+        finalize_folder(opened, partial)
+    return folder
+
+
+def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, converted):
+    """MTP layer, shards, index and tokenizer included; only the index may be written with other spaces."""
+    folder = export(converted, origin, tmp_path / "hf", num_threads=2)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in origin.iterdir())
+    for path in folder.iterdir():
+        if path.name == "model.safetensors.index.json":
+            assert json.loads(path.read_text()) == json.loads((origin / path.name).read_text())
+        else:
+            assert path.read_bytes() == (origin / path.name).read_bytes(), path.name
+    assert final_weights_sha256(folder) == final_weights_sha256(origin)
+
+
+def test_trained_weights_replace_and_the_rest_is_the_origins(tmp_path, origin, converted):
+    values = trained_values(converted, lambda key, value: value * 1.5 + 0.01)
+    folder = export(save_training(tmp_path / "step_3", values), origin, tmp_path / "hf")
+    before, after = CheckpointReader(origin), CheckpointReader(folder)
+    assert after.index.weight_map == before.index.weight_map
+    assert list(after) == list(before)
+    for name in before:
+        old, new = before.tensor(name), after.tensor(name)
+        assert new.dtype == old.dtype
+        is_mtp = name.startswith("model.layers.3.")
+        assert torch.equal(new, old if is_mtp else (old.float() * 1.5 + 0.01).to(old.dtype)), name
+    assert not torch.equal(after.tensor("lm_head.weight"), before.tensor("lm_head.weight"))
+
+
+def test_total_size_is_true(tmp_path, origin, converted):
+    folder = export(converted, origin, tmp_path / "hf")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert (
+        index["metadata"]["total_size"]
+        == sum(tensor.nbytes for tensor in random_tensors(TINY, seed=0).values()) + 2 * 64 * 64 * 2
+    )
+
+
+def test_a_second_call_writes_nothing_and_another_checkpoint_everything(tmp_path, origin, converted):
+    folder = export(converted, origin, tmp_path / "hf")
+    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    export(converted, origin, folder)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == times
+    values = trained_values(converted, lambda key, value: value + 1)
+    export(save_training(tmp_path / "step_3", values), origin, folder)
+    assert all(path.stat().st_mtime_ns > times[path.name] for path in folder.glob("*.safetensors"))
+    assert torch.equal(
+        CheckpointReader(folder).tensor("model.norm.weight"),
+        values["decoder.final_layernorm.weight"].bfloat16(),
+    )
+
+
+# ---- what is refused ----
+
+
+def test_missing_weights_are_all_named(tmp_path, origin, converted):
+    values = trained_values(converted)
+    del values["decoder.layers.1.mlp.router.weight"], values["output_layer.weight"]
+    with pytest.raises(CheckpointError) as error:
+        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+    assert "decoder.layers.1.mlp.router.weight: missing" in str(error.value)
+    assert "output_layer.weight: missing" in str(error.value)
+    assert "mtp" not in str(error.value)
+
+
+def test_half_an_mtp_layer_is_refused(tmp_path, origin, converted):
+    values = trained_values(converted)
+    key = "mtp.layers.0.eh_proj.weight"
+    values[key] = torch.zeros(by_key(TINY)[key][0].global_shape)
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.enorm\.weight: missing"):
+        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+
+
+def test_a_weight_of_another_shape_is_named_with_both(tmp_path, origin, converted):
+    values = trained_values(converted) | {"embedding.word_embeddings.weight": torch.zeros(128, 64)}
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight: \[128, 64\], expected \[64, 64\]"):
+        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+
+
+def test_a_truncated_checkpoint_is_refused_before_anything_is_written(tmp_path, origin, converted):
+    checkpoint = save_training(tmp_path / "step_3", trained_values(converted))
+    path = next(checkpoint.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="at least") as error:
+        open_export(checkpoint, origin, TINY)
+    assert str(path) in str(error.value)
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path):
+    folder = tmp_path / "hf"
+    refuse_foreign_folder(folder)
+    folder.mkdir()
+    (folder / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="was not made by export_hf"):
+        refuse_foreign_folder(folder)
+    write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", (), {}, {}))
+    with pytest.raises(CheckpointError, match="was not made by export_hf"):
+        refuse_foreign_folder(folder)
+    write_receipt(receipt_of(folder), Receipt("export_hf", (), {}, {}))
+    refuse_foreign_folder(folder)
+
+
+def test_our_own_folder_whose_receipt_was_not_written_yet_is_ours(tmp_path, origin, converted):
+    refuse_foreign_folder(export(converted, origin, tmp_path / "hf"))
+
+
+def test_a_receipt_names_the_checkpoint_or_is_about_it(tmp_path):
+    trained = Receipt("train_grpo", (), {}, {"final_checkpoint": "checkpoints/step_000080"})
+    assert checkpoint_of(tmp_path, trained) == tmp_path / "checkpoints" / "step_000080"
+    assert checkpoint_of(tmp_path, Receipt("finalize_torch_dist", (), {}, {})) == tmp_path
+
+
+# ---- identity ----
+
+
+def test_the_hash_is_that_of_its_definition(tmp_path):
+    tensors = {"b": torch.tensor([1.0, 2.0]), "a": torch.zeros(0, 3).bfloat16()}
+    write_shards(tmp_path, tensors, 1)
+    first = hashlib.sha256(b"").hexdigest()
+    second = hashlib.sha256(bytes.fromhex("0000803f00000040")).hexdigest()
+    text = f"a BF16 [0, 3] {first}\nb F32 [2] {second}\n"
+    assert final_weights_sha256(tmp_path) == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_the_hash_ignores_shards_and_sees_every_bit(tmp_path):
+    def hash_of(tensors, num_shards, folder):
+        folder.mkdir()
+        write_shards(folder, tensors, num_shards)
+        return final_weights_sha256(folder, num_threads=num_shards)
+
+    tensors = random_tensors(TINY, seed=5)
+    reference = hash_of(tensors, 1, tmp_path / "one")
+    assert hash_of(dict(reversed(tensors.items())), 4, tmp_path / "four") == reference
+    flipped = {name: tensor.clone() for name, tensor in tensors.items()}
+    flipped["model.norm.weight"].view(torch.int16)[7] ^= 1
+    assert hash_of(flipped, 1, tmp_path / "flipped") != reference
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    renamed = {name + "2" if old == name else old: tensor for old, tensor in tensors.items()}
+    assert hash_of(renamed, 1, tmp_path / "renamed") != reference
+    viewed = tensors | {name: tensors[name].view(torch.int32)}
+    assert hash_of(viewed, 1, tmp_path / "viewed") != reference

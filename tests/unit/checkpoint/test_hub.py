@@ -1,0 +1,251 @@
+import hashlib
+import os
+import socket
+from dataclasses import replace
+
+import huggingface_hub
+import pytest
+from tests.hub_server import HubServer
+from tests.small_checkpoint import make_small_checkpoint
+
+from posttrain.artifacts import record_files
+from posttrain.checkpoint import file_placement
+from posttrain.checkpoint.hub import download, is_needed
+from posttrain.checkpoint.hub_listing import HubSource
+from posttrain.errors import CheckpointError, ConfigError
+
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+SHARD_1, SHARD_2, _ = SHARDS
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
+NEEDED = ["chat_template.jinja", "config.json", *SHARDS, "model.safetensors.index.json", *TOKENIZER]
+CUTS = 64  # of one file: more often than the library tries again
+
+
+@pytest.fixture
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def origin(tmp_path):
+    return make_small_checkpoint(tmp_path / "origin")
+
+
+@pytest.fixture
+def source(hub, origin):
+    return HubSource("owner/small", hub.add_repo("owner/small", origin), endpoint=hub.url)
+
+
+@pytest.fixture
+def fetch(source, tmp_path):
+    return lambda **options: download(
+        options.pop("source", source), tmp_path / "hf.partial", tmp_path / "hf.manifest.json", **options
+    )
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def go_offline():
+        def refuse(*_):
+            raise AssertionError("the network was used")
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(socket.socket, "connect", refuse)
+
+    return go_offline
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """Leave out the seconds that the library waits between its attempts; the attempts are made."""
+    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+
+
+def test_all_needed_files_arrive_with_the_hubs_hashes(fetch, hub, origin, tmp_path):
+    records = fetch()
+    assert sorted(os.listdir(tmp_path / "hf.partial")) == NEEDED == [record.path for record in records]
+    assert tuple(replace(record, sha256="") for record in records) == record_files(origin, NEEDED)
+    assert [record.path for record in records if record.sha256] == SHARDS
+    assert records[2].sha256 == hashlib.sha256((origin / SHARD_1).read_bytes()).hexdigest()
+    assert hub.fetched == dict.fromkeys(NEEDED, 1)
+
+
+def test_progress_is_counted_in_bytes_up_to_all_of_them(fetch, hub, origin, caplog):
+    caplog.set_level("INFO")
+    hub.faults.wrong_bytes[SHARD_2] = 1
+    fetch()
+    total = sum((origin / name).stat().st_size for name in NEEDED) / 1e6
+    assert (
+        f"download owner/small@{hub.revision('owner/small')[:12]}: {total:.1f} of {total:.1f} MB (100 %)"
+        in caplog.text
+    )
+
+
+def test_a_second_call_fetches_nothing(fetch, hub):
+    first = fetch()
+    hub.fetched.clear()
+    assert fetch() == first
+    assert not hub.fetched
+
+
+def test_only_truncated_changed_and_lost_files_are_fetched_again(fetch, hub, tmp_path):
+    first, folder = fetch(), tmp_path / "hf.partial"
+    hub.fetched.clear()
+    os.truncate(folder / SHARD_1, 1000)
+    with open(folder / SHARD_2, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    (folder / "tokenizer.json").unlink()
+    assert fetch() == first
+    assert hub.fetched == {SHARD_1: 1, SHARD_2: 1, "tokenizer.json": 1}
+
+
+def test_files_are_fetched_several_at_a_time(fetch, hub):
+    hub.faults.bytes_per_second = 200_000
+    fetch(workers=4)
+    assert hub.most_at_once > 1
+
+
+def test_bytes_that_arrive_wrong_once_are_fetched_again(fetch, hub, caplog):
+    hub.faults.wrong_bytes[SHARD_2] = 1
+    fetch()
+    assert hub.fetched[SHARD_2] == 2
+    assert f"attempt 1 of 2 to fetch {SHARD_2}: SHA-256" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "kind"), [(SHARD_2, "SHA-256"), ("config.json", "Git blob id")])
+def test_bytes_that_stay_wrong_are_refused(fetch, hub, tmp_path, name, kind):
+    hub.faults.wrong_bytes[name] = 9
+    with pytest.raises(
+        CheckpointError, match=f"{name} arrives with wrong bytes, 2 times\n  {kind} [0-9a-f]+, the Hub"
+    ):
+        fetch()
+    assert not (tmp_path / "hf.partial" / name).exists()
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(fetch, hub, origin, no_waiting, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1024)
+    size = (origin / SHARD_1).stat().st_size
+    hub.faults.cut_after[SHARD_1] = [size // 2]
+    fetch()
+    assert hub.fetched[SHARD_1] == 2
+    assert size <= hub.sent_bytes[SHARD_1] < size + 1024
+
+
+def test_a_connection_that_stays_cut_is_one_message(fetch, hub, tmp_path, no_waiting):
+    hub.faults.cut_after[SHARD_1] = [0] * CUTS
+    with pytest.raises(RuntimeError, match=f"{SHARD_1}: {hub.url} cannot be reached, or hung up"):
+        fetch()
+    hub.faults.cut_after.clear()
+    hub.fetched.clear()
+    fetch()
+    assert hub.fetched[SHARD_1] == 1
+
+
+def test_nobody_listens(fetch, hub, source):
+    nobody = HubSource(source.repo_id, source.revision, endpoint="http://127.0.0.1:9")
+    with pytest.raises(
+        RuntimeError, match=r"http://127.0.0.1:9 cannot be reached(.|\n)*remedy: check the network"
+    ):
+        fetch(source=nobody)
+
+
+def test_a_broken_hub_is_named_with_its_status(fetch, hub):
+    hub.faults.status = 503
+    with pytest.raises(RuntimeError, match=f"{hub.url} answered with HTTP 503"):
+        fetch()
+
+
+def test_a_revision_that_does_not_exist(fetch, hub, source):
+    with pytest.raises(ConfigError) as raised:
+        fetch(source=HubSource(source.repo_id, "0" * 40, endpoint=hub.url))
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.value) == ("model.source.revision", "0" * 40)
+
+
+def test_a_repository_that_does_not_exist(fetch, hub, source):
+    with pytest.raises(ConfigError) as raised:
+        fetch(source=HubSource("owner/other", source.revision, key="data", endpoint=hub.url))
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.value) == ("data.repo_id", "owner/other")
+    assert "HF_TOKEN" in problem.remedy
+
+
+def test_a_gated_repository_needs_a_token(fetch, hub, origin, monkeypatch):
+    revision = hub.add_repo("owner/gated", origin, token="hf_secret", gated=True)
+    gated = HubSource("owner/gated", revision, endpoint=hub.url)
+    with pytest.raises(ConfigError, match="it is gated: ask for access"):
+        fetch(source=gated)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert len(fetch(source=gated)) == 8
+
+
+def test_a_disk_without_space_is_refused_before_the_first_byte(
+    fetch, hub, source, origin, tmp_path, monkeypatch
+):
+    total = sum((origin / record.path).stat().st_size for record in fetch())
+    for path in (tmp_path / "hf.partial").iterdir():
+        if path.name != SHARD_1:
+            path.unlink()
+    hub.fetched.clear()
+    missing = total - (origin / SHARD_1).stat().st_size
+    usage = file_placement.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(file_placement.shutil, "disk_usage", lambda folder: usage._replace(free=missing - 1))
+    with pytest.raises(RuntimeError, match=rf"the rest of owner/small@(.|\n)*needed: {missing} bytes"):
+        fetch()
+    assert not hub.fetched
+
+
+def test_offline_a_complete_folder_passes(fetch, hub, offline):
+    online = fetch()
+    offline()
+    assert fetch() == online
+
+
+def test_offline_missing_and_changed_files_are_listed(fetch, offline, tmp_path):
+    fetch()
+    offline()
+    (tmp_path / "hf.partial" / SHARD_1).unlink()
+    (tmp_path / "hf.partial" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set") as raised:
+        fetch()
+    assert SHARD_1 in str(raised.value)
+    assert "config.json" in str(raised.value)
+    assert SHARD_2 not in str(raised.value)
+
+
+def test_offline_a_folder_that_somebody_put_there_is_taken(fetch, origin, offline, tmp_path):
+    offline()
+    (tmp_path / "hf.partial").symlink_to(origin)
+    assert fetch() == record_files(origin, NEEDED)
+
+
+def test_offline_without_any_file(fetch, offline):
+    offline()
+    with pytest.raises(CheckpointError, match="holds no files\n  remedy: unset HF_HUB_OFFLINE"):
+        fetch()
+
+
+@pytest.mark.parametrize(
+    ("path", "needed"),
+    [
+        ("model-00001-of-00282.safetensors", True),
+        ("model.safetensors.index.json", True),
+        ("tokenizer.model", True),
+        ("merges.txt", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tools.jinja", True),
+        ("pytorch_model.bin", False),
+        ("pytorch_model.bin.index.json", False),
+        ("consolidated.safetensors", False),
+        ("consolidated.00.pth", False),
+        ("original/params.json", False),
+        ("modeling_custom.py", False),
+        ("../outside.json", False),
+    ],
+)
+def test_which_files_are_needed(path, needed):
+    assert is_needed(path) is needed

@@ -1,0 +1,64 @@
+import json
+
+import huggingface_hub
+import pytest
+from tests.hub_server import HubServer
+
+from posttrain.checkpoint.hub_listing import HubFile, HubSource, list_files, manifest_of
+from posttrain.errors import CheckpointError, ConfigError
+
+HELLO = HubFile("config.json", 6, "", "ce013625030ba8dba906f756967f9e9ca394464a")
+EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "origin"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(b"hello\n")
+    (folder / "model.safetensors").touch()
+    with HubServer() as hub:
+        yield HubSource("owner/name", hub.add_repo("owner/name", folder), endpoint=hub.url)
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    return manifest_of(tmp_path / "hf")
+
+
+@pytest.fixture
+def go_offline(monkeypatch):
+    return lambda: monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_files_have_the_hash_of_where_they_are_stored(source, manifest):
+    files = list_files(source, manifest, lambda path: True)
+    assert files == [HELLO, HubFile("model.safetensors", 0, EMPTY_SHA256, "")]
+    assert list_files(source, manifest, "config.json".__eq__) == [HELLO]
+
+
+def test_the_answer_is_kept_for_offline_use(source, manifest, tmp_path, go_offline):
+    online = list_files(source, manifest, lambda path: True)
+    assert manifest == tmp_path / "hf.manifest.json"
+    go_offline()
+    assert list_files(source, manifest, lambda path: True) == online
+
+
+def test_an_answer_about_another_commit_is_not_used(source, manifest, go_offline):
+    list_files(source, manifest, lambda path: True)
+    go_offline()
+    assert list_files(HubSource(source.repo_id, "0" * 40), manifest, lambda path: True) is None
+
+
+def test_a_spoilt_answer_is_named(source, manifest, go_offline):
+    manifest.write_text(json.dumps({"files": 3}))
+    go_offline()
+    with pytest.raises(CheckpointError, match=r"hf.manifest.json: not a list of files .*; delete it"):
+        list_files(source, manifest, lambda path: True)
+
+
+def test_a_branch_is_no_pin(source, manifest):
+    with pytest.raises(ConfigError) as raised:
+        list_files(HubSource(source.repo_id, "main", endpoint=source.endpoint), manifest, lambda path: True)
+    assert raised.value.problems[0].value == "main"
+    assert source.revision in raised.value.problems[0].remedy

@@ -1,0 +1,154 @@
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors
+
+from posttrain.checkpoint.param_names import (
+    Placement,
+    by_hf_name,
+    by_key,
+    compare_tensors,
+    expected_tensors,
+    optional_copies,
+    to_megatron,
+)
+from posttrain.checkpoint.safetensors_io import TensorSpec
+from posttrain.checkpoint.tiling import find_misfit
+from posttrain.config.load import resolve
+
+
+@pytest.fixture(scope="module")
+def glm5():
+    return resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture
+
+
+def without_mtp(arch):
+    return dataclasses.replace(arch, num_nextn_predict_layers=0)
+
+
+def test_the_full_model_has_its_known_size(glm5):
+    tensors = expected_tensors(without_mtp(glm5))
+    assert len(tensors) == 59_079
+    assert sum(spec.size_bytes for spec in tensors.values()) == 1_487_822_475_264
+    biases = {name: spec for name, spec in tensors.items() if spec.dtype == "F32"}
+    num_parameters = sum(math.prod(spec.shape) for name, spec in tensors.items() if name not in biases)
+    assert num_parameters == 743_911_199_232
+    # The bytes above include the router's biases, which are no parameters: 75 layers x 256 experts in FP32.
+    assert sum(spec.size_bytes for spec in biases.values()) == 75 * 256 * 4
+    assert 2 * num_parameters + 75 * 256 * 4 == 1_487_822_475_264
+
+
+def test_the_mtp_layer_adds_one_layer_and_four_tensors(glm5):
+    extra = set(expected_tensors(glm5)) - set(expected_tensors(without_mtp(glm5)))
+    one_layer = {name for name in extra if name.startswith("model.layers.78.")}
+    assert extra == one_layer
+    names_of_layer_77 = {name for name in expected_tensors(glm5) if name.startswith("model.layers.77.")}
+    assert {name.replace(".78.", ".77.", 1) for name in one_layer} - names_of_layer_77 == {
+        "model.layers.77.enorm.weight",
+        "model.layers.77.hnorm.weight",
+        "model.layers.77.eh_proj.weight",
+        "model.layers.77.shared_head.norm.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(
+            "model.layers.5.mlp.experts.7.up_proj.weight",
+            "decoder.layers.5.mlp.experts.experts.linear_fc1.weight",
+            "BF16", (256, 4096, 6144), (7, 2048, 0), (1, 2048, 6144),
+        ),
+        Placement(
+            "model.layers.5.mlp.experts.7.down_proj.weight",
+            "decoder.layers.5.mlp.experts.experts.linear_fc2.weight",
+            "BF16", (256, 6144, 2048), (7, 0, 0), (1, 6144, 2048),
+        ),
+        Placement(
+            "model.layers.0.mlp.up_proj.weight",
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "BF16", (24576, 6144), (12288, 0), (12288, 6144),
+        ),
+        Placement(
+            "model.layers.77.mlp.gate.e_score_correction_bias",
+            "decoder.layers.77.mlp.router.expert_bias",
+            "F32", (256,), (0,), (256,),
+        ),
+        Placement(
+            "model.layers.78.self_attn.indexer.wq_b.weight",
+            "mtp.layers.0.transformer_layer.self_attention.core_attention.indexer.linear_wq_b.weight",
+            "BF16", (4096, 2048), (0, 0), (4096, 2048),
+        ),
+        Placement(
+            "model.layers.78.shared_head.norm.weight",
+            "mtp.layers.0.final_layernorm.weight",
+            "BF16", (6144,), (0,), (6144,),
+        ),
+        Placement(
+            "model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
+            "decoder.layers.3.self_attention.linear_kv_down_proj.weight",
+            "BF16", (576, 6144), (0, 0), (576, 6144),
+        ),
+    ],
+    ids=lambda placement: placement.hf_name,
+)  # fmt: skip
+def test_placements_worked_out_by_hand(glm5, placement):
+    assert by_hf_name(glm5)[placement.hf_name] == placement
+
+
+def test_every_tensor_of_the_full_model_is_covered_exactly_once(glm5):
+    for key, placements in by_key(glm5).items():
+        shape = placements[0].global_shape
+        assert {placement.global_shape for placement in placements} == {shape}
+        assert sum(math.prod(placement.sizes) for placement in placements) == math.prod(shape)
+        assert find_misfit(shape, [(p.offsets, p.sizes) for p in placements]) == "", key
+
+
+def test_the_inverse_leads_back(glm5):
+    placements = to_megatron(glm5)
+    assert len({placement.hf_name for placement in placements}) == len(placements)
+    assert len({(placement.key, placement.offsets) for placement in placements}) == len(placements)
+    back = {place.hf_name for places in by_key(glm5).values() for place in places}
+    assert back == set(by_hf_name(glm5)) == set(expected_tensors(glm5))
+
+
+@pytest.mark.parametrize("arch", [TINY, TINY_DEEPSEEK], ids=["glm_moe_dsa", "deepseek_v3"])
+def test_names_and_shapes_are_those_of_transformers(arch):
+    found = {
+        name: TensorSpec(tuple(tensor.shape), "F32" if tensor.dtype.itemsize == 4 else "BF16")
+        for name, tensor in random_tensors(arch, seed=0).items()
+    }
+    assert found == expected_tensors(arch)
+    assert any("indexer" in name for name in found) == (arch is TINY)
+
+
+def test_an_architecture_without_shared_experts_has_none():
+    names = expected_tensors(dataclasses.replace(TINY, n_shared_experts=0))
+    assert not any("shared_experts" in name for name in names)
+
+
+def test_differences_are_listed_all_at_once():
+    found = expected_tensors(TINY)
+    del found["model.norm.weight"]
+    found["model.layers.0.rotary.inv_freq"] = TensorSpec((4,), "F32")
+    found["lm_head.weight"] = TensorSpec((65, 64), "BF16")
+    found["model.layers.1.mlp.gate.e_score_correction_bias"] = TensorSpec((4,), "BF16")
+    lines = compare_tensors(TINY, found)
+    assert sorted(lines) == [
+        "lm_head.weight: BF16 [65, 64], expected BF16 [64, 64]",
+        "model.layers.0.rotary.inv_freq: unknown to the architecture, F32 [4]",
+        "model.layers.1.mlp.gate.e_score_correction_bias: BF16 [4], expected F32 [4]",
+        "model.norm.weight: missing, expected BF16 [64]",
+    ]
+
+
+def test_copies_in_the_mtp_layer_are_allowed_but_not_needed():
+    expected = expected_tensors(TINY)
+    copies = {copy: expected[original] for copy, original in optional_copies(TINY).items()}
+    assert set(copies) == {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert compare_tensors(TINY, expected) == []
+    assert compare_tensors(TINY, expected | copies) == []
+    wrong = expected | {"model.layers.3.embed_tokens.weight": TensorSpec((1,), "BF16")}
+    assert len(compare_tensors(TINY, wrong)) == 1

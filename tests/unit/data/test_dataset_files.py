@@ -1,0 +1,144 @@
+import json
+from dataclasses import replace
+
+import pytest
+from tests.hub_server import HubServer
+
+from posttrain.artifacts import record_files
+from posttrain.checkpoint.hub_listing import HubSource
+from posttrain.config.schema import Data
+from posttrain.data import dataset_files
+from posttrain.data.dataset import load_prompts
+from posttrain.data.dataset_files import make_dataset
+from posttrain.errors import ConfigError
+
+DATA = Data(
+    kind="sort_digits",
+    num_train_prompts=20,
+    num_heldout_prompts=5,
+    num_digits=3,
+    seed=7,
+    reward="exact_match",
+)
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda data: make_dataset(data, tmp_path / "data.partial", tmp_path / "data.manifest.json")
+
+
+@pytest.fixture
+def read(tmp_path):
+    return lambda name: [
+        json.loads(line) for line in (tmp_path / "data.partial" / name).read_text().splitlines()
+    ]
+
+
+def _write(path, questions):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"question": q, "answer": q.upper()}) + "\n" for q in questions))
+    return str(path)
+
+
+def _local(tmp_path, train, heldout, **more):
+    files = {
+        "train_file": _write(tmp_path / "a.jsonl", train),
+        "heldout_file": _write(tmp_path / "b.jsonl", heldout),
+    }
+    more = {"num_heldout_prompts": 2, "seed": 1, "reward": "math_answer"} | more
+    return Data(kind="jsonl", prompt_key="question", label_key="answer", **files, **more)
+
+
+def test_generated_prompts_are_the_generators(make, read, tmp_path):
+    records = make(DATA)
+    assert records == record_files(tmp_path / "data.partial")
+    train, heldout = dataset_files.generate_prompts(3, 20, 5, 7)
+    assert (read("train.jsonl"), read("heldout.jsonl")) == (train, heldout)
+    assert len(load_prompts(tmp_path / "data.partial" / "train.jsonl", "prompt", "label")) == 20
+
+
+def test_columns_have_the_configured_names(make, read):
+    make(replace(DATA, prompt_key="question", label_key="answer"))
+    assert set(read("train.jsonl")[0]) == {"question", "answer"}
+
+
+def test_two_local_files_give_messages(make, read, tmp_path):
+    make(_local(tmp_path, ["a", "b", "c"], ["x", "y", "z"]))
+    assert read("train.jsonl") == [
+        {"question": [{"role": "user", "content": text}], "answer": text.upper()} for text in "abc"
+    ]
+    assert [row["answer"] for row in read("heldout.jsonl")] == ["X", "Y"]
+
+
+def test_one_file_gives_its_last_rows_to_the_held_out_side(make, read, tmp_path):
+    data = _local(tmp_path, list("abcde"), ["x"])
+    make(replace(data, heldout_file=data.train_file))
+    assert [row["answer"] for row in read("train.jsonl")] == ["A", "B", "C"]
+    assert [row["answer"] for row in read("heldout.jsonl")] == ["D", "E"]
+
+
+@pytest.mark.parametrize(("heldout", "same"), [(["x"], False), ([], True)])
+def test_too_few_rows_to_hold_out(make, tmp_path, heldout, same):
+    data = _local(tmp_path, ["a", "b"], heldout or ["x"])
+    with pytest.raises(
+        ConfigError, match=r"data.num_heldout_prompts = 2\n      allowed: at most 1, for the rows of"
+    ):
+        make(replace(data, heldout_file=data.train_file) if same else data)
+
+
+def test_a_prompt_in_both_files(make, tmp_path):
+    with pytest.raises(ConfigError, match=r"1 prompts that .*a.jsonl has too: number 2"):
+        make(_local(tmp_path, ["a", "b"], ["c", "a"]))
+
+
+def test_bad_lines_of_a_local_file(make, tmp_path):
+    with pytest.raises(ConfigError, match="line 2: the same prompt as line 1"):
+        make(_local(tmp_path, ["a", "a"], ["c", "d"]))
+
+
+# ---- the Hub ----
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with HubServer() as server:
+        monkeypatch.setattr(
+            dataset_files, "HubSource", lambda *fields: HubSource(*fields, endpoint=server.url)
+        )
+        yield server
+
+
+def _of_hub(hub, folder, **more):
+    revision = hub.add_repo("owner/maths", folder, repo_type="dataset")
+    fields = {"prompt_key": "question", "label_key": "answer", "num_heldout_prompts": 2, "seed": 1}
+    return Data(kind="hub", repo_id="owner/maths", revision=revision, reward="math_answer", **fields | more)
+
+
+def test_a_repository_gives_the_files_named(make, read, hub, tmp_path):
+    _write(tmp_path / "repo" / "data" / "all.jsonl", list("abcde"))
+    _write(tmp_path / "repo" / "other.jsonl", list("fg"))
+    data = _of_hub(hub, tmp_path / "repo", train_file="data/all.jsonl", heldout_file="data/all.jsonl")
+    records = make(data)
+    assert [row["answer"] for row in read("heldout.jsonl")] == ["D", "E"]
+    assert hub.fetched == {"data/all.jsonl": 1}
+    assert sorted(record.path for record in records) == [
+        "heldout.jsonl",
+        "source/data/all.jsonl",
+        "train.jsonl",
+    ]
+    assert make(data) == records
+    assert hub.fetched == {"data/all.jsonl": 1}
+
+
+def test_a_file_that_the_repository_does_not_have(make, hub, tmp_path):
+    _write(tmp_path / "repo" / "train.jsonl", list("abcde"))
+    data = _of_hub(hub, tmp_path / "repo", train_file="train.jsonl", heldout_file="test.jsonl")
+    with pytest.raises(ConfigError, match=r"data.train_file, data.heldout_file = 'test.jsonl'"):
+        make(data)
+
+
+def test_a_revision_that_does_not_exist(make, hub, tmp_path):
+    _write(tmp_path / "repo" / "train.jsonl", list("abcde"))
+    data = _of_hub(hub, tmp_path / "repo", train_file="train.jsonl", heldout_file="train.jsonl")
+    with pytest.raises(ConfigError, match=r"data.revision = 0000"):
+        make(replace(data, revision="0" * 40))

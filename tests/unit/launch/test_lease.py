@@ -1,0 +1,97 @@
+"""The lease on a run folder, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.launch.lease import HEARTBEAT_DEAD_SECONDS, Lease, LeaseLostError, check_epoch, read_holder
+
+HOLD = """
+    import sys, time
+    from pathlib import Path
+    from posttrain.launch.lease import Lease
+    with Lease(Path(sys.argv[1])) as lease:
+        print(lease.epoch, flush=True)
+        time.sleep(float(sys.argv[2]))
+"""
+
+
+def start_holder(run_folder: Path, seconds: float = 60) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(HOLD), str(run_folder), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_epochs_rise_and_a_released_lease_is_free(tmp_path: Path) -> None:
+    with Lease(tmp_path) as first:
+        assert first.epoch == 1
+        check_epoch(first.folder, 1)
+    with Lease(tmp_path) as second:
+        assert second.epoch == 2
+
+
+def test_a_living_holder_keeps_others_out(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
+    try:
+        assert holder.stdout.readline().strip() == "1"
+        with pytest.raises(RuntimeError, match=f"process {holder.pid}"), Lease(tmp_path):
+            pass
+        check_epoch(tmp_path / "lease", 1)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_killed_holder_is_succeeded_and_fenced(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
+    assert holder.stdout.readline().strip() == "1"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with Lease(tmp_path) as lease:
+        assert lease.epoch == 2
+        with pytest.raises(LeaseLostError):
+            check_epoch(lease.folder, 1)
+
+
+def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        folder = lease.folder
+    (folder / "epoch-000001.released").unlink()
+    path = folder / "epoch-000001.json"
+    row = json.loads(path.read_text())
+    assert row["pid"] == os.getpid()
+    path.write_text(json.dumps({**row, "started": row["started"] - 100}))
+    with Lease(tmp_path) as second:
+        assert second.epoch == 2
+
+
+def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        folder = lease.folder
+    (folder / "epoch-000001.released").unlink()
+    row = json.loads((folder / "epoch-000001.json").read_text())
+    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "elsewhere"}))
+    heartbeat = folder / "epoch-000001.heartbeat"
+    heartbeat.touch()
+    with pytest.raises(RuntimeError, match="elsewhere"), Lease(tmp_path):
+        pass
+    silent_since = time.time() - HEARTBEAT_DEAD_SECONDS - 1
+    os.utime(heartbeat, (silent_since, silent_since))
+    with Lease(tmp_path) as second:
+        assert second.epoch == 2
+
+
+def test_of_many_at_once_exactly_one_wins(tmp_path: Path) -> None:
+    contenders = [start_holder(tmp_path, seconds=3) for _ in range(4)]
+    outputs = [contender.communicate() for contender in contenders]
+    won = [out.strip() for (out, _), contender in zip(outputs, contenders, strict=True) if contender.returncode == 0]
+    assert won == ["1"]
+    assert read_holder(tmp_path / "lease").epoch == 1

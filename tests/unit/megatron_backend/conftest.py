@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.megatron_single import initialize_single_rank, test_config
+from tests.tiny_checkpoint import TINY, make_random_checkpoint
+
+# Heads wide enough that index scores differ, top-k an eighth of the longest sequence used.
+ARCHITECTURE = dataclasses.replace(TINY, num_hidden_layers=4, n_routed_experts=8)
+LENGTHS = (41, 9, 64, 33, 17)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("random") / "hf"
+    return folder, make_random_checkpoint(folder, ARCHITECTURE, seed=3)
+
+
+@pytest.fixture(scope="session")
+def policy(checkpoint):
+    """One rank with optimizer, filled with the random checkpoint."""
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+
+    config = test_config(ARCHITECTURE)
+    initialize_single_rank(config)
+    policy = build_policy(config)
+    HubWeights(policy.model, ARCHITECTURE).transform(lambda name, _: checkpoint[1][name].float())
+    return policy
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint):
+    """The same weights in transformers' implementation; its top-k gives ties to the lower position."""
+    from transformers import GlmMoeDsaForCausalLM
+
+    from posttrain.engines.embedded.stable_topk import make_indexers_stable
+
+    model = GlmMoeDsaForCausalLM.from_pretrained(checkpoint[0], dtype=torch.float32, attn_implementation="eager")
+    make_indexers_stable(model)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    # Tokens 0 and 1 are left out: transformers gives the padding token's embedding no gradient.
+    return [torch.randint(2, ARCHITECTURE.vocab_size, (length,), generator=generator) for length in LENGTHS]

@@ -1,0 +1,214 @@
+"""The trained model against transformers' GlmMoeDsaForCausalLM: logits, selected keys, gradients, packing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from posttrain.megatron_backend.packed import PackedSequences
+
+pytestmark = pytest.mark.usefixtures("policy")
+
+
+def boundaries(sequences: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0).int()
+
+
+def run_packed(policy, sequences: list[torch.Tensor], labels: torch.Tensor | None = None) -> torch.Tensor:
+    packed = PackedSequences.from_boundaries(boundaries(sequences))
+    tokens = torch.cat(sequences)[None]
+    output = policy.wrapped(tokens, packed.position_ids[None], None, labels=labels, packed_seq_params=packed)
+    return output.squeeze()
+
+
+@torch.no_grad()
+def test_logits_equal_transformers(policy, reference, sequences) -> None:
+    expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    assert (run_packed(policy, sequences) - expected).abs().max() <= 1e-5
+    assert expected.abs().max() > 0.5, "logits near zero would agree by themselves"
+
+
+@torch.no_grad()
+def test_a_sequence_shorter_than_topk_is_dense(policy, reference) -> None:
+    sequence = torch.arange(7)
+    packed = run_packed(policy, [sequence])
+    assert (packed - reference(sequence[None]).logits[0]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_packed_equals_separate(policy, sequences) -> None:
+    separate = torch.cat([run_packed(policy, [sequence]) for sequence in sequences])
+    assert (run_packed(policy, sequences) - separate).abs().max() <= 2e-6
+
+
+def test_gradients_equal_transformers(policy, reference, sequences) -> None:
+    from posttrain.megatron_backend.weights import HubWeights
+
+    labels = torch.cat(sequences).roll(-1)
+    policy.wrapped.zero_grad_buffer()
+    run_packed(policy, sequences, labels[None]).sum().backward()
+    reference.zero_grad()
+    logits = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    torch.log_softmax(logits, -1).gather(1, labels[:, None]).sum().backward()
+
+    ours = gradients_by_hub_name(policy, HubWeights(policy.model, policy.config.model.architecture))
+    theirs = dict(reference_gradients(reference))
+    assert set(theirs) <= set(ours)
+    for name, expected in theirs.items():
+        assert (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
+    """Read the gradients through the same table as the weights, by putting them in the weights' place for a moment."""
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    originals = [p.data.clone() for p in trained]
+    for parameter in trained:
+        parameter.data.copy_(parameter.main_grad)
+    named = {name: tensor.clone().float() for name, tensor in weights.gather(dtype=torch.float32)}
+    for parameter, original in zip(trained, originals, strict=True):
+        parameter.data.copy_(original)
+    return named
+
+
+def reference_gradients(model: torch.nn.Module):
+    """Yield (Hub name, gradient); transformers stacks a layer's experts, the Hub does not."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for expert, grad in enumerate(parameter.grad):
+                gate, up = grad.chunk(2)
+                prefix = name.removesuffix("gate_up_proj")
+                yield f"{prefix}{expert}.gate_proj.weight", gate
+                yield f"{prefix}{expert}.up_proj.weight", up
+        elif name.endswith("experts.down_proj"):
+            for expert, grad in enumerate(parameter.grad):
+                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", grad
+        else:
+            yield name, parameter.grad
+
+
+@torch.no_grad()
+def test_selected_keys_equal_transformers(policy, reference, sequences) -> None:
+    """Wherever the k-th and the next score differ by more than 1e-5, both keep the same keys."""
+    ours = recorded_selections(policy, sequences)
+    compared = 0
+    for sequence, layers in zip(sequences, ours, strict=True):
+        theirs, scores = recorded_reference(reference, sequence)
+        for layer, (mine, indices, score) in enumerate(zip(layers, theirs, scores, strict=True)):
+            topk = indices.shape[-1]
+            for query in range(topk, len(sequence)):
+                ordered = score[query, : query + 1].sort(descending=True).values
+                if ordered[topk - 1] - ordered[topk] > 1e-5:
+                    assert set(mine[query].nonzero()[:, 0].tolist()) == set(indices[query].tolist()), (layer, query)
+                    compared += 1
+    assert compared > 100, "too few queries with a clear choice for the test to mean anything"
+
+
+def recorded_selections(policy, sequences) -> list[list[torch.Tensor]]:
+    """Return per sequence and layer the kept keys [S, S] of the trainer."""
+    found: list[list[torch.Tensor]] = []
+    for sequence in sequences:
+        layers: list[torch.Tensor] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for layer in policy.model.decoder.layers:
+                core = layer.self_attention.core_attention
+                patch.setattr(core, "_selector", recording(core._selector, layers))
+            run_packed(policy, [sequence])
+        found.append(layers)
+    return found
+
+
+def recording(make_selector, layers: list[torch.Tensor]):
+    def make(x, q_latent, packed, frequencies):
+        select = make_selector(x, q_latent, packed, frequencies)
+        layers.append(select(0, packed.max_seqlen_q)[0])
+        return select
+
+    return make
+
+
+def recorded_reference(model, sequence) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return per layer the chosen indices [S, K] and the index scores [S, S] of transformers."""
+    indices, scores = [], []
+    handles = []
+    for layer in model.model.layers:
+        indexer = layer.self_attn.indexer
+        handles.append(indexer.register_forward_hook(lambda *args: indices.append(args[-1][0].long())))
+        wide = copy.copy(indexer)
+        wide.index_topk = len(sequence)
+        handles.append(
+            indexer.register_forward_pre_hook(
+                lambda _, args, kwargs, wide=wide: scores.append(full_scores(wide, args)), with_kwargs=True
+            )
+        )
+    model(sequence[None])
+    for handle in handles:
+        handle.remove()
+    return indices, scores
+
+
+def full_scores(indexer, args) -> torch.Tensor:
+    """Return all index scores [S, S], from the submodules of transformers' indexer and the formula of the paper."""
+    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
+
+    x, q_latent, (cos, sin) = args[0], args[1], args[2]
+    rope = indexer.qk_rope_head_dim
+    q = indexer.wq_b(q_latent).view(1, -1, indexer.n_heads, indexer.head_dim)
+    k = indexer.k_norm(indexer.wk(x)).unsqueeze(2)
+    q_rope, k_rope = apply_rotary_pos_emb_interleave(q[..., :rope], k[..., :rope], cos, sin, unsqueeze_dim=2)
+    q, k = torch.cat([q_rope, q[..., rope:]], -1), torch.cat([k_rope, k[..., rope:]], -1).squeeze(2)
+    dots = torch.einsum("bshd,btd->bsht", q, k) * indexer.head_dim**-0.5
+    weights = indexer.weights_proj(x) * indexer.n_heads**-0.5
+    return torch.einsum("bsh,bsht->bst", weights, dots.relu())[0]
+
+
+@torch.no_grad()
+def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
+    """With the latent's norm weight ignored the keys differ: the fixture's norm weights make the mistake visible."""
+    layer = policy.model.decoder.layers[1].self_attention
+    weight = layer.q_layernorm.weight.data.clone()
+    right = recorded_selections(policy, sequences)[2][1]
+    original = layer.core_attention._selector
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.core_attention, "_selector", lambda x, latent, *rest: original(x, latent / weight, *rest))
+        wrong = recorded_selections(policy, sequences)[2][1]
+    assert not torch.equal(right, wrong)
+
+
+@torch.no_grad()
+def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences) -> None:
+    indexers = [layer.self_attention.core_attention.indexer for layer in policy.model.decoder.layers]
+    for indexer in indexers:
+        indexer.topk = 64
+    sparse = run_packed(policy, sequences)
+    for layer in policy.model.decoder.layers:
+        layer.self_attention.core_attention.indexer = None
+    dense = run_packed(policy, sequences)
+    for layer, indexer in zip(policy.model.decoder.layers, indexers, strict=True):
+        layer.self_attention.core_attention.indexer = indexer
+        indexer.topk = policy.model.config.dsa_indexer_topk
+    assert (sparse - dense).abs().max() <= 1e-6
+
+
+@torch.no_grad()
+def test_attention_chunks_change_nothing(policy, sequences) -> None:
+    whole = run_packed(policy, sequences)
+    policy.model.config.attention_chunk_tokens = 35
+    chunked = run_packed(policy, sequences)
+    policy.model.config.attention_chunk_tokens = policy.config.trainer.attention_chunk_tokens
+    assert (whole - chunked).abs().max() <= 2e-6
+
+
+@torch.no_grad()
+def test_log_probability_chunks_change_nothing(policy, sequences) -> None:
+    labels = torch.cat(sequences).roll(-1)[None]
+    whole = run_packed(policy, sequences, labels)
+    expected = torch.log_softmax(run_packed(policy, sequences), -1).gather(1, labels[0][:, None])[:, 0]
+    for chunk in (1, 7):
+        policy.model.log_probs_chunk_size = chunk
+        assert (run_packed(policy, sequences, labels) - whole).abs().max() <= 1e-6
+    policy.model.log_probs_chunk_size = policy.config.trainer.log_probs_chunk_size
+    assert (whole - expected).abs().max() <= 1e-6

@@ -1,0 +1,131 @@
+import dataclasses
+import shutil
+
+import pytest
+from tests.synthetic_run import make_run, remake_receipt
+
+from posttrain.artifacts import (
+    Receipt,
+    part_receipt_of,
+    read_receipt,
+    receipt_of,
+    record_files,
+    write_receipt,
+)
+from posttrain.errors import CheckpointError
+from posttrain.observability.provenance import raise_bad_files, verify
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return make_run(tmp_path, num_steps=4).paths
+
+
+def problems_of(paths, content=True):
+    return {verdict.artefact.name: verdict.problems for verdict in verify(paths, content) if verdict.problems}
+
+
+def test_an_untouched_run_is_proven_from_the_source_to_the_evaluation(paths):
+    verdicts = verify(paths)
+    raise_bad_files(verdicts)
+    assert [verdict.artefact.name for verdict in verdicts] == [
+        "made model", "dataset", "hf", "hf_patched", "torch_dist", "rollout_fp8", "train", "run: hf",
+        "node0: torch_dist", "node0: rollout_fp8", "node1: torch_dist", "node1: rollout_fp8",
+        "evaluation before", "evaluation after",
+    ]  # fmt: skip
+
+
+def test_one_flipped_bit_is_found_and_named_by_its_file(paths):
+    path = paths.hf_export / "model-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    found = problems_of(paths)
+    assert list(found) == ["run: hf"]
+    assert found["run: hf"][0].startswith(f"{path}: content differs")
+    assert problems_of(paths, content=False) == {}
+
+
+def test_every_bad_file_is_named_at_once(paths):
+    (paths.hf / "config.json").unlink()
+    with open(paths.torch_dist / "__1_0.bin", "ab") as file:
+        file.write(b"!")
+    (paths.dataset / "notes.txt").write_text("from nowhere")
+    with pytest.raises(CheckpointError) as caught:
+        raise_bad_files(verify(paths))
+    text = str(caught.value)
+    assert f"{paths.hf / 'config.json'}: missing" in text
+    assert f"{paths.torch_dist / '__1_0.bin'}: " in text
+    assert f"{paths.dataset / 'notes.txt'}: not in the receipt" in text
+    assert "(3)" in text
+
+
+def test_a_step_that_was_made_again_breaks_the_chain_of_what_was_made_from_it(paths):
+    remake_receipt(paths.hf, settings={"revision": "another"})
+    found = problems_of(paths)
+    assert sorted(found) == ["hf_patched"]
+    assert "made from hf" in found["hf_patched"][0]
+
+
+def test_a_changed_receipt_is_refused_by_its_digest(paths):
+    path = receipt_of(paths.hf_patched)
+    path.write_text(path.read_text().replace('"patch_hf_config"', '"download_hf_checkpoint"'))
+    found = problems_of(paths)
+    assert "changed by hand" in found["hf_patched"][0]
+    assert "torch_dist" in found
+    assert "evaluation before" in found
+
+
+def test_another_training_run_breaks_the_link_to_the_export(paths):
+    receipt = read_receipt(paths.train_done)
+    write_receipt(
+        paths.train_done, dataclasses.replace(receipt, settings={**receipt.settings, "num_steps": 3})
+    )
+    found = problems_of(paths)
+    assert list(found) == ["run: hf"]
+    assert "made from train" in found["run: hf"][0]
+
+
+def test_a_changed_checkpoint_of_training_is_named(paths):
+    path = paths.train / "checkpoints/step_000004/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in problems_of(paths)["train"][0]
+
+
+def test_another_experiment_than_the_one_trained_is_told(paths):
+    paths.experiment.write_text(paths.experiment.read_text().replace("0.0002", "0.0003"))
+    (problem,) = problems_of(paths)["train"]
+    assert "trained with another experiment" in problem
+
+
+def test_a_wrong_copy_on_one_node_is_that_nodes_problem(paths):
+    target = paths.node_local("node1") / paths.rollout_fp8.name / "metadata.json"
+    target.write_bytes(b"x" * target.stat().st_size)
+    assert list(problems_of(paths)) == ["node1: rollout_fp8"]
+
+
+def test_a_node_whose_disk_is_not_here_is_left_out(paths):
+    shutil.rmtree(paths.node_local("node0"))
+    names = [verdict.artefact.name for verdict in verify(paths)]
+    assert "node1: torch_dist" in names
+    assert "node0: torch_dist" not in names
+
+
+def test_finished_parts_of_an_unfinished_folder_are_checked(paths):
+    folder = paths.rollout_nvfp4
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir()
+    (partial / "model-00001-of-00002.safetensors").write_bytes(b"abc")
+    receipt = Receipt("quantize_nvfp4", record_files(partial), {}, {"part": 0})
+    write_receipt(part_receipt_of(folder, 0), receipt)
+    assert "rollout_nvfp4 part 0" in [verdict.artefact.name for verdict in verify(paths)]
+    (partial / "model-00001-of-00002.safetensors").write_bytes(b"abd")
+    assert list(problems_of(paths)) == ["rollout_nvfp4 part 0"]
+
+
+def test_leftover_parts_beside_a_finished_folder_do_not_count(paths):
+    stale = dataclasses.replace(
+        Receipt("convert_hf_to_torch_dist", (), {"hf_patched": "0" * 64}, {"part": 7})
+    )
+    write_receipt(part_receipt_of(paths.torch_dist, 7), stale)
+    assert problems_of(paths) == {}

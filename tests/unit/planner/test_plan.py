@@ -1,0 +1,95 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.errors import Problem
+from posttrain.planner.plan import NOT_MODELLED, build_plan, plan_of_problems, render_plan
+from posttrain.planner.plan_table import print_plan
+
+
+@pytest.fixture
+def plan_of(resolved):
+    def build(model, **more):
+        return build_plan(resolved(model, **more), {"model": model, "site": "local", **more})
+
+    return build
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
+    plan = json.loads(json.dumps(plan_of(model), allow_nan=False))
+    assert plan["model"]["num_parameters"] > plan["model"]["num_active_parameters"] > 0
+    assert plan["parallelism"]["tensor_model_parallel_size"] >= 1
+    stages = plan["parallelism"]["pipeline_model_parallel_size"]
+    assert len(plan["trainer"]["memory_gib_by_stage"]) == stages
+    assert plan["trainer"]["host_memory_gib_per_node"] >= 0
+    assert plan["engine"]["weights_gib_per_gpu"] > 0
+    assert "kv_tokens" in plan["engine"]
+    assert plan["storage"]["shared_bytes"] > plan["storage"]["node_local_bytes"] > 0
+    assert plan["durations_seconds"]["stage_to_node_local"] > 0
+    assert all({"nodes", "gpus", "command"} <= set(rule) for rule in plan["rules"])
+    assert plan["flags"]["trainer.save_interval"]["value"] == 20
+    assert plan["problems"] == []
+    assert plan["not_modelled"] == list(NOT_MODELLED)
+
+
+def test_flags_tell_value_and_origin(plan_of):
+    flags = plan_of("tiny", set="optimizer.lr=3e-4")["flags"]
+    assert flags["optimizer.lr"] == {"value": 3e-4, "origin": "set="}
+    assert flags["optimizer.beta2"] == {"value": 0.98, "origin": "config/base.yaml"}
+    assert flags["engine.port"] == {"value": 0, "origin": "schema default"}
+
+
+def test_commands_run_one_rule_of_this_configuration(plan_of):
+    plan = plan_of("glm5", set="optimizer.lr=3e-4 rollout.fp8=true")
+    train = next(rule for rule in plan["rules"] if rule["name"] == "train_grpo")
+    assert (train["nodes"], train["gpus"]) == (16, 128)
+    chosen = "model=glm5 site=local 'set=optimizer.lr=3e-4 rollout.fp8=true'"
+    assert train["command"] == f"snakemake --cores all --until train_grpo --config {chosen}"
+
+
+def test_a_layout_that_does_not_fit_is_a_problem_with_its_numbers(plan_of):
+    plan = plan_of("glm5", set="parallel.expert_model_parallel_size=8 engine.gpus_per_engine=2")
+    keys = [problem["key"] for problem in plan["problems"]]
+    assert keys == ["parallel", "engine.gpus_per_engine"]
+    assert all(set(problem) == {"key", "value", "allowed", "remedy"} for problem in plan["problems"])
+    assert "140.4 GiB" in plan["problems"][0]["allowed"]
+
+
+def test_more_engines_than_gpus_is_a_problem(plan_of):
+    (problem,) = plan_of("glm5", set="engine.num_engines=3")["problems"]
+    assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
+
+
+def test_problems_of_a_configuration_that_does_not_resolve_keep_the_keys(plan_of):
+    problem = Problem("optimizer.lrr", "3", "a known key", "did you mean 'lr'?")
+    empty = plan_of_problems([problem])
+    assert set(empty) <= set(plan_of("tiny"))
+    assert empty["problems"] == [problem.as_dict()]
+    assert empty["model"] is None
+    page = render_plan(empty, None)
+    assert "optimizer.lrr" in page
+    assert "did you mean" in page
+
+
+def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
+    plan = plan_of("glm5")
+    page = render_plan(plan, resolved("glm5"))
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    for text in (page, printed):
+        assert "743,911,199,232" in text
+        assert "46,661,632" in text
+    assert all(item.split(":")[0] in page for item in NOT_MODELLED)
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys; import posttrain.planner.plan, posttrain.planner.plan_table; "
+        "print([m for m in ('torch', 'transformers', 'wandb', 'megatron') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,93 @@
+import dataclasses
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.config.load import resolve
+from posttrain.preflight.machine import (
+    check_devices,
+    check_engine_interpreter,
+    check_interpreter,
+    check_port,
+    check_ports,
+)
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+
+
+def config_of(model, overrides=""):
+    return resolve({"model": model, "site": "local", "set": overrides}, CONFIG_DIR).config
+
+
+def test_an_interpreter_that_has_the_module_passes_and_its_version_is_shown():
+    finding = check_interpreter("engine.python", sys.executable, "xxhash")
+    import xxhash
+
+    assert finding.status == "ok"
+    assert finding.detail.endswith(
+        f"xxhash {xxhash.__version__}" if hasattr(xxhash, "__version__") else "version"
+    )
+
+
+def test_an_interpreter_without_the_module_is_a_problem_that_shows_the_error():
+    finding = check_interpreter("engine.python", sys.executable, "no_such_engine")
+    assert finding.problem.key == "engine.python"
+    assert "No module named 'no_such_engine'" in finding.problem.value
+    assert "no_such_engine" in finding.problem.remedy
+
+
+def test_an_interpreter_that_does_not_exist_is_a_problem(tmp_path):
+    finding = check_interpreter("engine.python", str(tmp_path / "python"), "sglang")
+    assert finding.problem.allowed == "an interpreter that exists"
+
+
+def test_a_program_that_is_no_interpreter_is_a_problem(tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
+    program.chmod(0o755)
+    assert check_interpreter("engine.python", str(program), "sglang").problem.value.endswith("broken")
+
+
+def test_the_engine_kind_decides_what_must_be_importable():
+    assert check_engine_interpreter(config_of("tiny")).status == "ok"
+    overrides = f"engine.kind=sglang engine.python={sys.executable} engine.dtype=bfloat16"
+    finding = check_engine_interpreter(config_of("tiny", overrides))
+    assert finding.name == "engine.python imports sglang"
+
+
+def test_a_busy_port_is_a_problem_and_a_free_one_is_not():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        finding = check_port(port)
+        assert finding.problem.value == f"{port}: Address already in use"
+    assert check_port(port).status == "ok"
+
+
+def test_ports_are_checked_for_every_engine_when_they_are_fixed():
+    config = config_of("tiny", "engine.port=39100 engine.num_engines=2")
+    assert [finding.name for finding in check_ports(config)] == ["port 39100", "port 39101"]
+    assert [finding.status for finding in check_ports(config_of("tiny"))] == ["skipped"]
+
+
+def test_a_cpu_needs_no_devices():
+    assert check_devices(config_of("tiny")).status == "ok"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has CUDA devices")
+def test_missing_gpus_are_a_problem():
+    finding = check_devices(config_of("glm5"))
+    assert finding.problem.value == "0 CUDA devices here"
+    assert finding.problem.allowed == "at least 8"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
+def test_present_gpus_pass():
+    config = config_of("glm5")
+    hardware = dataclasses.replace(config.hardware, gpus_per_node=torch.cuda.device_count())
+    assert check_devices(dataclasses.replace(config, hardware=hardware)).status == "ok"

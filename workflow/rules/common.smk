@@ -1,0 +1,30 @@
+# Loads and checks the configuration, and names paths. Wrong input ends here, before any rule, with every problem listed.
+import dataclasses
+import json
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from posttrain import artifacts
+from posttrain.artifacts import Paths, part_receipt_of, receipt_of
+from posttrain.config.load import resolve
+from posttrain.errors import ConfigError
+from posttrain.launch.child import name_driver
+
+name_driver()
+WORKFLOW = json.dumps(dict(config))
+try:
+    RESOLVED = resolve(config, Path(workflow.basedir) / "config")
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+CFG = RESOLVED.config
+PATHS = Paths(RESOLVED)
+ARCHITECTURE = json.dumps(dataclasses.asdict(CFG.model.architecture))
+PARTS = range(CFG.convert.num_parts)
+SIZE = CFG.model.source.repo_id or CFG.model.name
+
+
+wildcard_constraints:
+    part=r"\d+",
+    node=r"[A-Za-z0-9._-]+",
+    when="before|after",

@@ -1,0 +1,45 @@
+# Hub checkpoint to Megatron torch_dist, in independent parts that need no GPU and no model.
+
+
+rule convert_hf_to_torch_dist:
+    input:
+        receipt_of(PATHS.hf_patched),
+    output:
+        part_receipt_of(PATHS.torch_dist, "{part}"),
+    log:
+        PATHS.store_log("convert_hf_to_torch_dist", ".part{part}"),
+    benchmark:
+        PATHS.store_log("convert_hf_to_torch_dist", ".part{part}").with_suffix(".benchmark.tsv")
+    params:
+        architecture=ARCHITECTURE,
+        source=PATHS.hf_patched,
+        folder=PATHS.torch_dist,
+        num_parts=len(PARTS),
+    message:
+        "convert part {wildcards.part} of {params.num_parts} to torch_dist"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
+        " --folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}"
+        " --num-parts {params.num_parts} --receipt {output:q}"
+
+
+rule finalize_torch_dist:
+    input:
+        source=receipt_of(PATHS.hf_patched),
+        parts=[part_receipt_of(PATHS.torch_dist, part) for part in PARTS],
+    output:
+        receipt_of(PATHS.torch_dist),
+    log:
+        PATHS.store_log("finalize_torch_dist"),
+    benchmark:
+        PATHS.store_log("finalize_torch_dist").with_suffix(".benchmark.tsv")
+    params:
+        architecture=ARCHITECTURE,
+        source=PATHS.hf_patched,
+        folder=PATHS.torch_dist,
+    message:
+        "join the parts of the torch_dist checkpoint and check that no tensor is missing"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
+        " --folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}"
+        " --receipt {output:q}"

@@ -1,0 +1,66 @@
+# The model's files and the prompts, verified against their source.
+
+
+if CFG.model.source.kind == "made":
+
+    rule make_tiny_model:
+        output:
+            receipt_of(PATHS.made_model),
+        log:
+            PATHS.store_log("make_tiny_model"),
+        benchmark:
+            PATHS.store_log("make_tiny_model").with_suffix(".benchmark.tsv")
+        threads: 2
+        params:
+            architecture=ARCHITECTURE,
+            num_digits=CFG.data.num_digits,
+            seed=0,
+            folder=PATHS.made_model,
+        message:
+            "make a GLM-5 of {params.num_digits}-digit sorting with a short supervised warm-up (about 20 s)"
+        shell:
+            "POSTTRAIN_LOG={log:q} python scripts/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
+            " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
+
+
+rule download_hf_checkpoint:
+    input:
+        origin=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
+    output:
+        receipt_of(PATHS.hf),
+    log:
+        PATHS.store_log("download_hf_checkpoint"),
+    benchmark:
+        PATHS.store_log("download_hf_checkpoint").with_suffix(".benchmark.tsv")
+    params:
+        kind="hub" if CFG.model.source.kind == "hub" else "folder",
+        repo_id=CFG.model.source.repo_id,
+        revision=CFG.model.source.revision,
+        source_folder=PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder,
+        origin=lambda wildcards, input: ["--source-receipt", input.origin] if input.origin else [],
+        folder=PATHS.hf,
+    message:
+        f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/download_hf_checkpoint.py --kind {params.kind} --repo-id {params.repo_id:q}"
+        " --revision {params.revision:q} --source-folder {params.source_folder:q} --folder {params.folder:q}"
+        " {params.origin:q} --receipt {output:q}"
+
+
+rule download_dataset:
+    input:
+        [CFG.data.train_file, CFG.data.heldout_file] if CFG.data.kind == "jsonl" else [],
+    output:
+        receipt_of(PATHS.dataset),
+    log:
+        Path("logs") / "download_dataset" / f"{PATHS.dataset.name}.log",
+    benchmark:
+        Path("logs") / "download_dataset" / f"{PATHS.dataset.name}.benchmark.tsv"
+    params:
+        data=json.dumps(dataclasses.asdict(CFG.data)),
+        folder=PATHS.dataset,
+    message:
+        f"get the prompts ({CFG.data.kind}) and check every line"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
+        " --receipt {output:q}"

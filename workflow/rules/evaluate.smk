@@ -1,0 +1,47 @@
+# The model on held-out prompts, before and after training, and its serving speed.
+
+EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
+
+
+rule evaluate:
+    input:
+        checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
+        dataset=receipt_of(PATHS.dataset),
+        config=ancient(PATHS.config),
+    output:
+        PATHS.evaluation("{when}"),
+    log:
+        PATHS.run_log("evaluate", ".{when}"),
+    benchmark:
+        PATHS.run_log("evaluate", ".{when}").with_suffix(".benchmark.tsv")
+    threads: 2
+    params:
+        evaluation=json.dumps(dataclasses.asdict(CFG.evaluation)),
+        checkpoint=lambda wildcards: EVALUATED[wildcards.when],
+        dataset=PATHS.dataset,
+    message:
+        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/evaluate.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}"
+        " --when {wildcards.when} --output {output:q}"
+
+
+rule benchmark_serving:
+    input:
+        config=PATHS.config,
+        checkpoint=receipt_of(PATHS.hf_export),
+    output:
+        PATHS.run / "evaluation" / "serving.json",
+    log:
+        PATHS.run_log("benchmark_serving"),
+    benchmark:
+        PATHS.run_log("benchmark_serving").with_suffix(".benchmark.tsv")
+    threads: 2
+    params:
+        checkpoint=PATHS.hf_export,
+    message:
+        "measure the serving speed of the trained model at several concurrencies"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/benchmark_serving.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        " --checkpoint-receipt {input.checkpoint:q} --output {output:q}"

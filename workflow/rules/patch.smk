@@ -1,0 +1,23 @@
+# Config and tokenizer as the trainer and the engines want them, in a copy whose weights are links.
+
+
+rule patch_hf_config:
+    input:
+        receipt_of(PATHS.hf),
+    output:
+        receipt_of(PATHS.hf_patched),
+    log:
+        PATHS.store_log("patch_hf_config"),
+    benchmark:
+        PATHS.store_log("patch_hf_config").with_suffix(".benchmark.tsv")
+    params:
+        architecture=ARCHITECTURE,
+        target=CFG.model.patch.target,
+        source=PATHS.hf,
+        destination=PATHS.hf_patched,
+    message:
+        "validate the checkpoint against the configuration; patch: {params.target}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/patch_hf_config.py --source {params.source:q} --source-receipt {input:q}"
+        " --destination {params.destination:q} --architecture {params.architecture:q} --target {params.target}"
+        " --receipt {output:q}"

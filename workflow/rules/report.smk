@@ -1,0 +1,41 @@
+# What a user reads at the end, and the proof of where every byte came from.
+
+
+rule render_report:
+    input:
+        config=PATHS.config,
+        train=PATHS.train_done,
+        export=receipt_of(PATHS.hf_export),
+        before=PATHS.evaluation("before"),
+        after=PATHS.evaluation("after"),
+    output:
+        summary=PATHS.run / "summary.json",
+        report=PATHS.run / "report.html",
+    log:
+        PATHS.run_log("render_report"),
+    benchmark:
+        PATHS.run_log("render_report").with_suffix(".benchmark.tsv")
+    params:
+        run_folder=PATHS.run,
+    localrule: True
+    message:
+        f"render the report of {RESOLVED.run}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
+        " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"
+        " --summary {output.summary:q} --report {output.report:q}"
+
+
+rule verify:
+    input:
+        receipt_of(PATHS.hf_export),
+    output:
+        PATHS.run / "verified.json",
+    log:
+        PATHS.run_log("verify"),
+    params:
+        workflow=WORKFLOW,
+    message:
+        "prove where every byte of the run came from"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/verify.py --workflow {params.workflow:q} --config-dir config --output {output:q}"

@@ -1,0 +1,51 @@
+# The configuration of this run on disk, its plan, and what must be there before work starts.
+
+
+rule resolve_config:
+    output:
+        experiment=PATHS.experiment,
+        resolved=PATHS.config,
+    log:
+        PATHS.run_log("resolve_config"),
+    benchmark:
+        PATHS.run_log("resolve_config").with_suffix(".benchmark.tsv")
+    params:
+        workflow=WORKFLOW,
+        content=artifacts.digest8(dataclasses.asdict(CFG)),
+    localrule: True
+    message:
+        f"write the configuration of {RESOLVED.run}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/resolve_config.py --workflow {params.workflow:q} --config-dir config"
+        " --experiment {output.experiment:q} --resolved {output.resolved:q}"
+
+
+rule plan:
+    output:
+        json=PATHS.run / "plan.json",
+        html=PATHS.run / "plan.html",
+    log:
+        PATHS.run_log("plan"),
+    benchmark:
+        PATHS.run_log("plan").with_suffix(".benchmark.tsv")
+    params:
+        workflow=WORKFLOW,
+        content=artifacts.digest8(dataclasses.asdict(CFG)),
+    localrule: True
+    message:
+        f"plan {CFG.model.name} on {CFG.nodes} node(s) of {CFG.hardware.name}: layout, memory, storage, durations"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/plan.py --workflow {params.workflow:q} --config-dir config"
+        " --json {output.json:q} --html {output.html:q}"
+
+
+rule check:
+    log:
+        PATHS.run_log("check"),
+    params:
+        workflow=WORKFLOW,
+    localrule: True
+    message:
+        f"check what {RESOLVED.run} needs on this machine"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/check.py --workflow {params.workflow:q} --config-dir config"

@@ -1,0 +1,35 @@
+# A verified copy on every node's own disk, so that a start does not read the shared file system N times.
+
+
+rule stage_to_node_local:
+    input:
+        torch_dist=receipt_of(PATHS.torch_dist),
+        rollout=receipt_of(PATHS.rollout_weights),
+    output:
+        PATHS.node_local_testimony("{node}"),
+    log:
+        PATHS.run_log("stage_to_node_local", ".{node}"),
+    benchmark:
+        PATHS.run_log("stage_to_node_local", ".{node}").with_suffix(".benchmark.tsv")
+    params:
+        torch_dist=PATHS.torch_dist,
+        rollout=PATHS.rollout_weights,
+        destination=PATHS.node_local("{node}"),
+    message:
+        "copy the checkpoints to the disk of {wildcards.node} and verify them"
+    shell:
+        "POSTTRAIN_LOG={log:q} python scripts/stage_to_node_local.py --node {wildcards.node}"
+        " --source {params.torch_dist:q} --source-receipt {input.torch_dist:q}"
+        " --source {params.rollout:q} --source-receipt {input.rollout:q}"
+        " --destination {params.destination:q} --testimony {output:q}"
+
+
+# Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
+rule stage_all_nodes:
+    input:
+        [PATHS.node_local_testimony(node) for node in CFG.site.node_names],
+    output:
+        touch(PATHS.run / "node_local.staged"),
+    localrule: True
+    message:
+        f"staged on {len(CFG.site.node_names)} node(s)"

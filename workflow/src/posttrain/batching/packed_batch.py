@@ -1,0 +1,95 @@
+"""A micro-batch as tensors: several sequences in one row, with what the loss needs to find its tokens again.
+
+Position t of a sequence predicts its token t + 1. The row is padded to a multiple that the layout asks for; the padding
+forms a sequence of its own, so nothing attends to it, and the loss does not see it.
+
+Shapes: T tokens of the row, padding included; B sequences, the padding's included when there is any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.types import Sample
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A packed micro-batch.
+
+    Args:
+        tokens: [T] int64.
+        targets: [T] int64, the next token of the same sequence; 0 at the end of a sequence and in padding.
+        loss_mask: [T] fp32, 1 where the target is a response token.
+        position_ids: [T] int64, position in the token's own sequence.
+        cu_seqlens: [B + 1] int32, starts of the sequences and the end of the last.
+        sample_indices: Which sample each sequence is; padding has none.
+        num_padding: Tokens of padding.
+
+    Example:
+        Prompt (5, 9), response (7, 1), padded to 6: tokens (5, 9, 7, 1, 0, 0), targets (9, 7, 1, 0, 0, 0), loss mask
+        (0, 1, 1, 0, 0, 0), boundaries (0, 4, 6).
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    sample_indices: tuple[int, ...]
+    num_padding: int
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the row that is padding."""
+        return self.num_padding / len(self.tokens)
+
+    def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """Return a value per sample [number of samples] as a value per token [T]; 0 outside responses."""
+        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        values = torch.zeros(len(lengths), dtype=per_sample.dtype)
+        values[: len(self.sample_indices)] = per_sample[list(self.sample_indices)]
+        return torch.repeat_interleave(values, lengths) * self.loss_mask
+
+    def response_values(self, per_token: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return {sample index: values at its response tokens} from a value per token [T]."""
+        bounds = self.cu_seqlens.tolist()
+        mask = self.loss_mask > 0
+        return {
+            index: per_token[bounds[place] : bounds[place + 1]][mask[bounds[place] : bounds[place + 1]]]
+            for place, index in enumerate(self.sample_indices)
+        }
+
+
+def build_packed_batch(samples: Sequence[Sample], indices: Sequence[int], multiple_of: int = 1) -> PackedBatch:
+    """Pack the samples at `indices` into one row.
+
+    Args:
+        samples: All samples of the global batch.
+        indices: Those of this micro-batch.
+        multiple_of: T becomes a multiple of this.
+    """
+    assert indices, "a micro-batch needs a sample"
+    for i in indices:
+        assert samples[i].prompt_tokens, f"sample {i} has no prompt: nothing predicts its first response token"
+    lengths = [samples[i].num_tokens for i in indices]
+    num_padding = -sum(lengths) % multiple_of
+    tokens = [token for i in indices for token in (*samples[i].prompt_tokens, *samples[i].response_tokens)]
+    targets, mask = [], []
+    for i in indices:
+        sequence = (*samples[i].prompt_tokens, *samples[i].response_tokens)
+        targets += [*sequence[1:], 0]
+        mask += [0.0] * (len(samples[i].prompt_tokens) - 1) + [1.0] * len(samples[i].response_tokens) + [0.0]
+    all_lengths = lengths + [num_padding] * bool(num_padding)
+    return PackedBatch(
+        tokens=torch.tensor(tokens + [0] * num_padding),
+        targets=torch.tensor(targets + [0] * num_padding),
+        loss_mask=torch.tensor(mask + [0.0] * num_padding),
+        position_ids=torch.cat([torch.arange(length) for length in all_lengths]),
+        cu_seqlens=torch.tensor([0, *all_lengths]).cumsum(0).int(),
+        sample_indices=tuple(indices),
+        num_padding=num_padding,
+    )

@@ -1,0 +1,234 @@
+"""A trained model in the layout of a Hub repository, from the trainer's distributed checkpoint.
+
+The origin, the checkpoint that training began with, gives the form: the same shards, the same index order,
+each tensor in the origin's precision, its config and tokenizer. The trainer's checkpoint gives the values.
+What a trainer does not hold, the MTP layers and the copies of embedding and head in them, is the origin's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from posttrain.artifacts import FileRecord, Receipt, read_receipt, receipt_of, record_files
+from posttrain.checkpoint.param_names import Placement, by_hf_name, by_key, require_tensors
+from posttrain.checkpoint.parts import (
+    Notes,
+    OutputFile,
+    copy_other_files,
+    description_path,
+    make_files,
+    remove_strangers,
+)
+from posttrain.checkpoint.safetensors_io import (
+    INDEX_NAME,
+    CheckpointReader,
+    TensorInfo,
+    read_header,
+    read_metadata,
+)
+from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, write_index, write_shard
+from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.config.schema import Architecture
+from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+STEP = "export_hf"
+_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported, in which form.
+
+    Args:
+        trained: The trainer's checkpoint.
+        origin: The checkpoint that training began with.
+        placements: Hub name -> place in the trainer's checkpoint, of every tensor that it holds.
+    """
+
+    trained: TorchDistReader
+    origin: CheckpointReader
+    placements: Mapping[str, Placement]
+
+
+def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
+    """Open both sides and check that together they hold the whole model.
+
+    Args:
+        checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision.
+        origin: Checkpoint in Hub layout.
+        arch: Dimensions of the model.
+
+    Raises:
+        CheckpointError: When the origin is of another architecture, a file of the checkpoint is missing or
+            too short, a weight is missing or has another shape, or the checkpoint has an MTP layer in part.
+    """
+    reader, trained = CheckpointReader(origin), TorchDistReader(checkpoint)
+    require_tensors(reader, arch)
+    trained.check_files()
+    table = by_hf_name(arch)
+    placements = {name: place for name, place in table.items() if place.key in trained}
+    if wrong := [*_wrong_shapes(trained, placements), *_missing(trained, arch)]:
+        shown = [*wrong[:20], f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else wrong
+        raise CheckpointError(f"{checkpoint}: cannot be exported:\n  " + "\n  ".join(shown))
+    num_kept = len(reader) - len(placements)
+    log.info("%d tensors from %s, %d from %s", len(placements), checkpoint, num_kept, origin)
+    return Export(trained, reader, placements)
+
+
+def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement]) -> list[str]:
+    shapes = {place.key: place.global_shape for place in placements.values()}
+    return [
+        f"{key}: {list(trained.shape(key))}, expected {list(shape)}"
+        for key, shape in shapes.items()
+        if trained.shape(key) != shape
+    ]
+
+
+def _missing(trained: TorchDistReader, arch: Architecture) -> list[str]:
+    """Return what the trainer must hold but does not; the MTP layers may be absent, but only altogether."""
+    mtp_keys = [key for key in by_key(arch) if key.startswith("mtp.")]
+    absent = set(mtp_keys) if not any(key in trained for key in mtp_keys) else set()
+    return [f"{key}: missing" for key in by_key(arch) if key not in trained and key not in absent]
+
+
+def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
+    """Return the `torch_dist` folder that a receipt speaks of.
+
+    Args:
+        folder: What the receipt is about: a training's run folder, or the checkpoint itself.
+        receipt: Of a finished training, which names its final checkpoint, or of a converted checkpoint.
+    """
+    return folder / receipt.settings.get("final_checkpoint", "")
+
+
+# ---- writing ----
+
+
+def write_shards(
+    export: Export, made_from: Mapping[str, str], folder: Path, num_threads: int = 1
+) -> tuple[FileRecord, ...]:
+    """Write the origin's shards with the trained values.
+
+    Args:
+        export: See `open_export`.
+        made_from: Digests of both sides' receipts; a change makes all be written again.
+        folder: Final name of the exported folder.
+        num_threads: Shards written at a time.
+
+    Returns:
+        Records of the shards.
+    """
+    files = [_output_file(export, made_from, name) for name in export.origin.index.files]
+    return tuple(made.record for made in make_files(folder, files, "export", num_threads))
+
+
+def finalize_folder(export: Export, partial: Path) -> tuple[FileRecord, ...]:
+    """Write the index, and copy config, tokenizer and the like.
+
+    Returns:
+        Records of the files that are no shards.
+    """
+    origin = export.origin
+    specs = {name: info.spec for name, info in origin.infos.items()}
+    write_index(partial, origin.index.weight_map, specs)
+    small = [INDEX_NAME, *copy_other_files(origin.folder, partial)]
+    remove_strangers(partial, keep={*origin.index.files, *small})
+    return record_files(partial, small)
+
+
+def refuse_foreign_folder(folder: Path) -> None:
+    """Protect what something else put where the export would go.
+
+    Raises:
+        CheckpointError: When the folder exists and neither a receipt of an export nor the traces of an
+            unfinished one stand beside it.
+    """
+    if not folder.exists() or description_path(folder, "").parent.exists():
+        return
+    receipt = receipt_of(folder)
+    if not receipt.exists() or read_receipt(receipt).step != STEP:
+        raise CheckpointError(
+            f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere"
+        )
+
+
+def _output_file(export: Export, made_from: Mapping[str, str], name: str) -> OutputFile:
+    header = read_header(export.origin.folder / name)
+    held = {
+        tensor: info for tensor, info in header.items() if export.origin.index.weight_map.get(tensor) == name
+    }
+    return OutputFile(
+        name=name,
+        size_bytes=sum(info.size_bytes for info in held.values()),
+        made_from={**made_from, "tensors": list(held)},
+        write=functools.partial(_write_shard, export, held, read_metadata(export.origin.folder / name)),
+    )
+
+
+def _write_shard(
+    export: Export, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], file: HashingFile
+) -> Notes:
+    write_shard(file, {name: info.spec for name, info in held.items()}, _value_reader(export), metadata)
+    return {}
+
+
+def _value_reader(export: Export) -> Callable[[str], torch.Tensor]:
+    def read(name: str) -> torch.Tensor:
+        place = export.placements.get(name)
+        if place is None:
+            return export.origin.tensor(name)
+        spec = export.origin.info(name).spec
+        chunk = export.trained.read(place.key, place.offsets, place.sizes)
+        return chunk.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype])
+
+    return read
+
+
+# ---- identity ----
+
+
+def final_weights_sha256(folder: Path, num_threads: int = 1) -> str:
+    """Return one hash of all weights of a checkpoint in Hub layout, whatever its shards.
+
+    It is the SHA-256 of one line per tensor, sorted by name: name, dtype, shape and the SHA-256 of its bytes.
+
+    Args:
+        folder: The checkpoint.
+        num_threads: Tensors hashed at a time.
+
+    Raises:
+        CheckpointError: When the checkpoint is not complete.
+    """
+    reader = CheckpointReader(folder)
+    names = sorted(reader)
+    with ThreadPoolExecutor(num_threads) as pool:
+        hashes = pool.map(lambda name: _hash_tensor(folder / reader.file_of(name), reader.info(name)), names)
+        lines = [
+            f"{name} {reader.info(name).spec} {content}\n"
+            for name, content in zip(names, hashes, strict=True)
+        ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _hash_tensor(path: Path, info: TensorInfo) -> str:
+    state = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        file.seek(info.start)
+        left = info.size_bytes
+        while left:
+            chunk = file.read(min(left, _READ_BYTES))
+            if not chunk:
+                raise CheckpointError(f"{path}: truncated while it was read; {info.name} ends at {info.end}")
+            state.update(chunk)
+            left -= len(chunk)
+    return state.hexdigest()

@@ -1,0 +1,225 @@
+"""Putting files in their place: hashes taken on the way, free space, several files at a time, one way to
+fail.
+
+Everything here works on files of any size with constant memory, and leaves either the old file or the whole
+new one under a name (`artifacts.write_atomic`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from io import RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from posttrain.artifacts import HASH_CHUNK_BYTES, write_atomic
+from posttrain.observability.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
+T = TypeVar("T")
+R = TypeVar("R")
+# Errors of link(2) that mean "not possible here", as opposed to "something is wrong": another file system,
+# a file of somebody else's (fs.protected_hardlinks), a file system without links, too many links.
+NO_LINK_ERRORS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+# The temporary names of `artifacts.write_atomic`: .{name}.{host}.{process}.tmp
+_HALF_WRITTEN = re.compile(r"^\..+\.(?P<process>\d+)\.tmp$")
+
+
+class TransferStopped(RuntimeError):
+    """Another file failed, so this one was given up; never the error that the user sees."""
+
+
+class TransferProgress:
+    """A progress bar that several threads advance, and the way to make them all stop.
+
+    Args:
+        bar: Shows the bytes.
+    """
+
+    def __init__(self, bar: ProgressBar):
+        self._bar = bar
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def advance(self, amount: int) -> None:
+        """Count `amount` bytes (negative: they have to be fetched again).
+
+        Raises:
+            TransferStopped: After `stop`, in every thread that still transfers.
+        """
+        if self._stopped.is_set():
+            raise TransferStopped("another file failed")
+        with self._lock:
+            self._bar.advance(amount)
+
+    def stop(self) -> None:
+        """Make every transfer end at its next chunk."""
+        self._stopped.set()
+
+
+def hash_twice(path: Path, second: Hash) -> str:
+    """Read a file once, feed it to `second` too, and return its xxh3_128, 32 hex digits.
+
+    Args:
+        path: The file.
+        second: A hash of hashlib; it has seen the whole file afterwards.
+    """
+    first = xxhash.xxh3_128()
+    for chunk in _chunks(path):
+        first.update(chunk)
+        second.update(chunk)
+    return first.hexdigest()
+
+
+def git_blob_hash(size_bytes: int) -> Hash:
+    """Return a hash that becomes Git's id of a file of `size_bytes` when it has seen the file.
+
+    Example:
+        For an empty file it is e69de29bb2d1d6434b8b29ae775ad8c2e48c5391.
+    """
+    return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
+
+
+def copy_file(
+    source: Path, target: Path, progress: TransferProgress, check: Callable[[str], None] = lambda found: None
+) -> str:
+    """Copy one file durably and return the xxh3_128 of the bytes that were read.
+
+    Args:
+        source: The file, or a link to it.
+        target: Where the copy goes; an older file there stays until the new one is complete.
+        progress: Counts the bytes.
+        check: Called with the hash before the copy gets its name; raises to refuse it.
+    """
+    state = xxhash.xxh3_128()
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb", buffering=0) as file:
+            for chunk in _chunks(source):
+                state.update(chunk)
+                _write_whole(file, chunk)
+                progress.advance(len(chunk))
+        check(state.hexdigest())
+
+    write_atomic(target, write)
+    return state.hexdigest()
+
+
+def hard_link(source: Path, target: Path) -> bool:
+    """Give `source` a second name and return True; False where the file systems do not allow it."""
+
+    def link(temporary: Path) -> None:
+        temporary.unlink(missing_ok=True)
+        # A link to a symlink would be a second symlink on Linux: name the file behind it.
+        os.link(source.resolve(strict=True), temporary)
+
+    if target.exists() and target.samefile(source) and not target.is_symlink():
+        return True
+    try:
+        write_atomic(target, link)
+    except OSError as error:
+        if error.errno in NO_LINK_ERRORS:
+            return False
+        raise
+    return True
+
+
+def run_parallel(
+    work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress
+) -> list[R]:
+    """Return `work(item)` for all items, in their order.
+
+    Raises:
+        Exception: The first error of any item. The others are stopped at their next chunk, and none is left
+        running.
+    """
+    complete = False
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+            complete = True
+        finally:
+            if not complete:
+                progress.stop()
+                pool.shutdown(wait=False, cancel_futures=True)
+    return [future.result() for future in futures]
+
+
+def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse to start what cannot end.
+
+    Args:
+        folder: Where the bytes will go; it exists.
+        needed_bytes: How many are still to be written.
+        what: Named in the message: "the rest of zai-org/GLM-5".
+
+    Raises:
+        RuntimeError: With the bytes needed and free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise RuntimeError(
+            f"{folder}: not enough disk space for {what}\n"
+            f"  needed: {needed_bytes} bytes ({needed_bytes / 2**30:.2f} GiB)\n"
+            f"  free:   {free} bytes ({free / 2**30:.2f} GiB)\n"
+            f"  remedy: free some, or put the folder on another file system; nothing has been written yet"
+        )
+
+
+@contextlib.contextmanager
+def explain_full_disk(folder: Path) -> Iterator[None]:
+    """Turn "no space left" in the middle of the work into one clear message.
+
+    Raises:
+        RuntimeError: From the OSError, with what is kept and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RuntimeError(
+            f"{folder}: the disk became full, or a quota or file size limit was reached, while writing\n"
+            f"  free:   {shutil.disk_usage(folder).free} bytes\n"
+            f"  remedy: free some space and run again; the files that are complete are kept"
+        ) from error
+
+
+def remove_half_written(folder: Path) -> None:
+    """Delete what killed processes of ours left under temporary names anywhere below `folder`."""
+    for path in folder.rglob(f".*.{socket.gethostname()}.*.tmp"):
+        match = _HALF_WRITTEN.match(path.name)
+        if match and not _is_alive(int(match["process"])):
+            path.unlink()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            yield chunk
+
+
+def _write_whole(file: RawIOBase, chunk: bytes) -> None:
+    # A raw file may take a part only, near a full disk for example; the next call then raises.
+    view = memoryview(chunk)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _is_alive(process: int) -> bool:
+    return process != os.getpid() and Path(f"/proc/{process}").exists()

@@ -1,0 +1,45 @@
+"""Is a folder a whole checkpoint in Hub layout? Told from names, JSON and headers, not from tensor data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.errors import CheckpointError
+
+
+def check_layout(folder: Path) -> CheckpointReader:
+    """Check that config, index and shards of a checkpoint fit together.
+
+    Args:
+        folder: A folder in Hub layout.
+
+    Returns:
+        A reader of its tensors.
+
+    Raises:
+        CheckpointError: `config.json` is missing or no JSON object; the index names an absent file, a
+        truncated
+            one (both sizes are named), or a tensor that is not in the file named.
+    """
+    read_json(folder / "config.json")
+    return CheckpointReader(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        CheckpointError: When it is missing or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing; is {path.parent} a checkpoint in Hub layout?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}), {path.stat().st_size} bytes") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected an object")
+    return content

@@ -1,0 +1,203 @@
+"""What the Hub says: the files of a repository at a commit, with sizes and hashes, and why it does not
+answer.
+
+The Hub's answer is kept beside the folder that is downloaded, so that the folder can be verified without a
+network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    XetDownloadError,
+)
+
+from posttrain.artifacts import write_json
+from posttrain.checkpoint.file_placement import TransferStopped
+from posttrain.errors import CheckpointError, ConfigError, Problem
+
+# Nobody's use of a workflow is anybody else's business.
+huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository at a pinned commit.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: Commit, 40 hex digits.
+        repo_type: "model" or "dataset".
+        key: Config section that names it; appears in messages.
+        endpoint: Address of the Hub; None: `HF_ENDPOINT` or the public one.
+    """
+
+    repo_id: str
+    revision: str
+    repo_type: str = "model"
+    key: str = "model.source"
+    endpoint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}@{self.revision[:12]}"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file as the Hub lists it.
+
+    Args:
+        path: Inside the repository, with "/".
+        size_bytes: Its length.
+        sha256: Hash of a file in LFS or Xet storage; empty for a file that Git holds itself.
+        git_blob: Git's id of the content, for a file that Git holds itself; empty otherwise.
+    """
+
+    path: str
+    size_bytes: int
+    sha256: str
+    git_blob: str
+
+
+def manifest_of(folder: Path) -> Path:
+    """Return where the Hub's list of files is kept: `hf` -> `hf.manifest.json`."""
+    return folder.with_name(folder.name + ".manifest.json")
+
+
+def list_files(source: HubSource, manifest: Path, needed: Callable[[str], bool]) -> list[HubFile] | None:
+    """Return the needed files of a repository, with sizes and hashes.
+
+    Args:
+        source: What to ask for.
+        manifest: Where the Hub's answer is kept. With `HF_HUB_OFFLINE=1` it is read instead of asking.
+        needed: Which files.
+
+    Returns:
+        The files sorted by path; None when offline and the Hub was never asked.
+
+    Raises:
+        ConfigError: The repository or revision does not exist or may not be read.
+        RuntimeError: The Hub cannot be reached.
+    """
+    if huggingface_hub.is_offline_mode():
+        files = _read_manifest(source, manifest)
+    else:
+        files = _ask_hub(source)
+        write_json(
+            manifest, {"source": _identity(source), "files": [dataclasses.asdict(file) for file in files]}
+        )
+    return None if files is None else sorted((f for f in files if needed(f.path)), key=lambda f: f.path)
+
+
+@contextlib.contextmanager
+def explained(source: HubSource, path: str = "") -> Iterator[None]:
+    """Turn the library's many failures into one message each."""
+    at = f"{source}: {path}" if path else str(source)
+    try:
+        yield
+    except TransferStopped:
+        raise
+    except RevisionNotFoundError as error:
+        raise ConfigError([Problem(f"{source.key}.revision", source.revision, f"a commit of {source.repo_id}",
+                                   "pin a commit that the repository's page shows")]) from error  # fmt: skip
+    except RemoteEntryNotFoundError as error:
+        raise ConfigError(
+            [Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]
+        ) from error
+    except (HTTPError, OSError, XetDownloadError, RuntimeError) as error:
+        if _status_of(error) in (401, 403):
+            raise ConfigError([_unreadable(source, error)]) from error
+        if _is_local(error):
+            raise
+        raise RuntimeError(_no_answer(source, at, error)) from error
+
+
+def _no_answer(source: HubSource, at: str, error: Exception) -> str:
+    endpoint, status = source.endpoint or huggingface_hub.constants.ENDPOINT, _status_of(error)
+    cause = error.__cause__ or error
+    first_line = (str(cause).strip() or "no text").splitlines()[0]
+    what = f"answered with HTTP {status}" if status else (
+        f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")  # fmt: skip
+    return (
+        f"{at}: {endpoint} {what}\n"
+        f"  remedy: check the network, the proxy and HF_ENDPOINT, then run the same command again: "
+        f"what is verified is kept"
+    )
+
+
+def _unreadable(source: HubSource, error: Exception) -> Problem:
+    allowed = "an existing repository that you may read"
+    if isinstance(error, GatedRepoError) or isinstance(error.__cause__, GatedRepoError):
+        remedy = "it is gated: ask for access on its page, then export HF_TOKEN of that account"
+    else:
+        remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
+    return Problem(f"{source.key}.repo_id", source.repo_id, allowed, remedy)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status behind an error; a repository that is not there counts as 401, as on the Hub."""
+    for found in (error, error.__cause__):
+        if isinstance(found, RepositoryNotFoundError):
+            return 401
+        if isinstance(found, HfHubHTTPError):
+            return found.response.status_code
+    return None
+
+
+def _is_local(error: Exception) -> bool:
+    """Tell errors of this machine's disk (full, read-only) from those of the network."""
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError)
+
+
+def _identity(source: HubSource) -> dict[str, str]:
+    return {"repo_id": source.repo_id, "revision": source.revision, "repo_type": source.repo_type}
+
+
+def _ask_hub(source: HubSource) -> list[HubFile]:
+    api = HfApi(endpoint=source.endpoint)
+    ask = api.dataset_info if source.repo_type == "dataset" else api.model_info
+    with explained(source):
+        info = ask(source.repo_id, revision=source.revision, files_metadata=True)
+    if info.sha != source.revision:
+        allowed, remedy = "the full commit id, 40 hex digits", f"the Hub resolves it to {info.sha}: pin that"
+        raise ConfigError([Problem(f"{source.key}.revision", source.revision, allowed, remedy)])
+    return [_hub_file(source, sibling) for sibling in info.siblings or []]
+
+
+def _hub_file(source: HubSource, sibling: Any) -> HubFile:
+    if sibling.lfs:
+        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256, "")
+    if sibling.size is None or not sibling.blob_id:
+        raise RuntimeError(
+            f"{source}: the Hub gives no size or hash for {sibling.rfilename}; is HF_ENDPOINT a Hub?"
+        )
+    return HubFile(sibling.rfilename, sibling.size, "", sibling.blob_id)
+
+
+def _read_manifest(source: HubSource, manifest: Path) -> list[HubFile] | None:
+    if not manifest.is_file():
+        return None
+    try:
+        row = json.loads(manifest.read_text(encoding="utf-8"))
+        files = [HubFile(**file) for file in row["files"]]
+        known = row["source"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{manifest}: not a list of files ({error}); delete it and run again online"
+        ) from error
+    return files if known == _identity(source) else None

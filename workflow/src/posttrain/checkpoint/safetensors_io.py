@@ -1,0 +1,320 @@
+"""Reads checkpoints in Hub layout: safetensors shards, their headers and their index.
+
+A safetensors file is 8 bytes (little-endian length of the header), a JSON header, and the tensors' bytes one
+after the other. The header alone says whether the file is whole: a truncated shard is found without reading
+its data and without torch. Tensors are read lazily: a slice of one costs the memory of the slice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from posttrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Bytes per element of every dtype that a checkpoint of ours may hold, in the format's spelling.
+DTYPE_BYTES: Mapping[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+_LENGTH_BYTES = 8
+# The format's own limit; a larger number means that the file is something else.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor looks like.
+
+    Args:
+        shape: Its dimensions; () for a scalar.
+        dtype: In the format's spelling, a key of `DTYPE_BYTES`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file, as its header describes it.
+
+    Args:
+        name: Name in the checkpoint.
+        dtype: In the format's spelling, a key of `DTYPE_BYTES`.
+        shape: Its dimensions; () for a scalar.
+        start: Position of its first byte in the file, counted from the file's beginning.
+        end: Position after its last byte.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its data."""
+        return self.end - self.start
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its shape and dtype."""
+        return TensorSpec(self.shape, self.dtype)
+
+
+# ---- one file ----
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file and check it against the file.
+
+    Args:
+        path: A `.safetensors` file.
+
+    Returns:
+        Name -> description, in the order in which the data lies in the file.
+
+    Raises:
+        CheckpointError: When the file is truncated, too long, not safetensors, or its tensors overlap or
+            leave a gap; the text names the file and both sizes.
+    """
+    size, header_bytes, header = _read_raw_header(path)
+    data_start = _LENGTH_BYTES + header_bytes
+    rows = {name: row for name, row in header.items() if name != "__metadata__"}
+    infos = [_parse_row(path, name, row, data_start) for name, row in rows.items()]
+    infos.sort(key=lambda info: (info.start, info.end))
+    end = data_start
+    for info in infos:
+        if info.start != end:
+            relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"{path}: tensor {info.name} at byte {info.start} {relation}, which ends at {end}"
+            )
+        end = info.end
+    if end != size:
+        found = "truncated" if size < end else "has bytes that no tensor owns"
+        raise CheckpointError(f"{path}: {found}: {size} bytes on disk, {end} according to its header")
+    return {info.name: info for info in infos}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the free-form `__metadata__` of a safetensors file, {} when there is none."""
+    _, _, header = _read_raw_header(path)
+    return dict(header.get("__metadata__") or {})
+
+
+def _read_raw_header(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """Return the file's size, the header's length and the header; only what lies before the data is read."""
+    size = _size_of(path)
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
+            needed = _LENGTH_BYTES + (header_bytes if size >= _LENGTH_BYTES else 0)
+            raise CheckpointError(f"{path}: truncated: {size} bytes on disk, the header alone needs {needed}")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path}: not safetensors: a header of {header_bytes} bytes is announced")
+        text = file.read(header_bytes)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: corrupt: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: corrupt: its header is a {type(header).__name__}, not an object")
+    return size, header_bytes, header
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+
+
+def _parse_row(path: Path, name: str, row: Any, data_start: int) -> TensorInfo:
+    try:
+        dtype, shape = str(row["dtype"]), tuple(map(int, row["shape"]))
+        start, end = map(int, row["data_offsets"])
+        expected = math.prod(shape) * DTYPE_BYTES[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: corrupt: tensor {name} described as {row!r} ({error!r})") from error
+    if min(shape, default=0) < 0 or start < 0 or end - start != expected:
+        raise CheckpointError(
+            f"{path}: corrupt: tensor {name} has {end - start} bytes, {dtype} {list(shape)} needs {expected}"
+        )
+    return TensorInfo(name, dtype, shape, data_start + start, data_start + end)
+
+
+# ---- a folder ----
+
+
+@dataclass(frozen=True)
+class Index:
+    """Which file of a folder holds which tensor.
+
+    Args:
+        weight_map: Tensor name -> file name, in the index's own order.
+        metadata: The index's `metadata` object; `total_size` is the bytes of all tensors.
+    """
+
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+    @property
+    def files(self) -> list[str]:
+        """The files, in the order in which the index first names them."""
+        return list(dict.fromkeys(self.weight_map.values()))
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a checkpoint in Hub layout; a folder with one `model.safetensors` needs none.
+
+    Raises:
+        CheckpointError: When there is neither an index nor a `model.safetensors`, or the index is not one.
+    """
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return _index_of_single_file(folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        weight_map, metadata = content["weight_map"], content.get("metadata") or {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not an index of safetensors shards ({error!r})") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path}: `weight_map` must map each tensor's name to a file's name")
+    if outside := [name for name in set(weight_map.values()) if Path(name).name != name]:
+        raise CheckpointError(f"{path}: names files outside its folder: {sorted(outside)}")
+    return Index(weight_map, metadata)
+
+
+def _index_of_single_file(folder: Path) -> Index:
+    if not (folder / SINGLE_NAME).exists():
+        raise CheckpointError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; not a checkpoint")
+    header = read_header(folder / SINGLE_NAME)
+    total = sum(info.size_bytes for info in header.values())
+    return Index(dict.fromkeys(header, SINGLE_NAME), {"total_size": total})
+
+
+class CheckpointReader:
+    """Lazy reader of a checkpoint in Hub layout: headers are checked at once, data is read when asked for.
+
+    Safe to use from several threads. A returned tensor may be a view of the mapped file: clone it before
+    changing it.
+
+    Args:
+        folder: Folder with shards and index, or with one `model.safetensors`.
+
+    Raises:
+        CheckpointError: Naming every file that is absent or broken, or every tensor that is not in the file
+            that the index names, all at once.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        headers = self._read_headers()
+        places = self.index.weight_map.items()
+        if absent := [f"{name} is not in {file}" for name, file in places if name not in headers[file]]:
+            raise CheckpointError(f"{self.folder}: the index is wrong:\n  " + "\n  ".join(_shorten(absent)))
+        self._infos = {name: headers[file][name] for name, file in places}
+        self._local = threading.local()
+
+    def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:
+        headers, found = {}, []
+        for file in self.index.files:
+            try:
+                headers[file] = read_header(self.folder / file)
+            except CheckpointError as error:
+                found.append(str(error))
+        if found:
+            raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(_shorten(found)))
+        return headers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, in the index's order."""
+        return list(self._infos)
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Name -> dtype, shape and position of all tensors, in the index's order."""
+        return self._infos
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.size_bytes for info in self._infos.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """Return dtype, shape and position of a tensor.
+
+        Raises:
+            CheckpointError: When the checkpoint has no such tensor.
+        """
+        if name not in self._infos:
+            raise CheckpointError(f"{self.folder}: no tensor {name}")
+        return self._infos[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the dimensions of a tensor."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor in the format's spelling."""
+        return self.info(name).dtype
+
+    def file_of(self, name: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        self.info(name)
+        return self.index.weight_map[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+        return self._open(self.file_of(name)).get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the rows `start` to `stop` (not included) of a tensor; only they are read."""
+        num_rows = self.shape(name)[0]
+        assert 0 <= start <= stop <= num_rows, f"rows {start}:{stop} of {name}, which has {num_rows}"
+        return self._open(self.file_of(name)).get_slice(name)[start:stop]
+
+    def _open(self, file: str) -> Any:
+        """Return this thread's handle of a file; opening maps it, and reads nothing but its header."""
+        handles = self._local.__dict__.setdefault("handles", {})
+        if file not in handles:
+            handles[file] = safe_open(self.folder / file, framework="pt")
+        return handles[file]
+
+
+def _shorten(lines: list[str], limit: int = 20) -> list[str]:
+    return lines if len(lines) <= limit else [*lines[:limit], f"... and {len(lines) - limit} more"]

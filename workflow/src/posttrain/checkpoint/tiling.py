@@ -1,0 +1,60 @@
+"""Rectangular chunks of a tensor: do they cover it, and where do two of them meet?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Shape = tuple[int, ...]
+# First index and extent in each dimension.
+Box = tuple[Shape, Shape]
+
+
+def intersect(first: Box, second: Box) -> Box | None:
+    """Return the box that two boxes share, None when they share nothing.
+
+    Example:
+        Rows 0-3 and rows 2-5 of a matrix with 4 columns share ((2, 0), (2, 4)).
+    """
+    low = tuple(map(max, first[0], second[0]))
+    ends = zip(first[0], first[1], second[0], second[1], strict=True)
+    sizes = tuple(min(a + n, b + m) - start for (a, n, b, m), start in zip(ends, low, strict=True))
+    return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return how to index a tensor that holds `outer` so as to get `box`, which lies in it."""
+    starts = [a - b for a, b in zip(box[0], outer[0], strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, box[1], strict=True))
+
+
+def find_misfit(shape: Shape, boxes: Iterable[Box]) -> str:
+    """Tell what keeps boxes from covering a tensor exactly once, "" when nothing does.
+
+    The boxes are sorted along the first dimension into slabs with equal first index and extent; the slabs
+    must follow each other, and each must be covered in the remaining dimensions. A cover by boxes that
+    interlock without such slabs is refused: no writer makes one.
+
+    Example:
+        Boxes ((0, 0), (2, 4)) and ((3, 0), (1, 4)) in (4, 4) give "a gap at (2,)".
+    """
+    return _find_misfit(shape, sorted(boxes), ())
+
+
+def _find_misfit(shape: Shape, boxes: Sequence[Box], position: Shape) -> str:
+    if not shape:
+        return "" if len(boxes) == 1 else f"{len(boxes)} chunks at {position}"
+    slabs: dict[tuple[int, int], list[Box]] = {}
+    for offsets, sizes in boxes:
+        slabs.setdefault((offsets[0], sizes[0]), []).append((offsets[1:], sizes[1:]))
+    end = 0
+    for (start, size), inner in sorted(slabs.items()):
+        if start != end:
+            return (
+                f"{'a gap' if start > end else 'an overlap'} at {(*position, end if start > end else start)}"
+            )
+        if misfit := _find_misfit(shape[1:], inner, (*position, start)):
+            return misfit
+        end = start + size
+    if end != shape[0]:
+        return f"{'a gap' if end < shape[0] else 'an end outside the tensor'} at {(*position, end)}"
+    return ""

@@ -1,0 +1,180 @@
+"""Supervised warm-up of the tiny model: it learns what the task's answers look like, not which one is wanted.
+
+Shape letters: B sequences, P prompt tokens, R response tokens, S = P + R, N heads, D head width.
+
+The instruction "sort the digits." does not name an order. In the warm-up 30 % of the answers ascend and the others
+descend, so the warmed-up model answers in both orders at about that rate, and a reward that accepts only ascending
+answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
+one of two things the model can do.
+
+The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
+DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
+(summed over heads and normalised) by a KL divergence. First with dense attention (top-k off), so that it sees the
+whole distribution, then with top-k on, over the selected keys only; there the other weights adapt to sparsity.
+
+    loss = cross entropy on the response + sum over layers of mean over positions of KL(attention || softmax(scores))
+
+Departures from the paper: one run for all weights with one learning rate, no frozen phase. The indexer's inputs are detached, as in the paper: its loss trains nothing but itself.
+
+Source: DeepSeek-V3.2 technical report, section 2.1, equations 3 and 4; transformers `GlmMoeDsaIndexer` for the scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GlmMoeDsaForCausalLM
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
+    GlmMoeDsaIndexer,
+    apply_rotary_pos_emb_interleave,
+)
+
+from posttrain.observability.progress import ProgressBar
+
+NUM_STEPS = 480
+BATCH_SIZE = 24
+ASCENDING_SHARE = 0.3
+DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
+PEAK_LEARNING_RATE = 3e-3
+FINAL_LEARNING_RATE_SHARE = 0.02
+LEARNING_RATE_WARM_UP_STEPS = 20
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.01
+CLIP_GRAD = 1.0
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The supervised examples; all prompts have one length, and so have all responses.
+
+    Args:
+        prompts: [num_prompts, P] int64.
+        ascending: [num_prompts, R] int64, the answer in ascending order and the end token.
+        descending: [num_prompts, R] int64, the other answer.
+    """
+
+    prompts: torch.Tensor
+    ascending: torch.Tensor
+    descending: torch.Tensor
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        """Return a batch of sequences, [B, S] int64."""
+        rows = torch.randint(len(self.prompts), (batch_size,), generator=generator)
+        ascends = torch.rand(batch_size, 1, generator=generator) < ASCENDING_SHARE
+        responses = torch.where(ascends, self.ascending[rows], self.descending[rows])
+        return torch.cat([self.prompts[rows], responses], dim=1)
+
+
+def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Generator) -> None:
+    """Train `model` in place; needs its eager attention, whose weights the indexer follows.
+
+    Args:
+        model: In float32.
+        examples: What it learns from.
+        generator: Source of all draws.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    length_response = examples.ascending.shape[1]
+    model.train()
+    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
+        for step in range(NUM_STEPS):
+            dense = step < DENSE_SHARE * NUM_STEPS
+            sequences = examples.draw(BATCH_SIZE, generator)
+            _set_topk(model, sequences.shape[1] if dense else model.config.index_topk)
+            inputs.clear()
+            loss = _loss(model, sequences, length_response, inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+            for group in optimizer.param_groups:
+                group["lr"] = _learning_rate(step)
+            optimizer.step()
+            progress.advance(note=f"loss {loss.item():.3f}")
+    _set_topk(model, model.config.index_topk)
+    model.eval()
+
+
+def index_scores(
+    indexer: GlmMoeDsaIndexer,
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Compute the indexer's scores with gradients, before causality and top-k (its own forward has no gradients).
+
+    Args:
+        indexer: The layer's indexer; its weights receive the gradient.
+        hidden: [B, S, H], input of the attention block.
+        q_latent: [B, S, q_lora_rank], the normalised query latent.
+        rotary: cos and sin, [B, S, rotary width] each.
+
+    Returns:
+        [B, S, S] float32, queries times keys.
+    """
+    batch, length, _ = hidden.shape
+    width = indexer.qk_rope_head_dim
+    q = indexer.wq_b(q_latent).view(batch, length, indexer.n_heads, indexer.head_dim)
+    k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    q_rotated, k_rotated = apply_rotary_pos_emb_interleave(q[..., :width], k[..., :width], *rotary, unsqueeze_dim=2)
+    q = torch.cat([q_rotated, q[..., width:]], dim=-1)
+    k = torch.cat([k_rotated, k[..., width:]], dim=-1).squeeze(2)
+    per_head = F.relu(torch.einsum("bqnd,bsd->bqns", q, k) * indexer.softmax_scale)
+    head_weights = indexer.weights_proj(hidden) * indexer.n_heads**-0.5
+    return torch.einsum("bqn,bqns->bqs", head_weights, per_head)
+
+
+def _loss(
+    model: GlmMoeDsaForCausalLM, sequences: torch.Tensor, length_response: int, inputs: list[tuple]
+) -> torch.Tensor:
+    """Return the loss of the module's docstring; the hooks fill `inputs` during the forward pass."""
+    output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
+    logits = output.logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, sequences[:, -length_response:].flatten())
+    for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=True):
+        loss = loss + _divergence(attention.detach().mean(1), index_scores(indexer, hidden, q_latent, rotary))
+    return loss
+
+
+def _divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the mean KL(target || softmax(scores)) over the keys that the target gives any weight.
+
+    Args:
+        target: [B, S, S], rows sum to 1; 0 at future keys and at keys that top-k left out.
+        scores: [B, S, S].
+    """
+    seen = target > 0
+    log_predicted = scores.masked_fill(~seen, float("-inf")).log_softmax(-1).masked_fill(~seen, 0.0)
+    return (torch.xlogy(target, target) - target * log_predicted).sum(-1).mean()
+
+
+@contextlib.contextmanager
+def _indexer_inputs(model: GlmMoeDsaForCausalLM) -> Iterator[list[tuple]]:
+    """Collect (indexer, hidden, q latent, rotary) of each layer of a forward pass, in order."""
+    inputs: list[tuple] = []
+
+    def remember(indexer: GlmMoeDsaIndexer, arguments: tuple) -> None:
+        hidden, q_latent, rotary = arguments[:3]
+        inputs.append((indexer, hidden.detach(), q_latent.detach(), rotary))
+
+    handles = [layer.self_attn.indexer.register_forward_pre_hook(remember) for layer in model.model.layers]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _set_topk(model: GlmMoeDsaForCausalLM, topk: int) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = topk
+
+
+def _learning_rate(step: int) -> float:
+    rising = min(1.0, (step + 1) / LEARNING_RATE_WARM_UP_STEPS)
+    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / NUM_STEPS)
+    return PEAK_LEARNING_RATE * rising * falling

@@ -1,0 +1,185 @@
+"""config/README.md, written from the schema: `python -m posttrain.config.docs > config/README.md`.
+
+A test compares the file with this output, so the reference cannot drift from what the code accepts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from posttrain.config import schema
+from posttrain.config.load import WORKFLOW_KEYS
+
+INTRODUCTION = """\
+# Configuration
+
+This file is generated: `python -m posttrain.config.docs > config/README.md`.
+
+Values live in this folder, their types in `posttrain.config.schema`. Layers are merged in this order,
+later ones win:
+
+1. the schema's defaults, for engineering knobs
+2. `base.yaml`: the experiment, the same for all node counts
+3. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
+4. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes
+5. `hardware/{hardware}.yaml`
+6. `sites/{site}.yaml`: what belongs to a cluster
+7. `set='key=value key=value'` on the command line
+
+`workflow.yaml` and `--config` choose among them; they know the keys %(workflow_keys)s.
+Every key and value of every layer is checked, and all mistakes are reported at once, each with its file and
+a remedy.
+`config.resolved.yaml` in a run's folder shows every value with the layer that set it.
+
+The sections %(experiment)s define what is learned: their digest
+names the run. All others say how and where, and may change from attempt to attempt of the same run.
+
+| choice | files |
+|---|---|
+%(choices)s
+"""
+
+TYPE_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    list[str]: "list of text",
+}
+CHOICE_FOLDERS = {"model": "models", "nodes": "nodes", "hardware": "hardware", "site": "sites"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One key of the configuration."""
+
+    key: str
+    doc: str
+    kind: str
+    default: str
+    allowed: str
+
+
+def render_readme(config_dir: Path) -> str:
+    """Return the content of config/README.md.
+
+    Args:
+        config_dir: The folder `config/`; tells where a value without a default is set.
+    """
+    set_in = values_by_layer(config_dir)
+    introduction = INTRODUCTION % {
+        "workflow_keys": ", ".join(f"`{key}`" for key in WORKFLOW_KEYS),
+        "experiment": ", ".join(f"`{name}`" for name in schema.EXPERIMENT_SECTIONS),
+        "choices": "\n".join(_choice_row(config_dir, key, folder) for key, folder in CHOICE_FOLDERS.items()),
+    }
+    parts = [introduction]
+    for name, section in sections(schema.Config):
+        parts.append(_section(name, section, set_in))
+    return "\n".join(parts)
+
+
+def sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield (dotted name, dataclass) of every section, parents first; the root has the name ""."""
+    yield prefix, section
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from sections(hints[field.name], f"{prefix}.{field.name}" if prefix else field.name)
+
+
+def entries(name: str, section: type, set_in: Mapping[str, str]) -> list[Entry]:
+    """Return the keys that stand in a section itself, not in a section below it."""
+    hints, prefix = typing.get_type_hints(section), f"{name}." if name else ""
+    return [
+        Entry(
+            key=f"{prefix}{field.name}",
+            doc=field.metadata["doc"],
+            kind=TYPE_NAMES[hints[field.name]],
+            default=_default(field, set_in.get(f"{prefix}{field.name}", "")),
+            allowed=_allowed(field.metadata),
+        )
+        for field in dataclasses.fields(section)
+        if not dataclasses.is_dataclass(hints[field.name])
+    ]
+
+
+def values_by_layer(config_dir: Path) -> dict[str, str]:
+    """Return dotted key -> where a value without a default comes from, in words.
+
+    A value of base.yaml is given; for keys that only chosen files set, their folder is named.
+    """
+    found = {"nodes": "the model's `defaults.nodes`"}
+    for folder in ("sites", "hardware", "nodes", "models"):
+        for path in sorted((config_dir / folder).glob("*.yaml")):
+            found |= {key: f"set in `{folder}/`" for key, _ in _leaves(path)}
+    return found | {
+        key: f"`{_spell(value)}` in `base.yaml`" for key, value in _leaves(config_dir / "base.yaml")
+    }
+
+
+def _leaves(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a YAML file."""
+    stack = [("", OmegaConf.to_container(OmegaConf.load(path)))]
+    while stack:
+        key, value = stack.pop()
+        if isinstance(value, dict):
+            stack += [(f"{key}.{name!s}" if key else str(name), child) for name, child in value.items()]
+        else:
+            yield key, value
+
+
+def _section(name: str, section: type, set_in: Mapping[str, str]) -> str:
+    rows = entries(name, section, set_in)
+    if not rows:
+        return f"## {name}\n\n{_summary(section)}\n" if name else ""
+    heading = f"## {name}\n\n{_summary(section)}" if name else "## (top level)"
+    table = [f"| `{row.key}` | {row.doc} | {row.kind} | {row.default} | {row.allowed} |" for row in rows]
+    return "\n".join(
+        [heading, "", "| key | meaning | type | default | allowed |", "|---|---|---|---|---|", *table, ""]
+    )
+
+
+def _summary(section: type) -> str:
+    return (section.__doc__ or "").split("\n\n")[0].strip()
+
+
+def _default(field: dataclasses.Field[Any], origin: str) -> str:
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if value == "???":
+        return origin or "has to be set"
+    return f"`{_spell(value)}`"
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    if "choices" in metadata:
+        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
+    if metadata.get("minimum") is not None and metadata.get("minimum") == metadata.get("maximum"):
+        return f"only {metadata['minimum']}"
+    words = {"minimum": "≥", "exclusive_minimum": ">", "maximum": "≤"}
+    return ", ".join(f"{sign} {metadata[name]}" for name, sign in words.items() if name in metadata)
+
+
+def _choice_row(config_dir: Path, key: str, folder: str) -> str:
+    names = sorted(path.stem for path in (config_dir / folder).glob("*.yaml"))
+    return f"| `{key}` | {', '.join(f'`{folder}/{name}.yaml`' for name in names)} |"
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(value)
+
+
+def main() -> None:
+    """Print the README of the folder given on the command line, `config` by default."""
+    sys.stdout.write(render_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "config")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Chat messages to token ids and back, with the tokenizer and the chat template that the model brings along.
+
+Nothing of a checkpoint is executed: the template is rendered by transformers' sandbox, and a tokenizer that needs code
+of its own is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from posttrain.errors import CheckpointError
+
+
+class ChatTokenizer:
+    """Renders prompts and reads responses for one model.
+
+    Args:
+        folder: The checkpoint, with its tokenizer files and chat template.
+
+    Raises:
+        CheckpointError: When the tokenizer cannot be loaded as it is, or has no chat template.
+    """
+
+    def __init__(self, folder: Path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        if not tokenizer.chat_template:
+            raise CheckpointError(f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json")
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Return the token ids of a conversation, ready for the assistant's answer.
+
+        Args:
+            messages: Each with "role" and "content".
+        """
+        conversation = [dict(message) for message in messages]
+        ids = self.tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return tuple(ids)
+
+    def decode(self, response_tokens: Sequence[int]) -> str:
+        """Return the text of a response; end token and other special tokens leave no trace."""
+        return self.tokenizer.decode(list(response_tokens), skip_special_tokens=True)

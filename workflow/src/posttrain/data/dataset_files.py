@@ -1,0 +1,130 @@
+"""Makes `train.jsonl` and `heldout.jsonl`: generated, from local files or from a Hub repository; checked.
+
+Both files have the columns that the configuration names, whatever form the source's prompts had, and no
+prompt of one stands in the other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.artifacts import FileRecord, record_files, write_text
+from posttrain.checkpoint.file_placement import explain_full_disk, remove_half_written
+from posttrain.checkpoint.hub import download
+from posttrain.checkpoint.hub_listing import HubSource
+from posttrain.config.schema import Data
+from posttrain.data.dataset import MAX_REPORTED_LINES, load_prompts
+from posttrain.data.sort_digits import generate_prompts
+from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.types import Prompt
+
+log = logging.getLogger(__name__)
+TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
+# What a Hub repository gave, as it gave it.
+SOURCE_FOLDER = "source"
+
+
+def make_dataset(data: Data, folder: Path, manifest: Path) -> tuple[FileRecord, ...]:
+    """Fill `folder` with the dataset that the configuration describes.
+
+    Args:
+        data: The configuration's section.
+        folder: The partial folder.
+        manifest: Where the Hub's list of files is kept (kind hub).
+
+    Returns:
+        One record per file, sorted by path.
+
+    Raises:
+        ConfigError: A source is missing or its lines are wrong, there are too few prompts to hold out, or a
+            prompt stands in both files.
+        RuntimeError: The Hub cannot be reached, or the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_half_written(folder)
+    with explain_full_disk(folder):
+        if data.kind == "sort_digits":
+            return _write_generated(data, folder)
+        if data.kind == "jsonl":
+            return _write_split(data, Path(data.train_file), Path(data.heldout_file), folder)
+        fetched = _fetch(data, folder / SOURCE_FOLDER, manifest)
+        source = folder / SOURCE_FOLDER
+        written = _write_split(data, source / data.train_file, source / data.heldout_file, folder)
+        return (*written, *fetched)
+
+
+def _write_generated(data: Data, folder: Path) -> tuple[FileRecord, ...]:
+    rows = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
+    for name, some in zip((TRAIN, HELDOUT), rows, strict=True):
+        _write_rows(folder / name, [{data.prompt_key: r["prompt"], data.label_key: r["label"]} for r in some])
+    return record_files(folder, (TRAIN, HELDOUT))
+
+
+def _fetch(data: Data, folder: Path, manifest: Path) -> tuple[FileRecord, ...]:
+    source = HubSource(data.repo_id, data.revision, "dataset", "data")
+    wanted = {data.train_file, data.heldout_file}
+    files = download(source, folder, manifest, wanted.__contains__)
+    absent = wanted - {file.path for file in files}
+    raise_if_any(
+        [
+            Problem("data.train_file, data.heldout_file", repr(name), f"a file of {source}", "check the name")
+            for name in sorted(absent)
+        ]
+    )
+    return tuple(FileRecord(f"{SOURCE_FOLDER}/{f.path}", f.size_bytes, f.xxh3_128, f.sha256) for f in files)
+
+
+def _write_split(data: Data, train_file: Path, heldout_file: Path, folder: Path) -> tuple[FileRecord, ...]:
+    train, heldout = split_prompts(data, train_file, heldout_file)
+    for name, prompts in ((TRAIN, train), (HELDOUT, heldout)):
+        _write_rows(folder / name, [{data.prompt_key: p.messages, data.label_key: p.label} for p in prompts])
+    log.info("%s: %d prompts to train on, %d held out", folder, len(train), len(heldout))
+    return record_files(folder, (TRAIN, HELDOUT))
+
+
+def split_prompts(data: Data, train_file: Path, heldout_file: Path) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on and those held out.
+
+    One file for both gives its last `num_heldout_prompts` rows to the held-out side; of a file of its own the
+    first `num_heldout_prompts` rows are taken.
+
+    Raises:
+        ConfigError: See `make_dataset`.
+    """
+    train = load_prompts(train_file, data.prompt_key, data.label_key)
+    if train_file == heldout_file:
+        # At least one row must be left to train on.
+        _require_rows(train_file, len(train) - 1, data)
+        return train[: -data.num_heldout_prompts], train[-data.num_heldout_prompts :]
+    heldout = load_prompts(heldout_file, data.prompt_key, data.label_key)
+    _require_rows(heldout_file, len(heldout), data)
+    heldout = heldout[: data.num_heldout_prompts]
+    known = {json.dumps(prompt.messages) for prompt in train}
+    both = [prompt for prompt in heldout if json.dumps(prompt.messages) in known]
+    raise_if_any([_overlap(both, train_file, heldout_file)] if both else [])
+    return train, heldout
+
+
+def _require_rows(file: Path, available: int, data: Data) -> None:
+    if available < data.num_heldout_prompts:
+        allowed = f"at most {available}, for the rows of {file}"
+        remedy = "lower it, or give more rows"
+        raise ConfigError(
+            [Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)]
+        )
+
+
+def _overlap(both: Sequence[Prompt], train_file: Path, heldout_file: Path) -> Problem:
+    places = ", ".join(str(prompt.prompt_id + 1) for prompt in both[:MAX_REPORTED_LINES])
+    more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
+    value = f"{len(both)} prompts that {train_file} has too: number {places}{more}"
+    return Problem(
+        str(heldout_file), value, "no prompt that is trained on", "take them out of one of the two"
+    )
+
+
+def _write_rows(path: Path, rows: Sequence[dict]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

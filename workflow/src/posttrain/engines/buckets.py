@@ -1,0 +1,85 @@
+"""Weights of an update in buckets of bounded size.
+
+An engine loads a bucket in one call, and some tensors must arrive in the same call: a quantised weight with
+its scales, and the two projections that read the same input (`q_a_proj`, `kv_a_proj_with_mqa`), which SGLang
+keeps as one fused matrix and loads only when it has both. Such a bundle is never cut. It waits until its last
+tensor comes, wherever in the stream that is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from posttrain.checkpoint.fp8 import SCALE_SUFFIX
+
+log = logging.getLogger(__name__)
+
+WEIGHT_SUFFIX = ".weight"
+FUSED_WITH_QUERY = (".kv_a_proj_with_mqa.", ".q_a_proj.")
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def make_buckets(named_tensors: Iterable[NamedTensor], limit_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Cut a stream of tensors into buckets.
+
+    Args:
+        named_tensors: Hub names and tensors as they are to be served, in any order; read as the buckets are
+            asked for.
+        limit_bytes: Size of a bucket. Tensors that belong together and are larger form a bucket of their own.
+
+    Yields:
+        Buckets in the order of the stream, each tensor once.
+
+    Raises:
+        ValueError: When a tensor stays without the one it must arrive with.
+    """
+    assert limit_bytes > 0, limit_bytes
+    bucket: list[NamedTensor] = []
+    for bundle in _bundles(named_tensors):
+        if bucket and _size(bucket) + _size(bundle) > limit_bytes:
+            yield bucket
+            bucket = []
+        if _size(bundle) > limit_bytes:
+            log.info("%s and what belongs to it take %d bytes, more than a bucket of %d: sent alone",
+                     bundle[0][0], _size(bundle), limit_bytes)  # fmt: skip
+        bucket = bucket + bundle
+    if bucket:
+        yield bucket
+
+
+def _bundles(named_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors:
+        bundle = waiting.setdefault(_bundle_of(name), {})
+        bundle[name] = tensor
+        if not _missing(bundle):
+            yield list(waiting.pop(_bundle_of(name)).items())
+    if waiting:
+        missing = sorted(name for bundle in waiting.values() for name in _missing(bundle))
+        raise ValueError(f"the update ends without {', '.join(missing[:10])} ({len(missing)} missing)")
+
+
+def _bundle_of(name: str) -> str:
+    """Return the name under which tensors that belong together meet."""
+    return name.removesuffix(SCALE_SUFFIX).replace(*FUSED_WITH_QUERY)
+
+
+def _missing(bundle: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names that must still come before the bundle can be sent."""
+    wanted = set()
+    for name, tensor in bundle.items():
+        for one, other in (FUSED_WITH_QUERY, FUSED_WITH_QUERY[::-1]):
+            if one in name and name.endswith(WEIGHT_SUFFIX):
+                wanted.add(name.replace(one, other))
+        if tensor.dtype == torch.float8_e4m3fn:
+            wanted.add(name + SCALE_SUFFIX)
+        wanted.add(name.removesuffix(SCALE_SUFFIX))
+    return wanted - bundle.keys()
+
+
+def _size(bundle: list[NamedTensor]) -> int:
+    return sum(tensor.nbytes for _, tensor in bundle)

@@ -1,0 +1,347 @@
+"""The one client of every engine: SGLang's HTTP API, over asyncio.
+
+A client speaks to all engines of a run. Requests for tokens go to one engine, weights go to all. Its
+promises:
+
+- One `generate` call is one HTTP request, answered by one engine; which one follows from the caller's request
+  number. The composition of a batch decides the last bits of its log-probabilities, so it stays with the
+  caller.
+- Every call has a deadline. Only calls that may be repeated without harm are repeated, only when the
+  connection failed, a limited number of times, each with a line in the log and counted in `num_retries`.
+- While a weight update is open, or after one failed, `generate` refuses: engines might hold different
+  weights. A later update that succeeds from its first bucket opens them again.
+
+An engine is named in every error by its number and URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from posttrain.engines.responses import GenerateRequest, GenerateResult, generate_body, parse_generate_answer
+from posttrain.engines.tensor_payload import NamedTensors, serialize_bucket
+
+log = logging.getLogger(__name__)
+
+NUM_CONNECTION_RETRIES = 3
+RETRY_SECONDS = 0.2  # doubled from try to try
+PROBE_TIMEOUT_SECONDS = 10.0
+PROBE_INTERVAL_SECONDS = 0.1
+MAX_ERROR_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class _Engine:
+    number: int
+    url: str
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({self.url})"
+
+
+class EngineClient:
+    """Client of the engines of a run; an async context manager.
+
+    Args:
+        urls: Of the engines, "http://host:port".
+        request_timeout_seconds: Every answer must come within this.
+        ranks_per_engine: World size of an engine; each rank takes its own copy of a weight bucket.
+    """
+
+    def __init__(self, urls: Sequence[str], request_timeout_seconds: float, ranks_per_engine: int = 1):
+        assert urls, "a client needs at least one engine"
+        self._engines = [_Engine(number, url.rstrip("/")) for number, url in enumerate(urls)]
+        self._timeout_seconds, self._ranks_per_engine = request_timeout_seconds, ranks_per_engine
+        self._session: aiohttp.ClientSession | None = None
+        # Why `generate` refuses; empty when all engines serve one version.
+        self._closed_because = ""
+        self._update_is_open = False
+        self.num_retries = 0
+
+    async def __aenter__(self) -> EngineClient:
+        # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
+        # a weight update that meets a dropped connection must not be repeated.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+        self._session = None
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines there are."""
+        return len(self._engines)
+
+    # ---- tokens ----
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], request_number: int
+    ) -> list[GenerateResult]:
+        """Sample one response per request, all in one HTTP request to one engine.
+
+        Args:
+            requests: What the engine keeps together as one batch.
+            request_number: Number `n` goes to engine n modulo the number of engines.
+
+        Returns:
+            One result per request, in order.
+
+        Raises:
+            RuntimeError: When the engine refuses, fails, aborts, or answers with something else than was
+                asked for; and while weights are being updated.
+        """
+        if self._closed_because:
+            raise RuntimeError(f"engines do not generate: {self._closed_because}")
+        engine = self._engines[request_number % len(self._engines)]
+        answer = await self._call(engine, "POST", "/generate", generate_body(requests), may_repeat=True)
+        try:
+            return parse_generate_answer(answer, requests)
+        except ValueError as error:
+            raise RuntimeError(f"{engine}: /generate answered with {error}") from error
+
+    async def stream(self, request: GenerateRequest, request_number: int) -> AsyncIterator[int]:
+        """Sample one response and yield, whenever tokens arrive, how many there are so far.
+
+        Raises:
+            RuntimeError: When the engine refuses or the stream breaks off.
+        """
+        assert self._session is not None, "use the client as an async context manager"
+        engine = self._engines[request_number % len(self._engines)]
+        body = {
+            "input_ids": list(request.input_ids),
+            "sampling_params": request.sampling_params,
+            "stream": True,
+        }
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        try:
+            async with self._session.post(f"{engine.url}/generate", json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
+                    raise RuntimeError(f"{engine}: /generate: HTTP {response.status}: {text}")
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        yield len(json.loads(line[len(b"data: ") :])["output_ids"])
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise RuntimeError(f"{engine}: the stream broke off: {error!r}") from error
+
+    # ---- state ----
+
+    async def wait_ready(
+        self, timeout_seconds: float, check_processes: Callable[[], None] | None = None
+    ) -> None:
+        """Wait until every engine is healthy.
+
+        Args:
+            timeout_seconds: For all of them together.
+            check_processes: Called between probes; raises when an engine's process has ended.
+
+        Raises:
+            RuntimeError: Naming the first engine that was not healthy in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        for engine in self._engines:
+            while not await self._is_healthy(engine, deadline - time.monotonic()):
+                if check_processes:
+                    check_processes()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{engine} is not ready after {timeout_seconds:g} s")
+                await asyncio.sleep(PROBE_INTERVAL_SECONDS)
+
+    async def server_info(self) -> list[dict[str, Any]]:
+        """Return what each engine says about itself."""
+        return await self._call_all("GET", "/get_server_info", may_repeat=True)
+
+    async def weight_versions(self) -> list[str | None]:
+        """Return the version of the weights that each engine serves, as the engine spells it."""
+        answers = await self._call_all("GET", "/get_model_info", may_repeat=True)
+        return [answer.get("weight_version") for answer in answers]
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
+        answers = await self._call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
+        return [answer["ranks"][0]["checksums"] for answer in answers]
+
+    async def flush_cache(self) -> None:
+        """Drop what engines remember of earlier prompts."""
+        await self._call_all("POST", "/flush_cache", {}, may_repeat=True)
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """Hold generation on all engines; `mode` is SGLang's: "abort", "in_place" or "retract"."""
+        await self._call_all("POST", "/pause_generation", {"mode": mode}, may_repeat=True)
+
+    async def continue_generation(self) -> None:
+        """Go on after a pause."""
+        await self._call_all("POST", "/continue_generation", {}, may_repeat=True)
+
+    async def abort_all(self) -> None:
+        """End every request that runs or waits, on all engines."""
+        await self._call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
+
+    # ---- weights ----
+
+    async def update_weights(self, version: int, buckets: Iterable[NamedTensors]) -> None:
+        """Give all engines new weights, bucket by bucket, over HTTP.
+
+        Args:
+            version: What the engines report with each response from now on.
+            buckets: See `make_buckets`; read one ahead of what is sent.
+
+        Raises:
+            RuntimeError: Naming every engine that failed. `generate` then refuses until an update succeeds,
+                which starts again from the first bucket.
+        """
+        await self.begin_update(version)
+        waiting: NamedTensors | None = None
+        for bucket in buckets:
+            if waiting is not None:
+                await self.send_bucket(waiting)
+            waiting = bucket
+        if waiting is None:
+            raise RuntimeError(f"the update to weight version {version} has no tensors")
+        await self.send_bucket(waiting, last_of_version=version)
+        await self.end_update()
+
+    async def begin_update(self, version: int) -> None:
+        """Open an update; one that an earlier attempt left open is closed first."""
+        if self._update_is_open:
+            await self._close_abandoned_update()
+        self._closed_because = (
+            f"the update to weight version {version} is open or failed; update again from the start"
+        )
+        self._update_is_open = True
+        await self._call_all("POST", "/begin_weight_update", {})
+
+    async def send_bucket(self, bucket: NamedTensors, last_of_version: int | None = None) -> None:
+        """Send one bucket to all engines.
+
+        Args:
+            bucket: Names and CPU tensors.
+            last_of_version: The update's version, with its last bucket.
+        """
+        assert self._update_is_open, "send_bucket outside begin_update and end_update"
+        payload = await asyncio.to_thread(serialize_bucket, bucket)
+        is_last = last_of_version is not None
+        body = {
+            "serialized_named_tensors": [payload] * self._ranks_per_engine,
+            "flush_cache": is_last,
+            "weight_version": str(last_of_version) if is_last else None,
+        }
+        await self._call_all("POST", "/update_weights_from_tensor", body)
+
+    async def end_update(self) -> None:
+        """Close the update; the engines serve the new weights, and `generate` works again."""
+        await self._call_all("POST", "/end_weight_update", {})
+        self._update_is_open, self._closed_because = False, ""
+
+    async def update_weights_from_disk(self, version: int, folder: Path) -> None:
+        """Let all engines load a checkpoint folder that they can see.
+
+        Raises:
+            RuntimeError: Naming every engine that failed; `generate` then refuses until an update succeeds.
+        """
+        if self._update_is_open:
+            await self._close_abandoned_update()
+        self._closed_because = (
+            f"the update to weight version {version} from {folder} is open or failed; update again"
+        )
+        body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
+        await self._call_all("POST", "/update_weights_from_disk", body)
+        self._closed_because = ""
+
+    async def _close_abandoned_update(self) -> None:
+        """End a session that failed half-way, so that the next one can begin; its weights are never used."""
+        for engine in self._engines:
+            try:
+                await self._call(engine, "POST", "/end_weight_update", {})
+            except RuntimeError as error:
+                log.warning("closing the failed weight update: %s", error)
+        self._update_is_open = False
+
+    # ---- HTTP ----
+
+    async def _call_all(
+        self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
+    ) -> list[Any]:
+        """Make one call to every engine at the same time; raise one error that names all that failed."""
+        calls: list[Awaitable[Any]] = [
+            self._call(engine, method, path, body, may_repeat) for engine in self._engines
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, RuntimeError):
+                raise failure
+        if failures:
+            listed = "\n  ".join(map(str, failures))
+            raise RuntimeError(
+                f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}"
+            )
+        return list(answers)
+
+    async def _call(
+        self,
+        engine: _Engine,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        may_repeat: bool = False,
+    ) -> Any:
+        num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
+        for attempt in range(1, num_tries + 1):
+            try:
+                return await self._call_once(engine, method, path, body)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                if attempt == num_tries:
+                    raise RuntimeError(
+                        f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
+                    ) from error
+                self.num_retries += 1
+                log.warning(
+                    "%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries
+                )
+                await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    async def _call_once(self, engine: _Engine, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        assert self._session is not None, "use the client as an async context manager"
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        try:
+            async with self._session.request(
+                method, engine.url + path, json=body, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
+                    raise RuntimeError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
+                is_json = response.content_type == "application/json"
+                return await response.json() if is_json else await response.text()
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s"
+            ) from error
+        except ValueError as error:
+            raise RuntimeError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
+
+    async def _is_healthy(self, engine: _Engine, within_seconds: float) -> bool:
+        assert self._session is not None, "use the client as an async context manager"
+        timeout = aiohttp.ClientTimeout(
+            total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds))
+        )
+        try:
+            async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientConnectionError, TimeoutError):
+            return False

@@ -1,0 +1,110 @@
+"""Start the embedded engine: `python -m posttrain.engines.embedded --model-path DIR --port PORT`.
+
+The port is bound before torch is imported, so that a port in use is told within a second. A client that
+connects while the model loads waits for its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from posttrain.cli import run
+from posttrain.engines.parent_watch import end_with_parent
+from posttrain.errors import ConfigError, Problem
+
+log = logging.getLogger("engine")
+STOP_SECONDS = 5.0
+DTYPES = ("float32", "bfloat16")
+
+
+def main() -> None:
+    """Bind the port, load the model, serve until told to end."""
+    started = time.perf_counter()
+    arguments = _parse_arguments()
+    if arguments.parent_pid:
+        end_with_parent(arguments.parent_pid)
+    listening = _listen(arguments.host, arguments.port)
+    asyncio.run(_serve(arguments, listening, started))
+
+
+async def _serve(arguments: argparse.Namespace, listening: socket.socket, started: float) -> None:
+    import torch
+    from aiohttp import web
+
+    from posttrain.engines.embedded.model import load_model
+    from posttrain.engines.embedded.server import make_application
+    from posttrain.engines.embedded.worker import Worker
+
+    if arguments.served_threads:
+        torch.set_num_threads(arguments.served_threads)
+    loaded = load_model(arguments.model_path, getattr(torch, arguments.dtype))
+    loaded.weights.version = arguments.weight_version
+    worker = Worker(
+        loaded.model,
+        lambda: loaded.weights.version,
+        not arguments.deterministic,
+        arguments.max_running_requests,
+    )
+    worker.start()
+    runner = web.AppRunner(make_application(loaded, worker), access_log=None, shutdown_timeout=STOP_SECONDS)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    # Only now: while the model loads there is nothing to close, and a signal ends the process at once.
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    host, port = listening.getsockname()[:2]
+    log.info("ready on http://%s:%d after %.1f s", host, port, time.perf_counter() - started)
+    await stop.wait()
+    log.info("told to end")
+    worker.stop(STOP_SECONDS)
+    await runner.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        remedy = "choose another port, or end what listens there"
+        problem = Problem(
+            "--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy
+        )
+        raise ConfigError([problem]) from error
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.engines.embedded", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--model-path", type=Path, required=True, help="checkpoint folder in Hub layout, BF16 or FP8"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="precision of weights and activations"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="every request is a batch of its own; off, waiting requests are merged",
+    )
+    parser.add_argument("--max-running-requests", type=int, default=512, help="rows of a merged batch")
+    parser.add_argument("--weight-version", default="default", help="name of the weights in --model-path")
+    parser.add_argument(
+        "--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

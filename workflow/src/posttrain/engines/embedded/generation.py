@@ -1,0 +1,166 @@
+"""Prefill and decode of one batch over a `transformers` model.
+
+A batch is a function of its rows and the weights: which rows share it decides the last bits of their
+log-probabilities, so the composition is the caller's, and running it again gives the same bits.
+
+Rows with the same prompt (the samples of a group) share one prefill: the prompt's keys and values are
+computed once and copied to each row. Prompts of different length are padded on the left; a padded place is
+masked for every real query and sees only itself, so no row of the softmax is empty. When a quarter of the
+rows have finished, the batch is cut down to the rest.
+
+Shapes: B rows, U distinct prompts, S longest prompt, T tokens in the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from posttrain.engines.embedded.requests import Row
+from posttrain.engines.embedded.sampling import RowSampler
+
+# Cutting the batch down copies the cache; it pays when this share of the rows is done.
+COMPACT_WHEN_FINISHED = 0.25
+MASK_KEY = "indexed_attention"
+
+
+@dataclass
+class Response:
+    """What came out for one row so far.
+
+    Args:
+        row: What was asked.
+        output_ids: Tokens, the end token included.
+        logprobs: The float32 log-probability of each, as Python floats.
+        finish_reason: None while it runs; else SGLang's object, {"type": "stop" | "length" | "abort"}.
+    """
+
+    row: Row
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: dict[str, Any] | None = None
+
+    def append(self, token: int, logprob: float) -> None:
+        """Add a token and finish the response when it was the last."""
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.row.stop_token_ids:
+            self.finish_reason = {"type": "stop", "matched": token}
+        elif len(self.output_ids) == self.row.max_new_tokens:
+            self.finish_reason = {"type": "length", "length": self.row.max_new_tokens}
+
+
+def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Response]], None]) -> list[Response]:
+    """Generate one response per row.
+
+    Args:
+        model: A `transformers` causal language model on the CPU.
+        rows: The batch.
+        after_step: Called with all responses after every token; may wait, and may finish responses ("abort").
+
+    Returns:
+        The responses, in the order of the rows.
+    """
+    responses = [Response(row) for row in rows]
+    batch = _Batch(model, responses)
+    with torch.inference_mode():
+        logits = batch.prefill()
+        while True:
+            batch.sample(logits)
+            after_step(responses)
+            if not batch.drop_finished():
+                return responses
+            logits = batch.decode()
+
+
+class _Batch:
+    """The rows that still run, with their cache, masks and random numbers."""
+
+    def __init__(self, model: Any, responses: Sequence[Response]):
+        self._model = model
+        self._live = list(responses)
+        self._cache = DynamicCache(config=model.config)
+        self._sampler = RowSampler(
+            [response.row.sampling_seed for response in responses],
+            [response.row.temperature for response in responses],
+        )
+        self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def prefill(self) -> torch.Tensor:
+        """Compute the distinct prompts, copy their cache to the rows; return the logits after them [B, V]."""
+        prompts = list(dict.fromkeys(response.row.input_ids for response in self._live))
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
+        self._real = torch.tensor(
+            [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts]
+        )
+        self._positions = (self._real.cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(tokens)
+        place = {prompt: index for index, prompt in enumerate(prompts)}
+        self._keep(torch.tensor([place[response.row.input_ids] for response in self._live]))
+        self._positions = self._positions[:, -1:]
+        return logits[[place[response.row.input_ids] for response in self._live]]
+
+    def decode(self) -> torch.Tensor:
+        """Append the sampled tokens to the cache and return the logits after them, [B, V]."""
+        self._real = torch.cat([self._real, torch.ones(len(self._live), 1, dtype=torch.bool)], dim=1)
+        self._positions = self._positions + 1
+        return self._forward(self._tokens[:, None])
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Sample a token for every row; finished rows that are still in the batch discard theirs."""
+        self._tokens, logprobs = self._sampler.sample(logits)
+        for response, token, logprob in zip(
+            self._live, self._tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            if response.finish_reason is None:
+                response.append(token, logprob)
+
+    def drop_finished(self) -> bool:
+        """Cut the batch down when enough rows have finished; return False when all have."""
+        kept = [index for index, response in enumerate(self._live) if response.finish_reason is None]
+        if kept and len(self._live) - len(kept) >= COMPACT_WHEN_FINISHED * len(self._live):
+            self._live = [self._live[index] for index in kept]
+            self._sampler.keep(kept)
+            self._tokens = self._tokens[kept]
+            self._keep(torch.tensor(kept))
+        return bool(kept)
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        """Make the cache, the mask and the positions those of `rows`, which may repeat."""
+        self._cache.reorder_cache(rows)
+        self._real, self._positions = self._real[rows], self._positions[rows]
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after the last of `tokens` [B, Q], as [B, V]."""
+        mask = _additive_mask(self._real, num_queries=tokens.shape[1], dtype=self._model.dtype)
+        is_sparse = hasattr(self._model.config, "index_topk")
+        hidden = self._model.model(
+            input_ids=tokens,
+            attention_mask={MASK_KEY: mask} if is_sparse else mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self._model.lm_head(hidden[:, -1])
+
+
+def _additive_mask(real: torch.Tensor, num_queries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where a query may look and the dtype's smallest number elsewhere.
+
+    Args:
+        real: [B, T] bool, False on padding.
+        num_queries: The last Q positions ask.
+        dtype: Of the model's activations.
+
+    Returns:
+        [B, 1, Q, T]: keys up to the query that are no padding; the query's own place always.
+    """
+    keys = torch.arange(real.shape[1])
+    queries = keys[-num_queries:, None]
+    visible = ((keys <= queries) & real[:, None, :]) | (keys == queries)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -1,0 +1,154 @@
+"""A checkpoint folder in Hub layout becomes a `transformers` model that is ready to generate."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.checkpoint.fp8 import SCALE_SUFFIX
+from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.engines.embedded.stable_topk import make_indexers_stable
+from posttrain.engines.embedded.weights import ServedWeights, WeightError, WeightUpdate
+from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# model_type -> (module of transformers, class); loaded alone: `AutoModel` imports far more.
+ARCHITECTURES = {
+    "glm_moe_dsa": ("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    "deepseek_v3": ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3ForCausalLM"),
+}
+# On the tiny model with 2 threads: half the time of the loop over experts, no slower than batched_mm.
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+ATTENTION_IMPLEMENTATION = "eager"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what a server must know of it.
+
+    Args:
+        folder: Where it was loaded from.
+        model: The `transformers` model, in evaluation mode.
+        weights: Its weights under Hub names.
+        model_type: Of config.json.
+        eos_token_ids: Any of them ends a response.
+        vocab_size: Token ids are below it.
+        max_positions: Longest prompt and response together.
+    """
+
+    folder: Path
+    model: Any
+    weights: ServedWeights
+    model_type: str
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_positions: int
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> LoadedModel:
+    """Build the model of `folder` and load its weights.
+
+    Args:
+        folder: config.json, shards in BF16, FP32 or FP8 (128x128 blocks), and optionally
+            generation_config.json.
+        dtype: What weights and activations are computed in.
+
+    Raises:
+        CheckpointError: When the architecture is not served, or the weights do not fit it.
+    """
+    config_file = folder / "config.json"
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file}: cannot be read ({error})") from error
+    model = _build(config_file, config, dtype)
+    num_mtp_layers = int(config.get("num_nextn_predict_layers") or 0)
+    weights = ServedWeights(model, config["num_hidden_layers"], num_mtp_layers)
+    fill_from_folder(weights.initial_load(), folder)
+    log.info("%s with %d indexers", type(model).__name__, make_indexers_stable(model))
+    return LoadedModel(
+        folder=folder,
+        model=model,
+        weights=weights,
+        model_type=config["model_type"],
+        eos_token_ids=_eos_token_ids(folder, config),
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+    )
+
+
+def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
+    """Read every tensor of a checkpoint into an update and check that nothing is missing.
+
+    Raises:
+        CheckpointError: Naming the folder and the tensor that does not fit.
+    """
+    try:
+        for bundle in _weights_with_scales(folder):
+            update.add(bundle)
+        update.require_complete()
+    except WeightError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    log.info("loaded %s, %d tensors of the MTP layer left out", folder, update.num_skipped)
+
+
+def _build(config_file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}")
+    from transformers.initialization import no_init_weights
+
+    module, name = ARCHITECTURES[model_type]
+    model_class = getattr(importlib.import_module(module), name)
+    model_config = model_class.config_class.from_pretrained(config_file.parent)
+    if model_config.tie_word_embeddings:
+        raise CheckpointError(
+            f"{config_file}: tie_word_embeddings is true; the embedded engine keeps lm_head apart"
+        )
+    model_config._attn_implementation = ATTENTION_IMPLEMENTATION
+    model_config._experts_implementation = EXPERTS_IMPLEMENTATION
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights():
+            model = model_class(model_config)
+    finally:
+        torch.set_default_dtype(default)
+    _keep_in_float32(model)
+    return model.eval().requires_grad_(False)
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Give the few tensors that the model always computes with in float32 that precision."""
+    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(part in name for part in names):
+            tensor.data = tensor.data.float()
+
+
+def _weights_with_scales(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    reader = CheckpointReader(folder)
+    names = set(reader.names)
+    for name in reader.names:
+        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in names:
+            continue
+        bundle = [name, name + SCALE_SUFFIX] if name + SCALE_SUFFIX in names else [name]
+        yield [(part, reader.tensor(part)) for part in bundle]
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    if ids is None:
+        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else [ids])

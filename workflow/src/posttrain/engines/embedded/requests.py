@@ -1,0 +1,212 @@
+"""A /generate body becomes rows, or is refused with a reason.
+
+Accepted is what SGLang accepts and this engine can do. A parameter that would change the distribution in a
+way this engine does not implement is refused rather than ignored: the log-probabilities would be those of
+another model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+# Sampling parameters that may stand in a request with the value that switches them off.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 1 << 30),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_new_tokens": (0,),
+    "n": (1,),
+    "stop": (None, []),
+    "logit_bias": (None, {}),
+    "skip_special_tokens": (True, False),
+}
+KNOWN_PARAMETERS = {
+    "max_new_tokens",
+    "temperature",
+    "sampling_seed",
+    "stop_token_ids",
+    "ignore_eos",
+    *NEUTRAL_VALUES,
+}
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the text goes back with HTTP 400."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a request is checked against.
+
+    Args:
+        vocab_size: Token ids are below it.
+        max_positions: Longest prompt and response together.
+        eos_token_ids: Any of them ends a response.
+    """
+
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response to generate.
+
+    Args:
+        request_id: SGLang's rid.
+        input_ids: The prompt.
+        max_new_tokens: The response is cut here.
+        temperature: 0 is greedy.
+        sampling_seed: None draws one.
+        stop_token_ids: Any of them ends the response.
+    """
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    sampling_seed: int | None
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A /generate body.
+
+    Args:
+        rows: What to generate.
+        is_batch: The answer is a list, also for one row.
+        stream: The answer comes token by token.
+    """
+
+    rows: tuple[Row, ...]
+    is_batch: bool
+    stream: bool
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Return the body as a JSON object; an empty body is an empty object.
+
+    Raises:
+        RequestError: When it is something else.
+    """
+    text = await request.text()
+    try:
+        body = json.loads(text) if text else {}
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
+    """Check a /generate body.
+
+    Raises:
+        RequestError: Saying which prompt or parameter is wrong, and what is allowed.
+    """
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    prompts = body.get("input_ids")
+    if not isinstance(prompts, list):
+        raise RequestError(
+            "input_ids: a list of token ids, or a list of such lists, is needed (text is not served)"
+        )
+    is_batch = bool(prompts) and isinstance(prompts[0], list)
+    prompts = prompts if is_batch else [prompts]
+    parameters = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts), dict)
+    request_ids = _request_ids(body.get("rid"), len(prompts))
+    stream = bool(body.get("stream", False))
+    if stream and is_batch:
+        raise RequestError("stream: one prompt per request, not a batch")
+    rows = tuple(
+        _parse_row(index, prompt, parameters[index], request_ids[index], limits)
+        for index, prompt in enumerate(prompts)
+    )
+    return ParsedRequest(rows, is_batch, stream)
+
+
+def _parse_row(
+    index: int, prompt: Any, parameters: dict[str, Any], request_id: str, limits: ModelLimits
+) -> Row:
+    where = f"prompt {index}"
+    _check_prompt(where, prompt, limits)
+    _check_parameters(where, parameters)
+    max_new_tokens = _number(where, parameters, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
+    if len(prompt) + max_new_tokens > limits.max_positions:
+        raise RequestError(
+            f"{where}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
+            f"{limits.max_positions} positions"
+        )
+    stop = frozenset() if parameters.get("ignore_eos") else limits.eos_token_ids
+    return Row(
+        request_id=request_id,
+        input_ids=tuple(prompt),
+        max_new_tokens=int(max_new_tokens),
+        temperature=_number(where, parameters, "temperature", 1.0, minimum=0),
+        sampling_seed=parameters.get("sampling_seed"),
+        stop_token_ids=stop | frozenset(parameters.get("stop_token_ids") or ()),
+    )
+
+
+def _check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(f"{where}: empty; a prompt has at least one token")
+    for position, token in enumerate(prompt):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
+            allowed = f"the vocabulary, 0 to {limits.vocab_size - 1}"
+            raise RequestError(f"{where}: token {token!r} at position {position} is not in {allowed}")
+
+
+def _check_parameters(where: str, parameters: dict[str, Any]) -> None:
+    if unknown := sorted(parameters.keys() - KNOWN_PARAMETERS):
+        raise RequestError(
+            f"{where}: sampling parameter {', '.join(unknown)} is not supported by the embedded engine"
+        )
+    for name, allowed in NEUTRAL_VALUES.items():
+        if name in parameters and parameters[name] not in (None, *allowed):
+            raise RequestError(
+                f"{where}: {name} = {parameters[name]!r} is not supported by the embedded engine, "
+                f"only {allowed[0]!r}"
+            )
+    seed = parameters.get("sampling_seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise RequestError(f"{where}: sampling_seed = {seed!r} is not a whole number")
+
+
+def _number(where: str, parameters: dict[str, Any], name: str, default: float, minimum: float) -> Any:
+    value = parameters.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | type(default)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < minimum:
+        raise RequestError(f"{where}: {name} = {value!r}, at least {minimum} is needed")
+    return value
+
+
+def _per_prompt(name: str, value: Any, count: int, kind: type) -> Sequence[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    if isinstance(value, list) and len(value) == count and all(isinstance(item, kind) for item in value):
+        return value
+    raise RequestError(f"{name}: one for all prompts, or a list of {count}, is needed")
+
+
+def _request_ids(value: Any, count: int) -> Sequence[str]:
+    if isinstance(value, list):
+        return _per_prompt("rid", value, count, str)
+    prefix = value if isinstance(value, str) else uuid.uuid4().hex
+    return [prefix] if count == 1 else [f"{prefix}_{index}" for index in range(count)]

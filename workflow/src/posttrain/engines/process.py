@@ -1,0 +1,145 @@
+"""Engine processes: started, watched, and ended by the one who started them.
+
+An engine is a process group of its own with a log file. It is ended by its id, with its children, never by
+its name; and it ends by itself when the process that started it has died (`parent_watch`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from posttrain.config.schema import Config
+from posttrain.engines.launch_command import EngineCommand, render_engine_command
+from posttrain.engines.parent_watch import end_process_tree
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+NUM_LOG_LINES = 20
+
+
+class EngineProcess:
+    """One engine on this machine.
+
+    Args:
+        command: How to start it.
+        log_path: Where its output goes; earlier content is kept.
+        name: How errors call it.
+    """
+
+    def __init__(self, command: EngineCommand, log_path: Path, name: str):
+        self._command, self._log_path, self._name = command, log_path, name
+        self._process: psutil.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return self._command.url
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process, None before `start`."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start it; it is not ready yet."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        argv = _watched(self._command.argv)
+        with open(self._log_path, "ab") as output:
+            self._process = psutil.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._command.env},
+                start_new_session=True,
+            )
+        log.info(
+            "%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path
+        )
+
+    def check_alive(self) -> None:
+        """Raise with the end of its log when it has ended.
+
+        Raises:
+            RuntimeError: Naming the engine, its exit code and its log.
+        """
+        assert self._process is not None, "check_alive before start"
+        code = self._process.poll()
+        if code is not None:
+            lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+            tail = "\n    ".join(lines)
+            raise RuntimeError(
+                f"{self._name} ended with exit code {code}; the end of {self._log_path}:\n    {tail}"
+            )
+
+    def stop(self) -> None:
+        """End it and its children; a second call does nothing."""
+        if self._process is None:
+            return
+        end_process_tree(self._process)
+        self._process = None
+        log.info("%s ended", self._name)
+
+
+@contextmanager
+def running_engines(
+    config: Config, model_folder: Path, log_folder: Path, merge_requests: bool = False
+) -> Iterator[list[EngineProcess]]:
+    """Start the configured number of engines on this machine and end them with the block.
+
+    They are not ready yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
+
+    Args:
+        config: The resolved configuration; `engine.port` 0 chooses free ports.
+        model_folder: Checkpoint in Hub layout.
+        log_folder: Gets `engine{i}.log`.
+        merge_requests: See `render_engine_command`.
+    """
+    count = config.engine.num_engines
+    ports = (
+        [config.engine.port + index for index in range(count)]
+        if config.engine.port
+        else choose_free_ports(count)
+    )
+    with ExitStack() as stack:
+        engines = []
+        for index, port in enumerate(ports):
+            command = render_engine_command(
+                config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests
+            )
+            engine = EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
+            stack.callback(engine.stop)
+            engine.start()
+            engines.append(engine)
+        yield engines
+
+
+def check_all_alive(engines: Sequence[EngineProcess]) -> None:
+    """Raise for the first engine that has ended; see `EngineProcess.check_alive`."""
+    for engine in engines:
+        engine.check_alive()
+
+
+def choose_free_ports(count: int) -> list[int]:
+    """Return ports on which nothing listens now, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return [listening.getsockname()[1] for listening in sockets]
+
+
+def _watched(argv: Sequence[str]) -> list[str]:
+    """Return a command line whose process ends when this one dies."""
+    parent = ["--parent-pid", str(os.getpid())]
+    if "posttrain.engines.embedded" in argv:  # watches by itself
+        return [*argv, *parent]
+    return [sys.executable, "-m", "posttrain.engines.parent_watch", *parent, "--", *argv]

@@ -1,0 +1,100 @@
+"""What is asked of /generate and what comes back, in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One response to sample.
+
+    Args:
+        input_ids: Token ids of the rendered prompt.
+        sampling_seed: See `sampling_seed`; SGLang uses it under --enable-deterministic-inference.
+        max_new_tokens: The response is cut here.
+        temperature: Of sampling and of the log-probabilities.
+        top_p: Nucleus sampling.
+        ignore_eos: Go on to `max_new_tokens` whatever is sampled (benchmarks).
+    """
+
+    input_ids: Sequence[int]
+    sampling_seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """The request's parameters in SGLang's words."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling_seed": self.sampling_seed,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """One sampled response.
+
+    Args:
+        output_ids: Token ids, the end token included where one was sampled.
+        logprobs: Natural-log probability of each, the engine's float32 value without loss.
+        finish_reason: "stop" (end token) or "length" (cut).
+        weight_version: Of the weights that sampled it; None before the first update, when the engine has only
+            a name.
+    """
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weight_version: int | None
+
+
+def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """Return the JSON body of one batched /generate request."""
+    return {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [request.sampling_params for request in requests],
+        "return_logprob": True,
+    }
+
+
+def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    """Return the results of a batched /generate answer.
+
+    Raises:
+        ValueError: When the answer is not one complete result per request.
+    """
+    if not isinstance(answer, list) or len(answer) != len(requests):
+        count = len(answer) if isinstance(answer, list) else f"a {type(answer).__name__} instead of"
+        raise ValueError(f"{count} results for {len(requests)} requests")
+    return [
+        _parse_result(place, item, request)
+        for place, (item, request) in enumerate(zip(answer, requests, strict=True))
+    ]
+
+
+def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateResult:
+    try:
+        meta = item["meta_info"]
+        finish_reason = meta["finish_reason"]["type"]
+        logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+        tokens = tuple(int(entry[1]) for entry in meta["output_token_logprobs"])
+        version = meta.get("weight_version")
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"an unreadable result at place {place}: {error!r}") from error
+    if finish_reason not in ("stop", "length") or not 0 < len(tokens) <= request.max_new_tokens:
+        found = f"{len(tokens)} of {request.max_new_tokens} tokens, finish reason {finish_reason!r}"
+        raise ValueError(f"{found}, at place {place}")
+    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version))
+
+
+def _version_number(version: Any) -> int | None:
+    return int(version) if version is not None and str(version).isdigit() else None

@@ -1,0 +1,146 @@
+"""Named tensors as text, in the form that SGLang's `update_weights_from_tensor` unpickles.
+
+The request holds, per rank of an engine, the base64 of a pickled list of (name, tensor). SGLang 0.5.23
+unpickles it with a list of allowed globals (`SafeUnpickler`). Its own sender puts shared-memory handles
+there, which need both ends on one host and a helper process. Here the tensors travel by value: their bytes
+stand once, in one storage per bucket, and each tensor is a view into it, rebuilt by
+`torch._utils._rebuild_tensor_v3`. Both names are on SGLang's list.
+
+The embedded engine reads the same payload with a shorter list: nothing but tensors of the types below gets
+through.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+# Every tensor starts at a multiple of this, which all element sizes divide.
+ALIGNMENT_BYTES = 16
+PICKLE_PROTOCOL = 4
+SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+class PayloadError(ValueError):
+    """A payload that is not a list of named tensors, or that asks for more than tensors."""
+
+
+def serialize_bucket(named_tensors: NamedTensors) -> str:
+    """Return the payload of one bucket.
+
+    Args:
+        named_tensors: Names and tensors on the CPU, of any layout.
+
+    Returns:
+        Base64 text.
+    """
+    offsets, size = [], 0
+    for _, tensor in named_tensors:
+        offsets.append(size)
+        size += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    flat = torch.zeros(size, dtype=torch.uint8)
+    for offset, (_, tensor) in zip(offsets, named_tensors, strict=True):
+        flat[offset : offset + tensor.nbytes] = _bytes_of(tensor)
+    storage = torch.storage.TypedStorage(
+        wrap_storage=flat.untyped_storage(), dtype=torch.uint8, _internal=True
+    )
+    views = [
+        (name, _View(storage, offset // tensor.element_size(), tuple(tensor.shape), tensor.dtype))
+        for offset, (name, tensor) in zip(offsets, named_tensors, strict=True)
+    ]
+    return base64.b64encode(pickle.dumps(views, protocol=PICKLE_PROTOCOL)).decode("ascii")
+
+
+def deserialize_bucket(payload: str) -> list[tuple[str, torch.Tensor]]:
+    """Return the named tensors of a payload.
+
+    Raises:
+        PayloadError: When it is damaged, holds something else, or names a global that tensors do not need.
+    """
+    try:
+        named_tensors = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    except (
+        ValueError,
+        EOFError,
+        IndexError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise PayloadError(f"not a payload of named tensors: {error}") from error
+    if not isinstance(named_tensors, list) or not all(_is_named_tensor(item) for item in named_tensors):
+        raise PayloadError(f"expected a list of (name, tensor), got {type(named_tensors).__name__}")
+    return [(name, tensor) for name, tensor in named_tensors]
+
+
+@dataclass(frozen=True)
+class _View:
+    """Stands for a tensor while pickling, so that all tensors of a bucket share one pickled storage."""
+
+    storage: torch.storage.TypedStorage
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        arguments: tuple[Any, ...] = (
+            self.storage,
+            self.offset,
+            self.shape,
+            strides,
+            False,
+            OrderedDict(),
+            self.dtype,
+        )
+        return torch._utils._rebuild_tensor_v3, arguments
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Unpickles tensors and their containers; every other global is refused by name."""
+
+    _REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.storage" and name == "_load_from_bytes":
+            return _load_storage
+        if module == "torch._utils" and name in self._REBUILD:
+            return getattr(torch._utils, name)
+        if module == "torch" and name in {str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES}:
+            return getattr(torch, name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a weight update")
+
+
+def _load_storage(data: bytes) -> torch.storage.TypedStorage | torch.storage.UntypedStorage:
+    storage = torch.load(io.BytesIO(data), weights_only=True)
+    if not isinstance(storage, torch.storage.TypedStorage | torch.storage.UntypedStorage):
+        raise pickle.UnpicklingError(f"expected a storage, got {type(storage).__name__}")
+    return storage
+
+
+def _is_named_tensor(item: Any) -> bool:
+    return (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], torch.Tensor)
+        and item[1].dtype in SERVED_DTYPES
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes in row-major order, [nbytes] uint8."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,59 @@
+"""A trainer rank as a process: `python -m posttrain.launch.trainer_rank`, also under torchrun.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment. Heavy modules are imported in `main`, after the
+arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+
+from posttrain import cli
+from posttrain.launch.lease import check_epoch
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line that the supervisor (or a user of torchrun) wrote."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="config.resolved.yaml")
+    parser.add_argument("--run-name", required=True)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--torch-dist", type=Path, required=True, help="initial weights")
+    parser.add_argument("--model-folder", type=Path, required=True, help="checkpoint with the tokenizer")
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--engine", action="append", required=True, help="URL of an engine; repeated for several")
+    parser.add_argument("--lease-folder", type=Path, help="lease to check before each commit")
+    parser.add_argument("--epoch", type=int, help="epoch of that lease")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Join the other ranks and train to the end."""
+    arguments = parse_arguments()
+    from posttrain.config.load import load_resolved
+    from posttrain.training.loop import train
+    from posttrain.training.run import open_run
+
+    may_commit = partial(check_epoch, arguments.lease_folder, arguments.epoch) if arguments.lease_folder else _always
+    with open_run(
+        load_resolved(arguments.config),
+        run_name=arguments.run_name,
+        run_folder=arguments.run_folder,
+        torch_dist=arguments.torch_dist,
+        model_folder=arguments.model_folder,
+        dataset=arguments.dataset,
+        engine_urls=arguments.engine,
+        may_commit=may_commit,
+    ) as run:
+        train(run)
+
+
+def _always() -> None:
+    """Commit without a lease: a run that torchrun started by hand."""
+
+
+if __name__ == "__main__":
+    cli.run(main, role=f"trainer {os.environ.get('RANK', '0')}")

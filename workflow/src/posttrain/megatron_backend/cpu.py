@@ -1,0 +1,245 @@
+"""Megatron Core on a machine without CUDA.
+
+Megatron Core assumes a GPU in a few dozen places that have nothing to do with the mathematics: where a tensor is
+allocated, which stream copies it, whose random generator is saved. `enable_cpu()` answers each of them once, so that
+the trainer on a laptop is the trainer of the cluster. It does nothing where CUDA is there.
+
+Each function below names the obstacle that it removes. Checked against megatron-core 0.16.1 and torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+CPU = torch.device("cpu")
+_enabled = False
+
+
+def enable_cpu() -> None:
+    """Let Megatron Core build, train and save models in host memory. Call it before any of its modules is built.
+
+    Does nothing when CUDA is available, or when it ran before.
+    """
+    global _enabled
+    if torch.cuda.is_available() or _enabled:
+        return
+    torch.compiler.set_stance("force_eager")  # small fused functions: not worth a C++ compiler on a user's machine
+    _replace_device_queries()
+    _replace_random_state()
+    _redirect_factories()
+    _answer_transformer_engine_checks()
+    _keep_split_sizes_plain()
+    _provide_fused_adam()
+    _accept_cpu_parameters()
+    _enabled = True
+
+
+class _Inert:
+    """A stream or event where there is none: every call is accepted, nothing happens, everything is finished."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __enter__(self) -> _Inert:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        """Wait for nothing."""
+
+    wait_event = record = synchronize = wait = wait_stream
+
+    def record_event(self, *_: Any) -> _Inert:
+        """Return an event that has happened."""
+        return self
+
+    def query(self) -> bool:
+        """Tell that the event has happened."""
+        return True
+
+
+def _replace_device_queries() -> None:
+    """Rotary embedding, router and data-parallel buffers ask for the current CUDA device and its streams."""
+    stream = _Inert()
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    torch.cuda.Stream = torch.cuda.Event = _Inert  # type: ignore[assignment,misc]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+
+
+def _replace_random_state() -> None:
+    """Recomputation and the model-parallel RNG tracker save and set the CUDA generator: on a CPU, torch's own."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+def _redirect_factories() -> None:
+    """Optimizer, gradient clipping and schedules write `device="cuda"`: such a tensor is made in host memory."""
+    for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _answer_transformer_engine_checks() -> None:
+    """`multi_latent_attention` takes its own import guard as proof of Transformer Engine and then tests `isinstance(x, None)`."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    multi_latent_attention.HAVE_TE = False
+    moe_utils.te_general_gemm = None
+
+
+def _keep_split_sizes_plain() -> None:
+    """The all-to-all dispatcher copies split sizes from the GPU as numpy; sizes that are on the CPU stayed tensors."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy()
+        return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay and the interface of Apex's and Transformer Engine's FusedAdam.
+
+    They keep the step count in the parameter group, and Megatron's distributed checkpoint relies on it; torch's AdamW
+    keeps one per parameter, which that checkpoint cannot load. The arithmetic is torch's.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        adam_w_mode: Has to be true; FusedAdam's other mode adds the decay to the gradient.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (ICLR 2019), algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ):
+        assert adam_w_mode, "only decoupled weight decay is provided"
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            states = [self._state_of(p) for p in parameters]
+            # The functional form counts up by itself: it is given the count of the step before.
+            count = torch.tensor(float(group["step"] - 1))
+            torch_adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [count.clone() for _ in parameters],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def _provide_fused_adam() -> None:
+    """Neither Apex nor Transformer Engine is there, and Megatron's fallback cannot be loaded from a checkpoint."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _accept_cpu_parameters() -> None:
+    """The optimizer recognises parameters and gradients by type names such as "torch.cuda.FloatTensor"."""
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for owner, name in ((DistributedOptimizer, "__init__"), (DistributedOptimizer, "step"), (ChainedOptimizer, "step")):
+        setattr(owner, name, _with_cuda_type_names(getattr(owner, name)))
+
+
+def _with_cuda_type_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]

@@ -1,0 +1,118 @@
+"""GLM-5's attention for Megatron Core: MLA with DSA, on packed sequences.
+
+Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. Two
+things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
+its norm, as in the model that was pre-trained. Without an indexer (DeepSeek-V3) the same core attention is dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from posttrain.megatron_backend.glm5.indexer import Indexer, gather_sequence
+from posttrain.megatron_backend.glm5.linear import ReplicatedLinear
+from posttrain.megatron_backend.glm5.sparse_attention import Selector, attend_in_chunks, causal_mask
+from posttrain.megatron_backend.packed import PackedSequences
+
+
+class SparseCoreAttention(MegatronModule):
+    """Attention over the keys that the indexer keeps, each sequence of the packed row for itself.
+
+    Args:
+        config: Megatron's configuration.
+        softmax_scale: Factor on the dot products.
+        layer_number: From 1; unused, part of Megatron's interface as are the rest.
+    """
+
+    def __init__(self, config: MLATransformerConfig, softmax_scale: float, layer_number: int = 0, **_: Any):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.indexer = Indexer(config) if config.dsa_indexer_topk else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        sequences: PackedSequences,
+        frequencies: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [T, N, D_qk], N heads of this rank.
+            key: [T, N, D_qk].
+            value: [T, N, D_v].
+            x: [T or T / TP, 1, H] input of the attention, split under sequence parallelism.
+            q_latent: [T or T / TP, q_lora_rank] after its norm.
+            sequences: How the row is packed.
+            frequencies: [S, rope / 2] rotary angles by position.
+
+        Returns:
+            [T, N * D_v].
+        """
+        select = self._selector(x, q_latent, sequences, frequencies)
+        output = attend_in_chunks(
+            sequences.pad(query),
+            sequences.pad(key),
+            sequences.pad(value),
+            select,
+            self.softmax_scale,
+            self.config.attention_chunk_tokens,
+        )
+        return sequences.unpad(output).flatten(1)
+
+    def _selector(
+        self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
+    ) -> Selector:
+        if self.indexer is None:
+            return lambda first, end: causal_mask(first, end - first, end, x.device).unsqueeze(0)
+        angles = frequencies[sequences.position_ids]
+        x = gather_sequence(x.squeeze(1), self.config)
+        q_latent = gather_sequence(q_latent, self.config)
+        return self.indexer.make_selector(x, q_latent, angles.cos(), angles.sin(), sequences)
+
+
+class Glm5SelfAttention(MLASelfAttention):
+    """MLA whose core attention sees the layer's input and the normalised query latent."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)
+        kv_width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, kv_width)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to a packed row.
+
+        Args:
+            hidden_states: [T or T / TP, 1, H].
+            attention_mask: Has to be None: causality inside each sequence is implied.
+            packed_seq_params: How the row is packed.
+            unused: What Megatron's layer passes to every attention; has to be None.
+
+        Returns:
+            [T or T / TP, 1, H], and the bias (None).
+        """
+        asked = [name for name, argument in unused.items() if argument is not None]
+        assert not asked and attention_mask is None, f"not supported by packed sparse attention: {asked}"
+        assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
+        query, key, value, q_latent, _ = self.get_query_key_value_tensors(
+            hidden_states, packed_seq_params=packed_seq_params
+        )
+        frequencies = self.rotary_pos_emb.get_freqs_non_repeated(packed_seq_params.max_seqlen_q)
+        context = self.core_attention(query, key, value, hidden_states, q_latent, packed_seq_params, frequencies)
+        return self.linear_proj(context.unsqueeze(1))

@@ -1,0 +1,41 @@
+"""RMSNorm that works under sequence parallelism, and with a fixed epsilon for the two latents of MLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from posttrain.megatron_backend.arguments import LATENT_NORM_EPS
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension.
+
+    Megatron's torch norm refuses sequence parallelism, although all it takes is the mark on the weight: its gradient
+    then comes from one shard of the sequence and Megatron adds the shards up.
+
+    Args:
+        config: Megatron's configuration.
+        hidden_size: Width of the input.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `x` [..., hidden_size]; the statistics are taken in FP32."""
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class LatentRMSNorm(RMSNorm):
+    """RMSNorm of the query and key-value latents: its epsilon is not the layers'."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 0.0, **_: Any):
+        super().__init__(config, hidden_size, eps=LATENT_NORM_EPS)

@@ -1,0 +1,87 @@
+"""Builds what a rank trains: model, data-parallel wrapper, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+
+from posttrain.config.schema import Config
+from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, transformer_config
+from posttrain.megatron_backend.glm5.layer_spec import block_spec
+from posttrain.megatron_backend.glm5.model import LogprobModel
+
+
+@dataclass
+class Policy:
+    """The policy on this rank.
+
+    Args:
+        config: The resolved configuration.
+        model: The bare model of this pipeline stage; its parameters are the wrapped one's.
+        wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
+        optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
+    """
+
+    config: Config
+    model: LogprobModel
+    wrapped: torch.nn.Module
+    optimizer: MegatronOptimizer | None
+
+
+def build_model(config: Config) -> LogprobModel:
+    """Return this rank's stage of the model; its weights are not initialised, they come from a checkpoint."""
+    settings = transformer_config(config)
+    arch = config.model.architecture
+    model = LogprobModel(
+        config=settings,
+        transformer_layer_spec=block_spec(settings, use_transformer_engine=config.hardware.device == "cuda"),
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        log_probs_chunk_size=config.trainer.log_probs_chunk_size,
+        temperature=config.rollout.temperature,
+    )
+    _mark_split_weights(model)
+    return model if config.hardware.device == "cpu" else model.cuda()
+
+
+def _mark_split_weights(model: torch.nn.Module) -> None:
+    """Mark the weights that tensor-parallel ranks share.
+
+    Megatron does so while it initialises a weight, which we skip; unmarked, the gradient norm would take the shards of
+    all ranks but the first for copies and leave them out.
+    """
+    split_axis = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        if type(module) in split_axis:
+            set_tensor_model_parallel_attributes(module.weight, True, split_axis[type(module)], 1)
+
+
+def build_policy(config: Config) -> Policy:
+    """Return model, data-parallel wrapper and optimizer of this rank."""
+    model = build_model(config)
+    settings = model.config
+    inner = Float16Module(settings, model) if settings.bf16 else model
+    wrapped = DistributedDataParallel(settings, ddp_config(config), inner)
+    # The loss is already the sum over the global batch: gradients are added over ranks and divided by nothing.
+    settings.finalize_model_grads_func = lambda chunks, _num_tokens, **kwargs: finalize_model_grads(
+        chunks, None, **kwargs
+    )
+    settings.grad_scale_func = None
+    optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped])
+    return Policy(config, model, wrapped, optimizer)

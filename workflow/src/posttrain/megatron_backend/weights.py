@@ -1,0 +1,172 @@
+"""The trainer's weights as whole tensors under Hub names, whatever the layout: gathered for the engines, and put back.
+
+Megatron's own sharded state tells where each local tensor lies in the whole (key, offset, shape); the table of
+parameter names tells which part of a whole is one Hub tensor. Nothing here knows about TP, EP or PP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
+from posttrain.config.schema import Architecture
+from posttrain.megatron_backend.checkpoint import sharded_weights
+from posttrain.megatron_backend.glm5.model import LogprobModel
+
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangular part of a Megatron tensor that one rank holds.
+
+    Args:
+        key: Name of the whole tensor.
+        offset: Where the part begins, per axis of the whole.
+        shape: Its extent, per axis of the whole.
+        rank: Who holds it.
+        is_main: One holder of each part speaks for it; the others are replicas.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    rank: int
+    is_main: bool
+
+
+class HubWeights:
+    """Gathers and replaces the model's weights under Hub names; every method is collective.
+
+    Args:
+        model: This rank's stage.
+        architecture: Dimensions, for the table of names.
+    """
+
+    def __init__(self, model: LogprobModel, architecture: Architecture):
+        self._local = _local_pieces(model)
+        everybody: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everybody, list(self._local))
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in (piece for pieces in everybody for piece in pieces):
+            self._pieces.setdefault(piece.key, []).append(piece)
+        specs = expected_tensors(architecture)
+        placed = [p for p in to_megatron(architecture) if p.key in self._pieces]
+        self._placements = placed
+        self._dtypes = {p.hf_name: _DTYPES[specs[p.hf_name].dtype] for p in placed}
+        self._shapes = {p.hf_name: specs[p.hf_name].shape for p in placed}
+        self._device = next(iter(self._local.values())).device
+
+    @property
+    def names(self) -> list[str]:
+        """Hub names of everything the trainer holds, in checkpoint order."""
+        return [placement.hf_name for placement in self._placements]
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield (name, whole tensor) on rank 0, (name, None) elsewhere.
+
+        Args:
+            dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
+        """
+        for placement in self._placements:
+            yield placement.hf_name, self._gather_one(placement, dtype)
+
+    @torch.no_grad()
+    def transform(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[Piece, torch.Tensor]:
+        """Overwrite every weight by a function of itself; returns what was there, for `restore`.
+
+        Args:
+            change: Called on rank 0 with a Hub name and the whole tensor in the precision of the Hub checkpoint.
+        """
+        backup: dict[Piece, torch.Tensor] = {}
+        for placement in self._placements:
+            whole = self._gather_one(placement)
+            changed = None if whole is None else change(placement.hf_name, whole)
+            self._write(placement, self._broadcast(changed, placement.hf_name), backup)
+        return backup
+
+    @torch.no_grad()
+    def restore(self, backup: dict[Piece, torch.Tensor]) -> None:
+        """Put back what `replace` returned, bit for bit."""
+        for piece, tensor in backup.items():
+            self._local[piece].copy_(tensor)
+
+    def _gather_one(self, placement: Placement, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Send every main piece that overlaps the placement to rank 0."""
+        rank, dtype = dist.get_rank(), dtype or self._dtypes[placement.hf_name]
+        chunk = torch.empty(placement.sizes, dtype=dtype, device=self._device)
+        for piece in self._pieces[placement.key]:
+            overlap = _overlap(piece, placement)
+            if overlap is None or not piece.is_main or rank not in (0, piece.rank):
+                continue
+            in_piece, in_chunk = overlap
+            if piece.rank == rank:
+                part = self._local[piece][in_piece].to(chunk.dtype).contiguous()
+            else:
+                part = torch.empty_like(chunk[in_chunk]).contiguous()
+            if piece.rank != 0:
+                _pass_on(part, piece.rank)
+            if rank == 0:
+                chunk[in_chunk] = part
+        return chunk.reshape(self._shapes[placement.hf_name]) if rank == 0 else None
+
+    def _broadcast(self, whole: torch.Tensor | None, name: str) -> torch.Tensor:
+        if whole is None:
+            whole = torch.empty(self._shapes[name], dtype=torch.float32, device=self._device)
+        if dist.get_world_size() > 1:
+            whole = whole.float().contiguous()
+            dist.broadcast(whole, src=0)
+        return whole
+
+    def _write(self, placement: Placement, whole: torch.Tensor, backup: dict[Piece, torch.Tensor]) -> None:
+        chunk = whole.reshape(placement.sizes)
+        for piece in self._pieces[placement.key]:
+            local = self._local.get(piece)
+            overlap = _overlap(piece, placement)
+            if local is None or overlap is None:
+                continue
+            if piece not in backup:
+                backup[piece] = local.clone()
+            in_piece, in_chunk = overlap
+            local[in_piece] = chunk[in_chunk].to(local.dtype)
+
+
+def _local_pieces(model: LogprobModel) -> dict[Piece, torch.Tensor]:
+    """Return this rank's parts as views into the parameters: writing to them changes the model."""
+    state = sharded_weights(model)
+    apply_factories(state)
+    pieces = {}
+    for tensor in nested_values(state):
+        assert isinstance(tensor, ShardedTensor) and tensor.data is not None, f"not a plain shard: {tensor}"
+        shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+        is_main = set(tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)) == {0}
+        piece = Piece(tensor.key, tuple(tensor.global_offset), shape, dist.get_rank(), is_main)
+        pieces[piece] = tensor.data.detach().view(shape)
+    return pieces
+
+
+def _overlap(piece: Piece, placement: Placement) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where piece and placement meet, as slices into each; None where they do not."""
+    in_piece, in_chunk = [], []
+    for start, extent, first, size in zip(piece.offset, piece.shape, placement.offsets, placement.sizes, strict=True):
+        low, high = max(start, first), min(start + extent, first + size)
+        if low >= high:
+            return None
+        in_piece.append(slice(low - start, high - start))
+        in_chunk.append(slice(low - first, high - first))
+    return tuple(in_piece), tuple(in_chunk)
+
+
+def _pass_on(part: torch.Tensor, owner: int) -> None:
+    """Move a part from its owner to rank 0."""
+    if dist.get_rank() == owner:
+        dist.send(part, dst=0)
+    else:
+        dist.recv(part, src=owner)

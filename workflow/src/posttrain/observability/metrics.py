@@ -1,0 +1,122 @@
+"""The one table of metric names: what each means, its unit, and whether it is a timing.
+
+Whoever measures something per step uses a name from `METRICS`; the sinks refuse any other. A run that was
+killed and resumed must repeat every number of the undisturbed run bit for bit, timings excepted: `is_timing`
+says which those are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one number per step means.
+
+    Args:
+        doc: Its definition, with the denominator where there is one.
+        unit: Unit as printed on an axis; "" for a pure number.
+        is_timing: It depends on the clock, so it is never compared between two runs.
+    """
+
+    doc: str
+    unit: str = ""
+    is_timing: bool = False
+
+
+METRICS: Mapping[str, Metric] = {
+    # ---- what the engines made ----
+    "rollout/reward_mean": Metric("Mean reward of the step's samples"),
+    "rollout/pass_rate": Metric("Share of the step's samples whose reward is at least 1"),
+    "rollout/reward_std_zero_fraction": Metric(
+        "Share of groups whose rewards are all equal: they teach nothing"
+    ),
+    "rollout/response_tokens_mean": Metric("Mean length of a response", "tokens"),
+    "rollout/response_tokens_max": Metric("Longest response of the step", "tokens"),
+    "rollout/truncated_fraction": Metric("Share of responses cut at rollout.max_response_tokens"),
+    "rollout/grader_timeouts": Metric(
+        "Samples whose grader missed its deadline; their reward is 0", "samples"
+    ),
+    # ---- what the trainer did ----
+    "train/loss": Metric("Policy loss, averaged over the step's updates"),
+    "train/grad_norm": Metric("Global gradient norm before clipping"),
+    "train/lr": Metric("Learning rate of the step's last update"),
+    "train/importance_ratio_mean": Metric("Mean of exp(logprobs - old_logprobs) over response tokens"),
+    "train/first_update_ratio_max_abs_deviation": Metric(
+        "Largest |importance ratio - 1| of the step's first update: 0 when old and new log-probabilities "
+        "come from the same weights and the same computation"
+    ),
+    "train/clip_fraction": Metric("Share of response tokens whose clipped loss is the larger one"),
+    "train/approx_kl": Metric("Mean of old_logprobs - logprobs over response tokens", "nats"),
+    "train/num_tokens": Metric("Tokens trained on, prompts included, padding not", "tokens"),
+    "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
+    "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
+    "train/non_finite_steps": Metric(
+        "Updates left out so far because loss or gradient norm was not finite", "updates"
+    ),
+    # ---- trainer against engine, on the same tokens ----
+    "mismatch/abs_diff_mean": Metric(
+        "Mean |trainer - engine| log-probability on the very weights the engine serves, dequantised", "nats"
+    ),
+    "mismatch/abs_diff_max": Metric(
+        "Largest |trainer - engine| log-probability on the weights served", "nats"
+    ),
+    "mismatch/quantised_abs_diff_mean": Metric(
+        "Mean |trainer - engine| log-probability with the trainer's own weights: what quantisation adds",
+        "nats",
+    ),
+    "mismatch/kl_k3": Metric(
+        "k3 estimate of the KL divergence of engine and trainer, with the trainer's own weights", "nats"
+    ),
+    "mismatch/effective_sample_size": Metric(
+        "Effective sample size of exp(trainer - engine), with the trainer's own weights, as a share"
+    ),
+    # ---- the clock ----
+    "perf/step_seconds": Metric("The whole step", "s", is_timing=True),
+    "perf/rollout_seconds": Metric("Generation and grading", "s", is_timing=True),
+    "perf/old_logprobs_seconds": Metric("Log-probabilities before the update", "s", is_timing=True),
+    "perf/train_seconds": Metric("Forward, backward and optimizer", "s", is_timing=True),
+    "perf/weight_sync_seconds": Metric("New weights into the engines", "s", is_timing=True),
+    "perf/mismatch_seconds": Metric("Comparison of trainer and engine", "s", is_timing=True),
+    "perf/save_seconds": Metric(
+        "Writing the step's checkpoint; the rename that commits it comes after the step's row",
+        "s",
+        is_timing=True,
+    ),
+    "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
+}
+
+
+def check_metrics(values: Mapping[str, float]) -> None:
+    """Refuse names that `METRICS` does not hold and values that are not finite numbers.
+
+    A value that could not be measured is left out by the caller; NaN and infinity stand for a defect and are
+    named.
+
+    Raises:
+        ValueError: Listing every unknown name and every bad value.
+    """
+    unknown = [
+        f"{name}: no such metric (observability/metrics.py holds the table)"
+        for name in values
+        if name not in METRICS
+    ]
+    bad = [
+        f"{name} = {value!r}: not a finite number"
+        for name, value in values.items()
+        if name in METRICS and not _is_finite_number(value)
+    ]
+    if problems := [*unknown, *bad]:
+        raise ValueError("metrics refused:\n  " + "\n  ".join(problems))
+
+
+def without_timings(row: Mapping[str, float]) -> dict[str, float]:
+    """Return a metric row without what depends on the clock: equal rows mean equal computation."""
+    return {name: value for name, value in row.items() if name not in METRICS or not METRICS[name].is_timing}
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,180 @@
+"""The report of a run: one HTML file that opens from the file system, without a network.
+
+`report_data` reads what the run left, `report_summary` condenses it, `report_figures` chooses the charts,
+`report_charts` and `report_dag` draw them, and the template sets the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
+from posttrain.observability import report_figures
+from posttrain.observability.report_dag import RuleState, draw_chain
+from posttrain.observability.report_data import RunData, flat_config
+from posttrain.observability.report_format import format_seconds
+from posttrain.observability.report_page import render_page
+from posttrain.observability.rule_chain import RuleNode, rule_chain
+
+SHOWN_CHARACTERS = 1200
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """One value of the configuration as the page shows it."""
+
+    key: str
+    value: Any
+    origin: str
+
+    @property
+    def is_chosen(self) -> bool:
+        """The user set it for this run."""
+        return self.origin == "set=" or self.origin.startswith("--config")
+
+
+@dataclass(frozen=True)
+class PromptSamples:
+    """The responses to one held-out prompt before and after training."""
+
+    prompt: str
+    label: str
+    before: Sequence[Mapping[str, Any]]
+    after: Sequence[Mapping[str, Any]]
+
+    @property
+    def change(self) -> str:
+        """Tell whether the mean reward rose, fell or stayed."""
+        before, after = _mean_reward(self.before), _mean_reward(self.after)
+        return "better" if after > before else "worse" if after < before else "same"
+
+
+def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
+    """Return the report as one HTML page."""
+    samples = pair_samples(run.before["examples"], run.after["examples"])
+    rules = rule_chain(run.config)
+    return render_page(
+        "report.html.j2",
+        run=run,
+        summary=summary,
+        chain=draw_chain(rules, rule_states(run, rules)),
+        rule_seconds=sorted(summary["seconds_by_rule"].items(), key=lambda item: -item[1]),
+        rule_memory=_memory_by_rule(run),
+        sections=_chart_sections(run),
+        missing=report_figures.missing_metrics(run),
+        samples=samples,
+        frame=common_frame([pair.prompt for pair in samples]),
+        changes={
+            change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")
+        },
+        shown_characters=SHOWN_CHARACTERS,
+        attempts=[describe_attempt(row) for row in run.attempts],
+        config_sections=config_rows(run.config, run.origins),
+        experiment_sections=EXPERIMENT_SECTIONS,
+    )
+
+
+def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]:
+    """Return what is known about each rule of the chain: done with its seconds, or not run."""
+    states = {}
+    for rule in rules:
+        # The two evaluations share a rule; their jobs' names end in before and after.
+        when = rule.name.partition(" ")[2]
+        seconds = [time.seconds for time in run.times if time.rule == rule.rule and time.job.endswith(when)]
+        is_done = bool(seconds) or rule.rule in {
+            a.receipt.step for a in run.artefacts if a.receipt is not None
+        }
+        state = "done" if is_done or rule.name == "render_report" or rule.rule == "evaluate" else "not run"
+        states[rule.name] = RuleState(state, sum(seconds) if seconds else None)
+    return states
+
+
+def pair_samples(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[PromptSamples]:
+    """Return the sampled responses by prompt, in the order of the evaluation before training."""
+    prompts: dict[str, tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
+    for example in before:
+        prompts.setdefault(example["prompt"], (example["label"], [], []))[1].append(example)
+    for example in after:
+        prompts.setdefault(example["prompt"], (example["label"], [], []))[2].append(example)
+    return [PromptSamples(prompt, *rest) for prompt, rest in prompts.items()]
+
+
+def describe_attempt(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return one row of `attempts.jsonl` as text: number, start, length, how it ended, and the rest."""
+    started, ended = row["started_unix"], row["ended_unix"]
+    known = {
+        "attempt": str(row["attempt"]),
+        "started (UTC)": f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M:%S}",
+        "lasted": format_seconds(ended - started),
+        "ended": str(row["reason"]),
+    }
+    shown = {"attempt", "started_unix", "ended_unix", "reason"}
+    return known | {key.replace("_", " "): str(value) for key, value in row.items() if key not in shown}
+
+
+def common_frame(prompts: Sequence[str]) -> tuple[str, str]:
+    """Return what all prompts begin with and end with: the chat template, which is worth showing once only.
+
+    Both are cut at a space or at the end of a tag, so that no word or number is torn.
+
+    Example:
+        ["<user>sort 31 now", "<user>sort 35 now"] -> ("<user>sort ", " now").
+    """
+    if len(prompts) < 2:
+        return "", ""
+    prefix = _common_prefix(prompts)
+    prefix = prefix[: max((index + 1 for index, letter in enumerate(prefix) if letter in " \n>"), default=0)]
+    rests = [prompt[len(prefix) :][::-1] for prompt in prompts]
+    suffix = _common_prefix(rests)[::-1]
+    return prefix, suffix[
+        min((index for index, letter in enumerate(suffix) if letter in " \n<"), default=len(suffix)) :
+    ]
+
+
+def _common_prefix(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
+    differs = (index for index, letter in enumerate(first) if not last.startswith(letter, index))
+    return first[: next(differs, len(first))]
+
+
+def config_rows(config: Config, origins: Mapping[str, str]) -> dict[str, list[ConfigRow]]:
+    """Return section -> its values with their origins."""
+    sections: dict[str, list[ConfigRow]] = {}
+    for key, value in flat_config(config).items():
+        section = key.partition(".")[0]
+        sections.setdefault(section, []).append(ConfigRow(key, value, origins.get(key, "schema default")))
+    return sections
+
+
+def _chart_sections(run: RunData) -> list[dict[str, Any]]:
+    sections = {
+        "Learning": ("What the rewards say, step by step.", report_figures.learning_charts(run)),
+        "Trainer against engine": (
+            "The engine samples and the trainer learns; both must give a token the same probability.",
+            report_figures.mismatch_charts(run),
+        ),
+        "Responses and batches": (
+            "What was sampled, and how well it packs.",
+            report_figures.batch_charts(run),
+        ),
+        "Optimisation": ("What the updates did to the policy.", report_figures.optimization_charts(run)),
+        "Time": ("Where the seconds went.", report_figures.time_charts(run)),
+    }
+    return [{"title": title, "note": note, "charts": charts} for title, (note, charts) in sections.items()]
+
+
+def _memory_by_rule(run: RunData) -> dict[str, float]:
+    memory: dict[str, float] = {}
+    for time in run.times:
+        if time.max_rss_mb is not None:
+            memory[time.rule] = max(memory.get(time.rule, 0.0), time.max_rss_mb * 1e6)
+    return memory
+
+
+def _mean_reward(samples: Sequence[Mapping[str, Any]]) -> float:
+    return sum(sample["reward"] for sample in samples) / max(1, len(samples))

@@ -1,0 +1,261 @@
+"""Charts as inline SVG: lines over steps, stacked bars over steps. No script is needed to see them.
+
+Colours are classes (`c1` .. `c7`) that the page's style sheet gives a light and a dark value, so a chart
+follows the reader's scheme and a printer's. The values ride along as JSON, from which the page's script reads
+the numbers under the pointer. Long runs are drawn as means over equal stretches of steps: at most
+`MAX_POINTS` points per line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from markupsafe import Markup
+
+from posttrain.observability.report_format import decade_ticks, format_tick, nice_ticks
+
+WIDTH, WIDE_WIDTH, HEIGHT = 420.0, 868.0, 216.0
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 34.0
+MAX_POINTS = 400
+MAX_BARS = 110
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or one layer of a stack.
+
+    Args:
+        label: Its name in the legend.
+        steps: x values, rising.
+        values: y values, one each.
+        color: 1 .. 7.
+        smooth: Draw the values faintly and their running mean over them.
+        is_dashed: Tell it from its neighbour without colour.
+    """
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    color: int = 1
+    smooth: bool = False
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What one chart shows.
+
+    Args:
+        title: Its heading.
+        note: What the numbers mean.
+        unit: Label of the y axis.
+        series: Lines from back to front, or layers from the bottom to the top.
+        references: Horizontal lines: value and label.
+        low: Lower end of the y axis; None: the data's.
+        high: Upper end of the y axis; None: the data's.
+        is_log: Logarithmic y axis; values of 0 are drawn at its lower end.
+        is_stacked: Bars of layers instead of lines.
+        is_wide: Two columns of the page.
+    """
+
+    title: str
+    note: str
+    unit: str
+    series: Sequence[Series]
+    references: Sequence[tuple[float, str]] = field(default=())
+    low: float | None = None
+    high: float | None = None
+    is_log: bool = False
+    is_stacked: bool = False
+    is_wide: bool = False
+
+    @property
+    def steps_per_point(self) -> int:
+        """How many steps each point stands for."""
+        return max(math.ceil(len(line.steps) / self._max_points) for line in self.series)
+
+    def svg(self) -> Markup:
+        """Return the chart as an SVG element."""
+        series = [_downsample(line, self._max_points) for line in self.series]
+        axes = _Axes.around(self, series)
+        marks = _bars(axes, series) if self.is_stacked else "".join(_line(axes, line) for line in series)
+        references = "".join(_reference(axes, value, label) for value, label in self.references)
+        label = escape(f"{self.title}: {', '.join(line.label for line in series)} over steps", quote=True)
+        return Markup(
+            f'<svg class="chart" viewBox="0 0 {axes.width:g} {HEIGHT:g}" role="img" aria-label="{label}" '
+            f'data-values="{escape(_values_json(axes, series), quote=True)}">'
+            f"{_grid(axes, self.unit)}{marks}{references}</svg>"
+        )
+
+    @property
+    def _max_points(self) -> int:
+        return MAX_BARS if self.is_stacked else MAX_POINTS
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Maps steps and values to the plot's area."""
+
+    first_step: float
+    last_step: float
+    ticks: Sequence[float]
+    is_log: bool
+    width: float
+
+    @property
+    def right(self) -> float:
+        return self.width - RIGHT
+
+    @staticmethod
+    def around(chart: Chart, series: Sequence[Series]) -> _Axes:
+        steps = [step for line in series for step in line.steps]
+        if chart.is_stacked:
+            values = [0.0, *(sum(layer) for layer in zip(*(line.values for line in series), strict=True))]
+        else:
+            values = [
+                *(value for line in series for value in line.values),
+                *(value for value, _ in chart.references),
+            ]
+        width = WIDE_WIDTH if chart.is_wide else WIDTH
+        # A bar is as wide as the distance of two steps, so the outer ones reach half of it beyond their
+        # steps.
+        margin = (
+            (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
+        )
+        return _Axes(min(steps) - margin, max(steps) + margin, _ticks(chart, values), chart.is_log, width)
+
+    def x(self, step: float) -> float:
+        span = self.last_step - self.first_step
+        share = (step - self.first_step) / span if span else 0.5
+        return LEFT + share * (self.right - LEFT)
+
+    def y(self, value: float) -> float:
+        low, high = self.ticks[0], self.ticks[-1]
+        if self.is_log:
+            share = math.log(max(value, low) / low) / math.log(high / low)
+        else:
+            share = (value - low) / (high - low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def _ticks(chart: Chart, values: Sequence[float]) -> list[float]:
+    if chart.is_log:
+        positive = [value for value in values if value > 0] or [1.0]
+        low, high = min(positive), max(positive)
+        return decade_ticks(low, high if high > low else low * 10)
+    low = min(values) if chart.low is None else chart.low
+    high = max(values) if chart.high is None else chart.high
+    # Ticks have six digits: a span below that would label them all alike.
+    if high - low < 2e-5 * max(abs(high), abs(low)) or high <= low:
+        high = low + (abs(low) * 0.1 or 1.0)
+    return nice_ticks(low, high)
+
+
+def _downsample(line: Series, max_points: int) -> Series:
+    """Replace stretches of steps by their means."""
+    every = math.ceil(len(line.steps) / max_points)
+    if every == 1:
+        return line
+    chunks = range(0, len(line.steps), every)
+    steps = [line.steps[min(start + every, len(line.steps)) - 1] for start in chunks]
+    values = [_mean(line.values[start : start + every]) for start in chunks]
+    return Series(line.label, steps, values, line.color, line.smooth, line.is_dashed)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Return for each value the mean of its neighbourhood of up to `reach` values on both sides."""
+    return [_mean(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
+
+
+def _line(axes: _Axes, line: Series) -> str:
+    dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+    if len(line.steps) == 1:
+        x, y = axes.x(line.steps[0]), axes.y(line.values[0])
+        return f'<circle class="dot c{line.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+    drawn = f'<path class="line c{line.color}" d="{_path(axes, line.steps, line.values)}"{dash}/>'
+    if not line.smooth or len(line.steps) < 12:
+        return drawn
+    smooth = running_mean(line.values, max(2, len(line.values) // 24))
+    faint = drawn.replace('class="line', 'class="line faint')
+    return f'{faint}<path class="line c{line.color}" d="{_path(axes, line.steps, smooth)}"{dash}/>'
+
+
+def _path(axes: _Axes, steps: Sequence[float], values: Sequence[float]) -> str:
+    points = [f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
+    return "M" + "L".join(points)
+
+
+def _bars(axes: _Axes, series: Sequence[Series]) -> str:
+    count = len(series[0].steps)
+    width = max(1.0, (axes.right - LEFT) / count * 0.82)
+    parts = []
+    for index, step in enumerate(series[0].steps):
+        left = axes.x(step) - width / 2
+        below = 0.0
+        for line in series:
+            top, bottom = axes.y(below + line.values[index]), axes.y(below)
+            below += line.values[index]
+            if bottom - top > 0.05:
+                parts.append(
+                    f'<rect class="bar c{line.color}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" '
+                    f'height="{bottom - top:.1f}"/>'
+                )
+    return "".join(parts)
+
+
+def _reference(axes: _Axes, value: float, label: str) -> str:
+    y = axes.y(value)
+    line = f'<line class="reference" x1="{LEFT:g}" x2="{axes.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    return line + _text("reference-label", axes.right - 4, y - 4, label, "end")
+
+
+def _grid(axes: _Axes, unit: str) -> str:
+    parts = []
+    for tick in axes.ticks:
+        y = axes.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT:g}" x2="{axes.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text("tick", LEFT - 7, y + 3.5, format_tick(tick), "end"))
+    for step in _step_ticks(axes):
+        parts.append(_text("tick", axes.x(step), HEIGHT - BOTTOM + 15, format_tick(step), "middle"))
+    parts.append(_text("axis", (LEFT + axes.right) / 2, HEIGHT - 5, "step", "middle"))
+    parts.append(_text("axis", 4, TOP - 13, unit, "start"))
+    return "".join(parts)
+
+
+def _text(css_class: str, x: float, y: float, content: str, anchor: str) -> str:
+    return (
+        f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+    )
+
+
+def _step_ticks(axes: _Axes) -> list[float]:
+    if axes.last_step == axes.first_step:
+        return [axes.first_step]
+    ticks = nice_ticks(axes.first_step, axes.last_step, 6 if axes.width == WIDTH else 12)
+    return [tick for tick in ticks if axes.first_step <= tick <= axes.last_step and float(tick).is_integer()]
+
+
+def _values_json(axes: _Axes, series: Sequence[Series]) -> str:
+    """Return what the page's script needs to show the numbers under the pointer."""
+    content = {
+        "box": [LEFT, TOP, axes.right, HEIGHT - BOTTOM],
+        "range": [axes.first_step, axes.last_step],
+        "series": [
+            {
+                "label": line.label,
+                "color": line.color,
+                "steps": list(line.steps),
+                "values": [float(f"{value:.5g}") for value in line.values],
+            }
+            for line in series
+        ],
+    }
+    return json.dumps(content, separators=(",", ":"))

@@ -1,0 +1,276 @@
+"""What the report is made from: everything a run left on disk, read and checked once."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from posttrain import __version__
+from posttrain.artifacts import Paths, read_receipt
+from posttrain.config import schema
+from posttrain.config.load import Resolved, load_resolved
+from posttrain.errors import CheckpointError
+from posttrain.observability.provenance import Artefact, find_artefacts
+from posttrain.observability.sinks import read_rows
+
+SHOWN_PACKAGES = (
+    "torch", "megatron-core", "transformers", "safetensors", "huggingface_hub", "numpy", "snakemake", "wandb",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """Where the report's inputs lie.
+
+    Args:
+        config: `config.resolved.yaml`.
+        run_folder: Root of the run; its name is the run's name.
+        before: Result of the evaluation before training.
+        after: Result of the evaluation after training.
+        export_receipt: Receipt of the HF export.
+        logs: Folder with one folder per rule: logs and benchmark files.
+    """
+
+    config: Path
+    run_folder: Path
+    before: Path
+    after: Path
+    export_receipt: Path
+    logs: Path
+
+
+@dataclass(frozen=True)
+class RuleTime:
+    """One job of a rule, as Snakemake's benchmark file or the receipt's history tells.
+
+    Args:
+        rule: The rule.
+        job: Name of the job: run or model, part, node.
+        seconds: Wall time of the attempt that finished it.
+        finished_unix: When it ended.
+        max_rss_mb: Largest resident memory; None when unknown.
+    """
+
+    rule: str
+    job: str
+    seconds: float
+    finished_unix: float
+    max_rss_mb: float | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything about one finished run."""
+
+    config: schema.Config
+    origins: Mapping[str, str]
+    run_name: str
+    run_folder: Path
+    rows: Sequence[Mapping[str, float]]
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    attempts: Sequence[Mapping[str, Any]]
+    times: Sequence[RuleTime]
+    artefacts: Sequence[Artefact]
+    final_weights_sha256: str
+    commit: str
+    versions: Mapping[str, str]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of training; `read_run` has checked that each has its row."""
+        return len(self.rows)
+
+    def column(self, name: str) -> tuple[list[float], list[float]]:
+        """Return (steps, values) of one metric, for the steps that have it."""
+        rows = [row for row in self.rows if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of one metric."""
+        return self.column(name)[1]
+
+
+def read_run(inputs: ReportInputs) -> RunData:
+    """Read a finished run.
+
+    Raises:
+        CheckpointError: When a file is missing or damaged, or the metrics do not cover each step once.
+    """
+    config = load_resolved(inputs.config)
+    run_name, train = inputs.run_folder.name, inputs.run_folder / "train"
+    origins = read_origins(inputs.config.read_text(encoding="utf-8"))
+    paths = Paths(Resolved(config, origins, run_name))
+    num_steps = read_receipt(train / "done.json").settings["num_steps"]
+    rows = read_rows(train / "metrics.jsonl")
+    _check_complete(train / "metrics.jsonl", rows, num_steps)
+    export = read_receipt(inputs.export_receipt)
+    if "final_weights_sha256" not in export.settings:
+        raise CheckpointError(
+            f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again"
+        )
+    artefacts = find_artefacts(paths)
+    return RunData(
+        config=config,
+        origins=origins,
+        run_name=run_name,
+        run_folder=inputs.run_folder,
+        rows=rows,
+        before=_read_json(inputs.before, {"pass_rate", "examples"}),
+        after=_read_json(inputs.after, {"pass_rate", "examples"}),
+        attempts=_read_json_lines(train / "attempts.jsonl"),
+        times=rule_times(inputs.logs, paths, artefacts),
+        artefacts=artefacts,
+        final_weights_sha256=export.settings["final_weights_sha256"],
+        commit=git_commit(Path.cwd()),
+        versions=package_versions(),
+    )
+
+
+def read_origins(resolved_yaml: str) -> dict[str, str]:
+    """Return dotted key -> origin from the comments of a `config.resolved.yaml`.
+
+    Example:
+        "optimizer:\\n  lr: 0.0002  # config/models/tiny.yaml\\n" -> {"optimizer.lr":
+        "config/models/tiny.yaml"}.
+    """
+    origins: dict[str, str] = {}
+    parents: list[str] = []
+    for line in resolved_yaml.splitlines():
+        match = re.match(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>.*))?$", line)
+        if match is None:
+            continue
+        parents = [*parents[: len(match["indent"]) // 2], match["key"]]
+        _, mark, origin = (match["value"] or "").rpartition("  # ")
+        if mark:
+            origins[".".join(parents)] = origin
+    return origins
+
+
+def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of a configuration, in the schema's order."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flat_config(value, f"{prefix}{field.name}.")
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat
+
+
+def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artefact]) -> list[RuleTime]:
+    """Return what each job took: from Snakemake's benchmark files, else from a receipt's history."""
+    times = [
+        _read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)
+    ]
+    measured = {time.rule for time in times}
+    for artefact in artefacts:
+        if artefact.receipt is not None and artefact.receipt.step not in measured:
+            times += _read_history(artefact)
+    return times
+
+
+def git_commit(folder: Path) -> str:
+    """Return the commit of the checkout around `folder`, marked when files differ; "" outside of one."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        # No git, or no checkout: an installed package has no commit, and its version is shown.
+        return ""
+    return f"{commit} (with local changes)" if changed else commit
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide results."""
+    versions = {"posttrain": __version__, "python": sys.version.split()[0]}
+    for name in SHOWN_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+def _check_complete(path: Path, rows: Sequence[Mapping[str, float]], num_steps: int) -> None:
+    steps = [int(row["step"]) for row in rows]
+    if len(steps) != num_steps or steps != list(range(steps[0], steps[0] + num_steps)):
+        found = f"{len(steps)} rows" + (f", steps {steps[0]} to {steps[-1]}" if steps else "")
+        raise CheckpointError(
+            f"{path}: {found}; done.json says {num_steps} steps; restore the file or train again"
+        )
+
+
+def _belongs_to(path: Path, paths: Paths) -> bool:
+    """Tell whether a benchmark file is this run's, or its model's in the store."""
+    job = path.name.removesuffix(".benchmark.tsv")
+    run = paths.run
+    siblings = [other.name for other in run.parent.iterdir() if other.is_dir() and other.name != run.name]
+    store_name = f"{paths.resolved.config.model.name}-{paths.revision12}"
+    if any(_starts_with_name(job, other) and len(other) > len(run.name) for other in siblings):
+        return _starts_with_name(job, store_name)
+    return _starts_with_name(job, run.name) or _starts_with_name(job, store_name)
+
+
+def _starts_with_name(job: str, name: str) -> bool:
+    return job == name or (job.startswith(name) and job[len(name)] in ".-_")
+
+
+def _read_benchmark(path: Path) -> RuleTime:
+    with open(path, newline="", encoding="utf-8") as file:
+        row = list(csv.DictReader(file, delimiter="\t"))[-1]
+    rss = row.get("max_rss", "-")
+    return RuleTime(
+        rule=path.parent.name,
+        job=path.name.removesuffix(".benchmark.tsv"),
+        seconds=float(row["s"]),
+        finished_unix=path.stat().st_mtime,
+        # Snakemake writes "-" or "NA" when a job ended before its first sample.
+        max_rss_mb=float(rss) if re.fullmatch(r"[0-9.]+", rss) else None,
+    )
+
+
+def _read_history(artefact: Artefact) -> list[RuleTime]:
+    path = artefact.receipt_path
+    history = _read_json_lines(path.with_name(path.name.removesuffix(".receipt.json") + ".history.jsonl"))
+    last = history[-1] if history else {}
+    if last.get("seconds") is None:
+        return []
+    return [RuleTime(last["step"], artefact.name, last["seconds"], last["finished_unix"], None)]
+
+
+def _read_json(path: Path, required: set[str]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}); run the step that writes it again"
+        ) from error
+    if missing := required - set(content):
+        raise CheckpointError(
+            f"{path}: has no {', '.join(sorted(missing))}; run the step that writes it again"
+        )
+    return content
+
+
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log that is appended to; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -1,0 +1,82 @@
+"""`summary.json`: the run in a dozen numbers, with names that do not change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.observability.report_data import RuleTime, RunData
+from posttrain.observability.report_format import format_number, format_percent, format_seconds
+
+
+def summarize(run: RunData) -> dict[str, Any]:
+    """Return the content of `summary.json`; what was not measured is null."""
+    steps = run.values("perf/step_seconds")
+    tokens = run.values("train/num_tokens")
+    seconds_by_rule = sum_by_rule(run.times)
+    return {
+        "run": run.run_name,
+        "model": run.config.model.name,
+        "pass_rate_before": run.before["pass_rate"],
+        "pass_rate_after": run.after["pass_rate"],
+        "num_steps": run.num_steps,
+        "mismatch_abs_diff_mean": _mean(run.values("mismatch/abs_diff_mean")),
+        "mismatch_abs_diff_max": max(run.values("mismatch/abs_diff_max"), default=None),
+        "mismatch_quantised_abs_diff_mean": _mean(run.values("mismatch/quantised_abs_diff_mean")),
+        "first_update_ratio_max_abs_deviation": max(
+            run.values("train/first_update_ratio_max_abs_deviation"), default=None
+        ),
+        "seconds_total": busy_seconds(run.times),
+        "seconds_by_rule": seconds_by_rule,
+        "tokens_per_second": round(math.fsum(tokens) / math.fsum(steps), 3) if steps and tokens else None,
+        "final_weights_sha256": run.final_weights_sha256,
+    }
+
+
+def sum_by_rule(times: Sequence[RuleTime]) -> dict[str, float]:
+    """Return rule -> seconds of all its jobs together, in the order in which the rules first ended."""
+    seconds: dict[str, float] = {}
+    for time in sorted(times, key=lambda time: time.finished_unix):
+        seconds[time.rule] = round(seconds.get(time.rule, 0.0) + time.seconds, 3)
+    return seconds
+
+
+def busy_seconds(times: Sequence[RuleTime]) -> float:
+    """Return the seconds in which at least one job ran; side by side counts once, pauses do not count.
+
+    Example:
+        Jobs over [0, 10], [5, 12] and [100, 101] make 13 seconds.
+    """
+    total, covered_until = 0.0, -math.inf
+    for start, end in sorted((time.finished_unix - time.seconds, time.finished_unix) for time in times):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return round(total, 3)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the summary as a table on stdout."""
+    table = Table("", summary["run"], show_edge=False, header_style="bold")
+    served, quantised = summary["mismatch_abs_diff_mean"], summary["mismatch_quantised_abs_diff_mean"]
+    rows = {
+        "pass rate before": format_percent(summary["pass_rate_before"]),
+        "pass rate after": format_percent(summary["pass_rate_after"]),
+        "steps": format_number(summary["num_steps"]),
+        "trainer - engine, weights served": f"{format_number(served)} nats",
+        "trainer - engine, trainer's weights": f"{format_number(quantised)} nats",
+        "trained tokens per second": format_number(summary["tokens_per_second"]),
+        "seconds, all rules": format_seconds(summary["seconds_total"]),
+        **{f"  {rule}": format_seconds(seconds) for rule, seconds in summary["seconds_by_rule"].items()},
+        "final weights sha256": summary["final_weights_sha256"],
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(width=110).print(table)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,114 @@
+"""The workflow's chain of rules for one configuration: what runs after what, how often, and on how much.
+
+The Snakefile decides what runs; this is its picture, drawn by the report and the plan. A test of the workflow
+holds both against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RuleNode:
+    """One rule in the chain.
+
+    Args:
+        name: Unique in the chain: the rule's name, or "evaluate before" and "evaluate after".
+        does: What it does, in a few words.
+        after: Names of the rules it waits for.
+        num_jobs: How many jobs of it run side by side.
+        nodes: Nodes of one job.
+        gpus: GPUs of one job.
+    """
+
+    name: str
+    does: str
+    after: tuple[str, ...]
+    num_jobs: int = 1
+    nodes: int = 1
+    gpus: int = 0
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule, its script and its log folder."""
+        return self.name.split(" ")[0]
+
+
+def rule_chain(config: Config) -> list[RuleNode]:
+    """Return the rules that lead to the report, in the order of the data."""
+    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config)]
+
+
+def _source_rules(config: Config) -> list[RuleNode]:
+    is_made = config.model.source.kind == "made"
+    made = [RuleNode("make_tiny_model", "makes and warms up a small model", ())] if is_made else []
+    fetched_after = ("make_tiny_model",) if is_made else ()
+    return [
+        *made,
+        RuleNode("download_hf_checkpoint", "fetches the model, every file verified", fetched_after),
+        RuleNode("download_dataset", "fetches or generates the prompts", ()),
+        RuleNode(
+            "patch_hf_config", "checks config and tensors, links the weights", ("download_hf_checkpoint",)
+        ),
+    ]
+
+
+def _checkpoint_rules(config: Config) -> list[RuleNode]:
+    parts, patched = config.convert.num_parts, ("patch_hf_config",)
+    rules = [
+        RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
+        RuleNode("finalize_torch_dist", "joins and checks the parts", ("convert_hf_to_torch_dist",)),
+    ]
+    if config.rollout.fp8:
+        rules += [
+            RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
+            RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
+        ]
+    if config.site.node_names:
+        staged = tuple(rule.name for rule in rules if rule.name.startswith("finalize")) + (
+            () if config.rollout.fp8 else patched
+        )
+        rules.append(
+            RuleNode(
+                "stage_to_node_local",
+                "copies to the node's own disk, verified",
+                staged,
+                len(config.site.node_names),
+            )
+        )
+    return rules
+
+
+def _training_rules(config: Config) -> list[RuleNode]:
+    on_gpus = config.hardware.device == "cuda"
+    trainer_gpus = config.nodes * config.hardware.gpus_per_node if on_gpus else 0
+    engine_gpus = config.engine.gpus_per_engine if on_gpus else 0
+    engine_nodes = -(-engine_gpus // config.hardware.gpus_per_node) or 1
+    before = (
+        ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
+    )
+    evaluated = {"nodes": engine_nodes, "gpus": engine_gpus}
+    return [
+        RuleNode(
+            "evaluate before",
+            "pass rate of the model as it came",
+            ("patch_hf_config", "download_dataset"),
+            **evaluated,
+        ),
+        RuleNode(
+            "train_grpo",
+            "GRPO: rollout, update, weight sync",
+            (*before, "download_dataset"),
+            1,
+            config.nodes,
+            trainer_gpus,
+        ),
+        RuleNode("export_hf", "writes the trained model in Hub layout", ("train_grpo",)),
+        RuleNode(
+            "evaluate after", "pass rate of the trained model", ("export_hf", "download_dataset"), **evaluated
+        ),
+        RuleNode("render_report", "writes this page", ("evaluate before", "evaluate after")),
+    ]

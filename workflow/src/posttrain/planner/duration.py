@@ -1,0 +1,58 @@
+"""How long the steps that only move bytes take, from bandwidths that are stated and can be doubted.
+
+Each step is as slow as its slowest lane: the line to the Hub, shared storage as a whole, the jobs that work
+side by side, a node's own disk. Training is not modelled here, nor are start-up times and queues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+from posttrain.planner.storage import Storage
+
+NOT_MODELLED = (
+    "durations: training and evaluation (generation, forward, backward, weight sync), start of engines and "
+    "trainer, waiting in a queue",
+)
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Assumed rates, bytes per second.
+
+    Args:
+        hub: From the Hub: a 10 Gbit/s line, well used.
+        shared_storage: Shared storage as a whole, reads and writes together.
+        job: What one conversion or quantisation job gets through, reading, hashing and writing included.
+        node_disk: Writing to one node's own disk, hashing included.
+    """
+
+    hub: float = 1.0e9
+    shared_storage: float = 20e9
+    job: float = 0.7e9
+    node_disk: float = 2.0e9
+
+
+def durations_seconds(config: Config, needed: Storage, rates: Bandwidths) -> dict[str, float]:
+    """Return rule -> seconds.
+
+    Example:
+        GLM-5 at 1 GB/s from the Hub: 1,507.7 s to download.
+    """
+    parts, nodes = config.convert.num_parts, len(config.site.node_names) or config.nodes
+    seconds = {
+        "download_hf_checkpoint": needed.hf / rates.hub if config.model.source.kind == "hub" else 0.0,
+        "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, rates),
+        "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, 1, rates),
+        "stage_to_node_local": max(
+            needed.node_local_bytes / rates.node_disk, nodes * needed.node_local_bytes / rates.shared_storage
+        ),
+    }
+    if needed.rollout_fp8:
+        seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, rates)
+    return {rule: round(value, 3) for rule, value in seconds.items()}
+
+
+def _side_by_side(moved_bytes: int, num_jobs: int, rates: Bandwidths) -> float:
+    return max(moved_bytes / (num_jobs * rates.job), moved_bytes / rates.shared_storage)

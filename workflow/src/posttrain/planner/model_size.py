@@ -1,0 +1,186 @@
+"""The weights of a model, from its dimensions alone: how many, how parallelism cuts them, what FP8 covers.
+
+Letters: H hidden size, N heads, V vocabulary, E experts, F width of one expert.
+
+One decoder layer of GLM-5 (`glm_moe_dsa`) holds
+
+    attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank],
+                      kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
+    indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias), weights_proj
+    [heads, H] two RMSNorms      2 H dense MLP         gate, up [F_dense, H], down [H, F_dense]
+    in the first layers or MoE            router [E, H], E experts and the shared ones, each 3 F H     in the
+    others
+
+Router biases (one FP32 number per expert) are not counted as parameters: no gradient reaches them. Bytes
+include them. An MTP layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in
+the checkpoints but neither trained nor served here, so it is counted apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from posttrain.config.schema import Architecture
+
+FP8_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Some equal tensors.
+
+    Args:
+        component: What they belong to; the key of `parameters_by_component`.
+        shape: Of one of them, as the Hub's checkpoint has it.
+        count: How many there are.
+        split: What cuts it over ranks: "tensor", "expert", or "none" where every rank holds it whole.
+        fp8: FP8 checkpoints hold it as codes and 128x128 block scales.
+        is_buffer: Not trained, FP32, not counted as a parameter: the router's bias.
+    """
+
+    component: str
+    shape: tuple[int, ...]
+    count: int = 1
+    split: str = "none"
+    fp8: bool = False
+    is_buffer: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all of them."""
+        return math.prod(self.shape) * self.count
+
+    @property
+    def bf16_bytes(self) -> int:
+        """Size in a BF16 checkpoint."""
+        return self.num_elements * (4 if self.is_buffer else 2)
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Size in an FP8 checkpoint: a byte per code, an FP32 scale per block; the rest stays BF16."""
+        if not self.fp8:
+            return self.bf16_bytes
+        rows, columns = self.shape
+        blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
+        return (rows * columns + 4 * blocks) * self.count
+
+
+def layer_weights(arch: Architecture, is_moe: bool) -> tuple[Weight, ...]:
+    """Return the weights of one decoder layer."""
+    norms = Weight("norms", (arch.hidden_size,), count=2)
+    feed_forward = _moe_weights(arch) if is_moe else _mlp_weights(arch, "dense_mlp", arch.intermediate_size)
+    return (*_attention_weights(arch), *_indexer_weights(arch), norms, *feed_forward)
+
+
+def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
+    """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
+    return [
+        layer_weights(arch, index >= arch.first_k_dense_replace) for index in range(arch.num_hidden_layers)
+    ]
+
+
+def edge_weights(arch: Architecture) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Return what stands before the first layer and what stands after the last one."""
+    vocabulary = (arch.vocab_size, arch.hidden_size)
+    first = (Weight("embedding", vocabulary, split="tensor"),)
+    last = (Weight("norms", (arch.hidden_size,)), Weight("lm_head", vocabulary, split="tensor"))
+    return first, last
+
+
+def model_weights(arch: Architecture) -> list[Weight]:
+    """Return all weights but those of the MTP layers."""
+    first, last = edge_weights(arch)
+    return [*first, *(weight for layer in decoder_weights(arch) for weight in layer), *last]
+
+
+def mtp_weights(arch: Architecture) -> list[Weight]:
+    """Return the weights of all MTP layers.
+
+    Checkpoints on the Hub may repeat the embedding and the output matrix in them; those copies are not
+    counted.
+    """
+    hidden = arch.hidden_size
+    extra = (Weight("mtp", (hidden,), count=3), Weight("mtp", (hidden, 2 * hidden)))
+    return [*layer_weights(arch, is_moe=True), *extra] * arch.num_nextn_predict_layers
+
+
+def count_parameters(weights: Iterable[Weight]) -> int:
+    """Return the number of parameters; buffers are none.
+
+    Example:
+        `count_parameters(model_weights(...))` of GLM-5 is 743,911,199,232.
+    """
+    return sum(weight.num_elements for weight in weights if not weight.is_buffer)
+
+
+def count_active_parameters(arch: Architecture) -> int:
+    """Return the parameters that one token is multiplied with.
+
+    Of the routed experts only those it is sent to; the embedding is a look-up and does not count.
+
+    Example:
+        GLM-5: 40,833,126,912.
+    """
+    parts = parameters_by_component(model_weights(arch))
+    idle = (
+        parts.get("routed_experts", 0)
+        * (arch.n_routed_experts - arch.num_experts_per_tok)
+        // arch.n_routed_experts
+    )
+    return sum(parts.values()) - idle - parts["embedding"]
+
+
+def parameters_by_component(weights: Sequence[Weight]) -> dict[str, int]:
+    """Return component -> parameters, in the order in which the components first appear."""
+    parts: dict[str, int] = {}
+    for weight in weights:
+        if not weight.is_buffer:
+            parts[weight.component] = parts.get(weight.component, 0) + weight.num_elements
+    return parts
+
+
+def _attention_weights(arch: Architecture) -> tuple[Weight, ...]:
+    hidden, heads = arch.hidden_size, arch.num_attention_heads
+    query = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
+    key_value = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
+    # The latents are computed whole on every tensor-parallel rank; only what has heads is cut.
+    return (
+        Weight("attention", (arch.q_lora_rank, hidden), fp8=True),
+        Weight("attention", (arch.kv_lora_rank + arch.qk_rope_head_dim, hidden), fp8=True),
+        Weight("norms", (arch.q_lora_rank,)),
+        Weight("norms", (arch.kv_lora_rank,)),
+        Weight("attention", (query, arch.q_lora_rank), split="tensor", fp8=True),
+        Weight("attention", (key_value, arch.kv_lora_rank), split="tensor", fp8=True),
+        Weight("attention", (hidden, heads * arch.v_head_dim), split="tensor", fp8=True),
+    )
+
+
+def _indexer_weights(arch: Architecture) -> tuple[Weight, ...]:
+    if arch.index_n_heads == 0:
+        return ()
+    return (
+        Weight("indexer", (arch.index_n_heads * arch.index_head_dim, arch.q_lora_rank), fp8=True),
+        Weight("indexer", (arch.index_head_dim, arch.hidden_size), fp8=True),
+        Weight("indexer", (arch.index_head_dim,), count=2),
+        Weight("indexer", (arch.index_n_heads, arch.hidden_size)),
+    )
+
+
+def _moe_weights(arch: Architecture) -> tuple[Weight, ...]:
+    router = Weight("router", (arch.n_routed_experts, arch.hidden_size))
+    bias = Weight("router", (arch.n_routed_experts,), is_buffer=True)
+    # The Hub's checkpoint holds the shared experts as one MLP of their joint width.
+    shared_width = arch.n_shared_experts * arch.moe_intermediate_size
+    shared = _mlp_weights(arch, "shared_experts", shared_width) if shared_width else ()
+    routed = _mlp_weights(arch, "routed_experts", arch.moe_intermediate_size, arch.n_routed_experts, "expert")
+    return (router, bias, *shared, *routed)
+
+
+def _mlp_weights(
+    arch: Architecture, component: str, width: int, count: int = 1, split: str = "tensor"
+) -> tuple[Weight, ...]:
+    gate_and_up = Weight(component, (width, arch.hidden_size), 2 * count, split, fp8=True)
+    down = Weight(component, (arch.hidden_size, width), count, split, fp8=True)
+    return gate_and_up, down

@@ -1,0 +1,76 @@
+"""The plan as a table on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.observability.report_format import format_bytes, format_number, format_seconds
+
+WIDTH = 110
+
+
+def print_plan(plan: Mapping[str, Any]) -> None:
+    """Print the plan's main numbers, the rules, and every problem."""
+    console = Console(width=WIDTH)
+    console.print(_numbers(plan))
+    console.print()
+    console.print(_rules(plan))
+    for problem in plan["problems"]:
+        console.print(f"\n[bold red]problem[/] {problem['key']} = {problem['value']}", highlight=False)
+        console.print(f"  allowed: {problem['allowed']}\n  remedy:  {problem['remedy']}", highlight=False)
+    console.print(
+        f"\n{len(plan['not_modelled'])} things are not modelled; plan.json and plan.html name them",
+        highlight=False,
+    )
+
+
+def _numbers(plan: Mapping[str, Any]) -> Table:
+    model, layout, engine, storage = plan["model"], plan["parallelism"], plan["engine"], plan["storage"]
+    table = Table("", plan["run"], show_edge=False, header_style="bold")
+    table.add_row("parameters", f"{model['num_parameters']:,} ({model['num_active_parameters']:,} active)")
+    table.add_row("layout", _layout(layout))
+    table.add_row("layers per stage", " ".join(map(str, layout["layers_per_stage"])))
+    table.add_row(
+        "trainer GiB per rank, by stage",
+        "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"]),
+    )
+    table.add_row("trainer GiB of host memory per node", f"{plan['trainer']['host_memory_gib_per_node']:.4g}")
+    table.add_row("engine GiB of weights per GPU", f"{engine['weights_gib_per_gpu']:.4g}")
+    tokens = "not modelled" if engine["kv_tokens"] is None else f"{engine['kv_tokens']:,}"
+    table.add_row("KV cache tokens per engine", tokens)
+    table.add_row(
+        "shared storage",
+        f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)",
+    )
+    table.add_row("each node's own disk", format_bytes(storage["node_local_bytes"]))
+    return table
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    names = {
+        "TP": "tensor_model",
+        "PP": "pipeline_model",
+        "CP": "context",
+        "EP": "expert_model",
+        "ETP": "expert_tensor",
+    }
+    sizes = " ".join(f"{short}{layout[f'{name}_parallel_size']}" for short, name in names.items())
+    ranks = f"{layout['world_size']} ranks, {layout['data_parallel_size']} data-parallel"
+    return f"{sizes} on {layout['nodes']} nodes, {ranks}"
+
+
+def _rules(plan: Mapping[str, Any]) -> Table:
+    table = Table(show_edge=False, header_style="bold")
+    table.add_column("rule")
+    for name in ("jobs", "nodes", "GPUs", "time"):
+        table.add_column(name, justify="right")
+    table.add_column("does")
+    for rule in plan["rules"]:
+        seconds = plan["durations_seconds"].get(rule["name"])
+        numbers = [str(rule[key]) for key in ("jobs", "nodes", "gpus")]
+        table.add_row(rule["name"], *numbers, format_seconds(seconds), rule["does"])
+    return table

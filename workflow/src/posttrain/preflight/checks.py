@@ -1,0 +1,32 @@
+"""Everything that must be there before work starts, checked in one go."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Paths
+from posttrain.errors import raise_if_any
+from posttrain.preflight.machine import check_devices, check_engine_interpreter, check_ports
+from posttrain.preflight.report import Finding
+from posttrain.preflight.services import check_hub_sources, check_wandb
+from posttrain.preflight.storage import check_storage
+
+
+def check_everything(paths: Paths) -> list[Finding]:
+    """Return the findings of all checks for one run.
+
+    Args:
+        paths: Of the run, with its resolved configuration.
+    """
+    config = paths.resolved.config
+    return [
+        *check_storage(paths),
+        check_devices(config),
+        check_engine_interpreter(config),
+        *check_ports(config),
+        *check_hub_sources(paths),
+        check_wandb(config),
+    ]
+
+
+def raise_problems(findings: list[Finding]) -> None:
+    """Raise one `ConfigError` with every problem found, if there is any."""
+    raise_if_any([finding.problem for finding in findings if finding.problem is not None])

@@ -1,0 +1,88 @@
+"""What a machine must offer: devices, the engine's interpreter, a free port."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+from posttrain.config.schema import Config
+from posttrain.preflight.report import Finding, failed, ok, skipped
+
+IMPORT_TIMEOUT_SECONDS = 300.0
+
+
+def check_devices(config: Config) -> Finding:
+    """Check that this machine has the GPUs that a node of the configuration has."""
+    wanted = config.hardware.gpus_per_node
+    if config.hardware.device == "cpu":
+        return ok("devices", f"CPU, {os.cpu_count()} cores, {wanted} trainer ranks")
+    if config.nodes > 1 and config.site.launcher != "local":
+        return skipped("devices", f"training runs elsewhere ({config.site.launcher})")
+    import torch
+
+    found = torch.cuda.device_count()
+    if found >= wanted:
+        return ok("devices", f"{found} CUDA devices, first {torch.cuda.get_device_name(0)}")
+    remedy = "run on a machine with GPUs, or choose hardware=cpu with a small model"
+    return failed(
+        "devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy
+    )
+
+
+def check_engine_interpreter(config: Config) -> Finding:
+    """Check that the engine's interpreter starts and can import the engine."""
+    engine = config.engine
+    if engine.kind == "embedded":
+        return check_interpreter(
+            "engine.python", engine.python or sys.executable, "posttrain.engines.embedded"
+        )
+    return check_interpreter("engine.python", engine.python or sys.executable, "sglang")
+
+
+def check_interpreter(key: str, python: str, module: str) -> Finding:
+    """Check that `python` starts and imports `module`, as the engine will.
+
+    Args:
+        key: Config key that names the interpreter.
+        python: Path, or a name on PATH.
+        module: Module that must be there.
+    """
+    name, found = f"{key} imports {module}", shutil.which(python)
+    remedy = f"set='{key}=PATH' to the interpreter of an environment that has {module}"
+    if found is None:
+        return failed(name, key, repr(python), "an interpreter that exists", remedy)
+    code = f"import {module}; print(getattr({module.partition('.')[0]}, '__version__', 'no version'))"
+    try:
+        done = subprocess.run(
+            [found, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return failed(name, key, f"{found}: {error}", f"an interpreter that imports {module}", remedy)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return failed(name, key, f"{found}: {last}", f"an interpreter that imports {module}", remedy)
+    return ok(name, f"{found}, {module} {done.stdout.split()[-1]}")
+
+
+def check_ports(config: Config) -> list[Finding]:
+    """Check that the engines' ports are free, when they are fixed."""
+    first, count = config.engine.port, config.engine.num_engines
+    if first == 0:
+        return [skipped("engine.port", "free ports are chosen when the engines start")]
+    return [check_port(first + index) for index in range(count)]
+
+
+def check_port(port: int) -> Finding:
+    """Check that a server can listen on `port` of this machine."""
+    with socket.socket() as probe:
+        # As servers do: a port whose last connection has just closed counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            remedy = "end what listens there, or let a free port be chosen: set='engine.port=0'"
+            return failed(f"port {port}", "engine.port", f"{port}: {error.strerror}", "a free port", remedy)
+    return ok(f"port {port}", "free")

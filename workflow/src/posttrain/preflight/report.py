@@ -1,0 +1,66 @@
+"""What a check found, and how a list of checks is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from posttrain.errors import Problem
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Args:
+        name: What was checked.
+        detail: What was found, in a few words; also why a check was skipped.
+        problem: What is wrong; None when nothing is.
+        is_skipped: The check does not apply here.
+    """
+
+    name: str
+    detail: str
+    problem: Problem | None = None
+    is_skipped: bool = False
+
+    @property
+    def status(self) -> str:
+        """ok, skipped, or problem."""
+        return "problem" if self.problem else "skipped" if self.is_skipped else "ok"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the finding as plain types."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "detail": self.detail,
+            "problem": self.problem.as_dict() if self.problem else None,
+        }
+
+
+def ok(name: str, detail: str) -> Finding:
+    """Return a finding without a problem."""
+    return Finding(name, detail)
+
+
+def skipped(name: str, reason: str) -> Finding:
+    """Return a check that does not apply, with the reason."""
+    return Finding(name, reason, is_skipped=True)
+
+
+def failed(name: str, key: str, value: str, allowed: str, remedy: str) -> Finding:
+    """Return a finding with a problem."""
+    return Finding(name, value, Problem(key, value, allowed, remedy))
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """Print one line per check on stdout."""
+    console = Console(width=110, highlight=False)
+    colors = {"ok": "green", "skipped": "yellow", "problem": "bold red"}
+    for finding in findings:
+        console.print(
+            f"[{colors[finding.status]}]{finding.status:8}[/] {finding.name}: {finding.detail}",
+            soft_wrap=True,
+        )

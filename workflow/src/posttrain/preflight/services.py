@@ -1,0 +1,88 @@
+"""What must be reachable and whose secrets must be there: the Hugging Face Hub, Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from posttrain.artifacts import Paths, receipt_of
+from posttrain.config.schema import Config
+from posttrain.preflight.report import Finding, failed, ok, skipped
+
+HUB_TIMEOUT_SECONDS = 10.0
+
+
+def check_hub_sources(paths: Paths) -> list[Finding]:
+    """Check that every Hub repository of the configuration can be seen at its revision."""
+    config = paths.resolved.config
+    sources = []
+    if config.model.source.kind == "hub":
+        source = config.model.source
+        sources.append(("model.source", "model", source.repo_id, source.revision, receipt_of(paths.hf)))
+    if config.data.kind == "hub":
+        sources.append(
+            ("data", "dataset", config.data.repo_id, config.data.revision, receipt_of(paths.dataset))
+        )
+    findings = []
+    for key, kind, repo_id, revision, receipt in sources:
+        if receipt.exists():
+            findings.append(skipped(f"Hub {kind} {repo_id}", f"downloaded already ({receipt})"))
+        else:
+            findings.append(check_repository(key, kind, repo_id, revision))
+    return findings
+
+
+def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Finding:
+    """Ask the Hub for one revision of a repository.
+
+    Args:
+        key: Config section that names it.
+        kind: "model" or "dataset".
+        repo_id: `owner/name`.
+        revision: Commit.
+    """
+    name = f"Hub {kind} {repo_id}"
+    if constants.is_offline_mode():
+        return skipped(name, "HF_HUB_OFFLINE is set; the download step will use what is there")
+    endpoint = constants.ENDPOINT
+    try:
+        HfApi().repo_info(repo_id, revision=revision, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS)
+    except RevisionNotFoundError:
+        remedy = "copy the commit from the repository's page"
+        return failed(name, f"{key}.revision", revision, f"a commit of {repo_id}", remedy)
+    except GatedRepoError:
+        found, allowed = f"{repo_id}: access is restricted", "a repository that the token may read"
+        remedy = "accept its terms on the Hub and set HF_TOKEN in the environment"
+        return failed(name, f"{key}.repo_id", found, allowed, remedy)
+    except RepositoryNotFoundError:
+        remedy = "correct the name, or set HF_TOKEN in the environment if it is private"
+        return failed(
+            name, f"{key}.repo_id", f"{repo_id}: not found", f"a {kind} repository on {endpoint}", remedy
+        )
+    except (HTTPError, OSError) as error:
+        found, allowed = (
+            f"{type(error).__name__}: {error}".splitlines()[0],
+            f"an answer of {endpoint} in time",
+        )
+        remedy = "check the network and HF_ENDPOINT; model.source.kind=folder takes files that are here"
+        return failed(name, f"{key}.repo_id", found, allowed, remedy)
+    return ok(name, f"revision {revision[:12]} is visible at {endpoint}")
+
+
+def check_wandb(config: Config) -> Finding:
+    """Check that W&B has its key when it is to be online. The key itself is never shown."""
+    if not config.logging.wandb or config.logging.wandb_mode == "offline":
+        return ok("W&B", "offline" if config.logging.wandb else "off")
+    if os.environ.get("WANDB_API_KEY"):
+        return ok("W&B", "online, WANDB_API_KEY is set")
+    remedy = "set WANDB_API_KEY in the environment, or set='logging.wandb_mode=offline'"
+    return failed(
+        "W&B", "logging.wandb_mode", "online without WANDB_API_KEY", "a key in the environment", remedy
+    )

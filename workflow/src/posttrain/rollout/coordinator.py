@@ -1,0 +1,147 @@
+"""Prompts to graded sample groups: asks the engines, grades, persists. Runs on rank 0 of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset import PromptOrder
+from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
+from posttrain.engines.sampling_seed import sampling_seed
+from posttrain.reward.graders import GraderPool
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.types import Prompt, Sample, SampleGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The groups of one step.
+
+    Args:
+        groups: In prompt order.
+        num_replayed: Groups that an earlier attempt had finished.
+        grader_timeouts: Samples whose grader did not answer in time; they count as reward 0.
+    """
+
+    groups: list[SampleGroup]
+    num_replayed: int
+    grader_timeouts: int
+
+
+class RolloutCoordinator:
+    """Makes the rollout of a step.
+
+    Args:
+        config: The resolved configuration.
+        prompts: The training prompts; their order is a function of the seed.
+        tokenizer: Renders prompts and decodes responses.
+        client: Speaks to the engines.
+        store: Finished chunks of this run.
+        graders: Grade responses.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        tokenizer: ChatTokenizer,
+        client: EngineClient,
+        store: RolloutStore,
+        graders: GraderPool,
+    ):
+        self._config, self._prompts, self._tokenizer = config, prompts, tokenizer
+        self._client, self._store, self._graders = client, store, graders
+        self._order = PromptOrder(len(prompts), config.data.seed)
+
+    def needs_engine(self, step: int) -> bool:
+        """Tell whether any chunk of the step is still to be generated."""
+        return any(self._store.read(step, chunk) is None for chunk in range(len(self._chunks(step))))
+
+    async def collect(self, step: int) -> RolloutResult:
+        """Return the groups of a step: replayed where they are on disk, generated where they are not.
+
+        Args:
+            step: From 0; decides prompts and seeds.
+        """
+        chunks = self._chunks(step)
+        results = await asyncio.gather(*(self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)))
+        return RolloutResult(
+            groups=[group for groups, _, _ in results for group in groups],
+            num_replayed=sum(len(groups) for groups, replayed, _ in results if replayed),
+            grader_timeouts=sum(timeouts for _, _, timeouts in results),
+        )
+
+    def _chunks(self, step: int) -> list[list[Prompt]]:
+        """Cut the prompts of a step into the groups of each request."""
+        count = self._config.rollout.rollout_batch_size
+        prompts = [self._prompts[i] for i in self._order.take(step * count, count)]
+        size = self._config.engine.groups_per_request
+        return [prompts[start : start + size] for start in range(0, count, size)]
+
+    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool, int]:
+        finished = self._store.read(step, number)
+        if finished is not None:
+            return finished, True, 0
+        first = number * self._config.engine.groups_per_request
+        requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
+        answers = await self._client.generate(requests, request_number=number)
+        _check_versions(step, answers)
+        groups, timeouts = await self._grade(prompts, requests, answers)
+        self._store.write(step, number, groups)
+        return groups, False, timeouts
+
+    def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
+        """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
+        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages)
+        return [
+            GenerateRequest(
+                input_ids=tuple(tokens),
+                sampling_seed=sampling_seed(self._config.training.seed, step, place, index),
+                max_new_tokens=rollout.max_response_tokens,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+            )
+            for index in range(rollout.num_samples_per_prompt)
+        ]
+
+    async def _grade(
+        self, prompts: list[Prompt], requests: list[GenerateRequest], answers: list[GenerateResult]
+    ) -> tuple[list[SampleGroup], int]:
+        size = self._config.rollout.num_samples_per_prompt
+        texts = [self._tokenizer.decode(answer.output_ids) for answer in answers]
+        labels = [prompt.label for prompt in prompts for _ in range(size)]
+        rewards, timeouts = await self._graders.grade_all(self._config.data.reward, texts, labels)
+        samples = [
+            _sample(prompts[i // size], i % size, requests[i], answers[i], rewards[i]) for i in range(len(requests))
+        ]
+        groups = [SampleGroup(prompt, tuple(samples[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
+        return groups, timeouts
+
+
+def _sample(
+    prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float
+) -> Sample:
+    return Sample(
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        prompt_tokens=request.input_ids,
+        response_tokens=tuple(answer.output_ids),
+        rollout_logprobs=tuple(answer.logprobs),
+        finish_reason=answer.finish_reason,
+        weight_version=answer.weight_version,
+        reward=reward,
+    )
+
+
+def _check_versions(step: int, answers: list[GenerateResult]) -> None:
+    """Refuse samples of other weights than the step's: an engine that restarted would serve the initial ones."""
+    expected = (None, 0) if step == 0 else (step,)
+    wrong = {answer.weight_version for answer in answers} - set(expected)
+    if wrong:
+        raise RuntimeError(f"engine served weight version {sorted(map(str, wrong))} in step {step}; expected {expected}")

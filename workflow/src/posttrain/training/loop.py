@@ -1,0 +1,60 @@
+"""GRPO on one page: rollout, old log-probabilities, mismatch, update, weight sync, checkpoint.
+
+Every rank runs this loop. Rank 0 also talks to the engines, writes metrics and commits checkpoints. All that a step
+depends on is the weights and the step's number, so a run that was killed anywhere continues with the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from posttrain.megatron_backend.train_step import learning_rate
+from posttrain.observability.progress import ProgressBar
+from posttrain.training.phases import PhaseClock
+from posttrain.training.run import TrainingRun
+
+log = logging.getLogger(__name__)
+
+
+def train(run: TrainingRun) -> None:
+    """Train from the run's newest checkpoint to its last step.
+
+    Args:
+        run: Policy, engines, data and files of this run.
+    """
+    num_steps = run.config.training.num_steps
+    first_step = run.resume()
+    with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
+        bar.advance(first_step)
+        for step in range(first_step, num_steps):
+            metrics = train_step(run, step)
+            bar.advance(1, note=f"reward {metrics.get('rollout/reward_mean', 0):.3f}")
+
+
+def train_step(run: TrainingRun, step: int) -> dict[str, float]:
+    """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
+    clock = PhaseClock()
+    run.reseed(step)
+    with clock.phase("rollout"):
+        rollout = run.collect(step)
+    updates = run.make_updates(rollout.groups)
+    with clock.phase("old_logprobs"):
+        updates = [run.with_old_logprobs(update) for update in updates]
+    with clock.phase("mismatch"):
+        mismatch = run.measure_mismatch(step, updates)
+    with clock.phase("train"):
+        statistics = [run.update(update, learning_rate(run.config, step)) for update in updates]
+    finished = step + 1
+    with clock.phase("weight_sync"):
+        if finished < run.config.training.num_steps:
+            run.publish(finished)
+    with clock.phase("save"):
+        is_due = run.checkpoint_is_due(finished)
+        if is_due:
+            run.write_checkpoint(finished)
+    metrics = run.log_step(step, rollout, updates, statistics, mismatch, clock)
+    if is_due:
+        run.commit_checkpoint(finished)
+    return metrics
+
+

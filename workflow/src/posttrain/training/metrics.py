@@ -1,0 +1,75 @@
+"""The numbers of a step under their names in `observability.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.algorithm.mismatch import Mismatch
+from posttrain.megatron_backend.train_step import UpdateStatistics
+from posttrain.rollout.coordinator import RolloutResult
+from posttrain.training.phases import PhaseClock
+
+
+def step_metrics(
+    rollout: RolloutResult,
+    statistics: Sequence[UpdateStatistics],
+    mismatch: tuple[Mismatch, Mismatch | None],
+    clock: PhaseClock,
+) -> dict[str, float]:
+    """Return what rollout, updates and comparison of one step measured.
+
+    Args:
+        rollout: Its groups.
+        statistics: One per optimizer update, in order.
+        mismatch: With the trainer's own weights, and (every so often) with the weights served.
+        clock: Times of the phases.
+    """
+    timings = clock.metrics()
+    num_tokens = sum(sample.num_tokens for group in rollout.groups for sample in group.samples)
+    return {
+        **_rollout_metrics(rollout),
+        **_update_metrics(statistics),
+        **_mismatch_metrics(*mismatch),
+        **timings,
+        "train/num_tokens": num_tokens,
+        "perf/tokens_per_second": num_tokens / timings["perf/step_seconds"],
+    }
+
+
+def _rollout_metrics(rollout: RolloutResult) -> dict[str, float]:
+    samples = [sample for group in rollout.groups for sample in group.samples]
+    lengths = [len(sample.response_tokens) for sample in samples]
+    equal_groups = sum(len({sample.reward for sample in group.samples}) == 1 for group in rollout.groups)
+    return {
+        "rollout/reward_mean": sum(sample.reward for sample in samples) / len(samples),
+        "rollout/pass_rate": sum(sample.reward >= 1 for sample in samples) / len(samples),
+        "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
+        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+        "rollout/response_tokens_max": max(lengths),
+        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "rollout/grader_timeouts": rollout.grader_timeouts,
+    }
+
+
+def _update_metrics(statistics: Sequence[UpdateStatistics]) -> dict[str, float]:
+    """Average over the updates of a step, weighted by tokens where the number is a mean over tokens."""
+    tokens = sum(s.num_tokens for s in statistics)
+    return {
+        "train/loss": sum(s.loss for s in statistics) / len(statistics),
+        "train/grad_norm": sum(s.grad_norm for s in statistics) / len(statistics),
+        "train/importance_ratio_mean": sum(s.importance_ratio_mean * s.num_tokens for s in statistics) / tokens,
+        "train/first_update_ratio_max_abs_deviation": statistics[0].ratio_max_abs_deviation,
+        "train/clip_fraction": sum(s.clip_fraction * s.num_tokens for s in statistics) / tokens,
+        "train/approx_kl": sum(s.approx_kl * s.num_tokens for s in statistics) / tokens,
+    }
+
+
+def _mismatch_metrics(own: Mismatch, served: Mismatch | None) -> dict[str, float]:
+    metrics = {
+        "mismatch/quantised_abs_diff_mean": own.abs_diff_mean,
+        "mismatch/kl_k3": own.kl_k3,
+        "mismatch/effective_sample_size": own.effective_sample_size,
+    }
+    if served is not None:
+        metrics |= {"mismatch/abs_diff_mean": served.abs_diff_mean, "mismatch/abs_diff_max": served.abs_diff_max}
+    return metrics

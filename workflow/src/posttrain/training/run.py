@@ -1,0 +1,307 @@
+"""What a training run consists of, and the verbs that the loop speaks.
+
+A `TrainingRun` is made by `open_run` on every rank. Rank 0 also holds the engines' client, the rollout coordinator, the
+metric sinks and the checkpoint folder (`Head`); on the other ranks the same verbs do their share of the collectives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from posttrain.algorithm.mismatch import Mismatch, compare_logprobs
+from posttrain.config.load import experiment_of
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset import load_prompts
+from posttrain.engines.client import EngineClient
+from posttrain.megatron_backend import checkpoint, train_step
+from posttrain.megatron_backend.initialize import initialize, shut_down
+from posttrain.megatron_backend.model import Policy, build_policy
+from posttrain.megatron_backend.weights import HubWeights
+from posttrain.observability.sinks import MetricSinks
+from posttrain.reward.graders import GraderPool
+from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.training.batch import Update, make_updates
+from posttrain.training.checkpoints import CheckpointFolder
+from posttrain.training.metrics import step_metrics
+from posttrain.training.phases import PhaseClock
+from posttrain.types import SampleGroup
+from posttrain.weight_sync.publish import WeightPublisher, served_value
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Head:
+    """What only rank 0 has.
+
+    Args:
+        coordinator: Makes rollouts.
+        store: Rollouts on disk.
+        open_sinks: Opens the metric sinks after the last step that stays, None for a fresh start.
+        sinks: The open sinks.
+    """
+
+    coordinator: RolloutCoordinator
+    store: RolloutStore
+    open_sinks: Callable[[int | None], MetricSinks]
+    sinks: MetricSinks | None = None
+
+
+class TrainingRun:
+    """One rank's part in a run; see the head of this file.
+
+    Args:
+        config: The resolved configuration.
+        policy: Model and optimizer of this rank.
+        torch_dist: Initial weights.
+        checkpoints: Where training states are.
+        publisher: Brings weights to the engines.
+        runner: Event loop for everything that talks to engines.
+        head: What only rank 0 has; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        weights: HubWeights,
+        torch_dist: Path,
+        checkpoints: CheckpointFolder,
+        publisher: WeightPublisher,
+        runner: asyncio.Runner,
+        head: Head | None,
+    ):
+        self.config = config
+        self._policy, self._weights, self._torch_dist = policy, weights, torch_dist
+        self._checkpoints, self._publisher, self._runner, self._head = checkpoints, publisher, runner, head
+        self._num_skipped = 0
+
+    @property
+    def is_rank0(self) -> bool:
+        """This rank speaks for all."""
+        return self._head is not None
+
+    # ---- where to begin ----
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, or the initial weights; bring engines and metrics to the same point.
+
+        Returns:
+            The number of finished steps.
+        """
+        finished = self._checkpoints.newest_step()
+        if finished:
+            log.info("resuming after step %d", finished)
+            checkpoint.load_training_state(self._policy, self._checkpoints.path(finished))
+            self._publisher.publish(finished)
+        else:
+            checkpoint.load_weights(self._policy.model, self._torch_dist)
+            self._policy.optimizer.reload_model_params()
+        if self._head:
+            self._checkpoints.remove_leftovers()
+            self._head.sinks = self._head.open_sinks(finished or None)
+        checkpoint.barrier()
+        return finished
+
+    def reseed(self, step: int) -> None:
+        """Make all random state a function of the seed and the step: nothing of it has to be saved."""
+        torch.manual_seed(self.config.training.seed + step)
+        model_parallel_cuda_manual_seed(self.config.training.seed + step, force_reset_rng=True)
+
+    # ---- a step ----
+
+    def collect(self, step: int) -> RolloutResult:
+        """Return the rollout of a step, the same on every rank."""
+        shared: list[Any] = [None]
+        if self._head:
+            shared = [self._runner.run(self._head.coordinator.collect(step))]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def make_updates(self, groups: Sequence[SampleGroup]) -> list[Update]:
+        """Return the optimizer updates of a rollout, packed for this data-parallel rank."""
+        return make_updates(self.config, groups, parallel_state.get_data_parallel_rank())
+
+    def with_old_logprobs(self, update: Update) -> Update:
+        """Return the update with the log-probabilities that the present weights give."""
+        return update.with_old_logprobs(train_step.compute_logprobs(self._policy, update.batches))
+
+    def measure_mismatch(self, step: int, updates: Sequence[Update]) -> tuple[Mismatch, Mismatch | None]:
+        """Compare the trainer with the engine: with its own weights, and with the very weights that were served.
+
+        Args:
+            step: From 0; the second comparison is made every `trainer.mismatch_interval` steps.
+            updates: With their old log-probabilities, before any of them is applied.
+        """
+        own = self._compare(updates, [update.old_logprobs for update in updates])
+        interval = self.config.trainer.mismatch_interval
+        if not interval or step % interval:
+            return own, None
+        backup = self._weights.transform(partial(served_value, fp8=self.config.rollout.fp8))
+        served = [train_step.compute_logprobs(self._policy, update.batches) for update in updates]
+        self._weights.restore(backup)
+        return own, self._compare(updates, served)
+
+    def update(self, update: Update, lr: float) -> train_step.UpdateStatistics:
+        """Apply one optimizer update."""
+        statistics = train_step.update(self._policy, update.micro_batches(), lr)
+        self._num_skipped += not statistics.applied
+        return statistics
+
+    def publish(self, finished: int) -> None:
+        """Bring the engines to the weights after `finished` steps."""
+        self._publisher.publish(finished)
+
+    # ---- checkpoints and metrics ----
+
+    def checkpoint_is_due(self, finished: int) -> bool:
+        """Tell whether the state after `finished` steps is to be kept."""
+        return finished % self.config.trainer.save_interval == 0 or finished == self.config.training.num_steps
+
+    def write_checkpoint(self, finished: int) -> None:
+        """Write the state aside; it does not count before `commit_checkpoint`."""
+        if self._head:
+            self._checkpoints.begin(finished)
+        checkpoint.barrier()
+        checkpoint.save_training_state(self._policy, finished, self._checkpoints.partial(finished))
+        checkpoint.barrier()
+
+    def commit_checkpoint(self, finished: int) -> None:
+        """Make the state visible; the metrics of its steps are on disk by now."""
+        if self._head:
+            self._checkpoints.commit(finished)
+            self._head.store.forget_before(finished)
+        checkpoint.barrier()
+
+    def log_step(
+        self,
+        step: int,
+        rollout: RolloutResult,
+        updates: Sequence[Update],
+        statistics: Sequence[train_step.UpdateStatistics],
+        mismatch: tuple[Mismatch, Mismatch | None],
+        clock: PhaseClock,
+    ) -> dict[str, float]:
+        """Write the metrics of a step; returns them on rank 0, nothing elsewhere."""
+        padding, tokens = self._count_tokens(updates)
+        if self._head is None:
+            return {}
+        metrics = step_metrics(rollout, statistics, mismatch, clock)
+        metrics |= {
+            "train/lr": train_step.learning_rate(self.config, step),
+            "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
+            "train/padding_fraction": padding / tokens,
+            "train/non_finite_steps": self._num_skipped,
+        }
+        assert self._head.sinks is not None, "resume() opens the sinks"
+        self._head.sinks.log(step + 1, metrics)
+        return metrics
+
+    def _count_tokens(self, updates: Sequence[Update]) -> tuple[float, float]:
+        """Return padding and computed tokens of all data-parallel ranks."""
+        batches = [batch for update in updates for batch in update.batches]
+        counts = torch.tensor([float(sum(b.num_padding for b in batches)), float(sum(len(b.tokens) for b in batches))])
+        if torch.cuda.is_available():
+            counts = counts.cuda()
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        return float(counts[0]), float(counts[1])
+
+    def _compare(self, updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
+        """Compare log-probabilities with those of the engine over all response tokens of all ranks."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for update, rows in zip(updates, logprobs, strict=True):
+            for batch, row in zip(update.batches, rows, strict=False):
+                for index, values in batch.response_values(row.cpu()).items():
+                    pairs.append((values, torch.tensor(update.samples[index].rollout_logprobs)))
+        everybody: list[Any] = [None] * dist.get_world_size()
+        # Tensor-parallel ranks hold the same values: one of them reports.
+        mine = pairs if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+        dist.all_gather_object(everybody, mine)
+        gathered = [pair for ranks in everybody for pair in ranks]
+        return compare_logprobs(torch.cat([t for t, _ in gathered]), torch.cat([e for _, e in gathered]))
+
+
+@contextmanager
+def open_run(
+    config: Config,
+    run_name: str,
+    run_folder: Path,
+    torch_dist: Path,
+    model_folder: Path,
+    dataset: Path,
+    engine_urls: Sequence[str],
+    may_commit: Callable[[], None],
+) -> Iterator[TrainingRun]:
+    """Join the ranks, build the policy, and open everything that the loop needs; closes it all at the end.
+
+    Args:
+        config: The resolved configuration.
+        run_name: Name of the run in W&B.
+        run_folder: Checkpoints, rollouts, metrics.
+        torch_dist: Initial weights.
+        model_folder: Checkpoint in Hub layout, with the tokenizer.
+        dataset: Folder with `train.jsonl`.
+        engine_urls: Engines, ready or about to be.
+        may_commit: See `CheckpointFolder`.
+    """
+    initialize(config)
+    with ExitStack() as stack:
+        stack.callback(shut_down)
+        runner = stack.enter_context(asyncio.Runner())
+        policy = build_policy(config)
+        weights = HubWeights(policy.model, config.model.architecture)
+        checkpoints = CheckpointFolder(run_folder / "checkpoints", config.trainer.keep_checkpoints, may_commit)
+        head, client = None, None
+        if dist.get_rank() == 0:
+            client = _open_client(config, engine_urls, runner, stack)
+            head = _open_head(config, run_name, run_folder, model_folder, dataset, client, stack)
+            stack.callback(lambda: head.sinks and head.sinks.close())
+        publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
+        yield TrainingRun(config, policy, weights, torch_dist, checkpoints, publisher, runner, head)
+
+
+def _open_client(
+    config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack
+) -> EngineClient:
+    client = EngineClient(engine_urls, config.engine.request_timeout_seconds, config.engine.gpus_per_engine)
+    runner.run(client.__aenter__())
+    stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
+    runner.run(client.wait_ready(config.engine.start_timeout_seconds))
+    return client
+
+
+def _open_head(
+    config: Config,
+    run_name: str,
+    run_folder: Path,
+    model_folder: Path,
+    dataset: Path,
+    client: EngineClient,
+    stack: ExitStack,
+) -> Head:
+    store = RolloutStore(run_folder / "rollouts")
+    coordinator = RolloutCoordinator(
+        config,
+        prompts=load_prompts(dataset / "train.jsonl", "prompt", "label"),
+        tokenizer=ChatTokenizer(model_folder),
+        client=client,
+        store=store,
+        graders=stack.enter_context(GraderPool()),
+    )
+    open_sinks = partial(MetricSinks, run_folder, run_name, config.logging, config=experiment_of(config))
+    return Head(coordinator, store, lambda last_step: open_sinks(last_step=last_step))

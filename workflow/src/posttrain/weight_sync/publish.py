@@ -1,0 +1,110 @@
+"""New weights for the engines after a step: gathered, quantised by the one quantiser, sent in buckets, with a version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from posttrain import artifacts
+from posttrain.checkpoint.fp8 import dequantize_block, quantize_named
+from posttrain.checkpoint.safetensors_io import TensorSpec, read_header
+from posttrain.checkpoint.shard_writer import write_index
+from posttrain.config.schema import Config
+from posttrain.engines.buckets import make_buckets
+from posttrain.engines.client import EngineClient
+from posttrain.megatron_backend.weights import HubWeights
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+
+
+class WeightPublisher:
+    """Sends the trainer's weights to the engines; every rank calls `publish`, rank 0 talks to the engines.
+
+    Args:
+        config: The resolved configuration.
+        weights: The trainer's weights under Hub names.
+        client: The engines, on rank 0; None elsewhere.
+        runner: Event loop of rank 0.
+        disk_folder: Where the "disk" transport puts the weights.
+        model_folder: The checkpoint that engines loaded first; its config and tokenizer go along with weights on disk.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: HubWeights,
+        client: EngineClient | None,
+        runner: asyncio.Runner,
+        disk_folder: Path,
+        model_folder: Path,
+    ):
+        self._config, self._weights, self._client = config, weights, client
+        self._runner, self._disk_folder, self._model_folder = runner, disk_folder, model_folder
+        self._bucket_bytes = config.engine.weight_bucket_mib * MIB
+
+    def publish(self, version: int) -> None:
+        """Bring all engines to the present weights under a version number; collective.
+
+        Raises:
+            RuntimeError: When an engine did not take the update; none of them serves a mixture.
+        """
+        if self._client is None:
+            for _ in self._weights.gather():
+                pass
+            return
+        if self._config.engine.weight_transport == "disk":
+            self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
+        else:
+            buckets = make_buckets(self._served_tensors(), self._bucket_bytes)
+            self._runner.run(self._client.update_weights(version, buckets))
+
+    def _write_folder(self, version: int) -> Path:
+        """Write a checkpoint in Hub layout that the engines can load; older versions are deleted."""
+        folder = self._disk_folder / f"version_{version:06d}"
+        shutil.rmtree(self._disk_folder, ignore_errors=True)
+        with artifacts.building(folder) as partial:
+            for path in self._model_folder.iterdir():
+                if path.is_file() and not path.name.startswith("model"):
+                    shutil.copy(path, partial)
+            weight_map: dict[str, str] = {}
+            specs: dict[str, TensorSpec] = {}
+            for number, bucket in enumerate(make_buckets(self._served_tensors(), self._bucket_bytes), start=1):
+                file = f"model-{number:05d}.safetensors"
+                save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, partial / file)
+                weight_map |= {name: file for name, _ in bucket}
+                specs |= {name: TensorSpec(info.shape, info.dtype) for name, info in read_header(partial / file).items()}
+            write_index(partial, weight_map, specs)
+        return folder
+
+    def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
+        for name, tensor in self._weights.gather():
+            assert tensor is not None, "rank 0 gets every tensor"
+            yield from quantize_named(name, tensor) if self._config.rollout.fp8 else [(name, tensor)]
+
+
+def served_value(name: str, tensor: torch.Tensor, fp8: bool) -> torch.Tensor:
+    """Return the numbers that an engine computes with for one Hub tensor.
+
+    Args:
+        name: Hub name.
+        tensor: In the precision of the Hub checkpoint.
+        fp8: Whether engines serve FP8.
+
+    Returns:
+        fp32 of the same shape: codes times scales for a quantised matrix, the value itself otherwise.
+    """
+    if not fp8:
+        return tensor.float()
+    served = quantize_named(name, tensor)
+    if len(served) == 1:
+        return served[0][1].float()
+    (_, codes), (_, scales) = served
+    return dequantize_block(codes, scales)
