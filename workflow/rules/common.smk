@@ -1,6 +1,7 @@
 # Loads and checks the configuration, and names paths. Wrong input ends here, before any rule, with every problem listed.
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -12,6 +13,8 @@ from posttrain.errors import ConfigError
 from posttrain.launch.child import name_driver
 
 name_driver()
+# A waiting thread must not spin: jobs run side by side on few cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 WORKFLOW = json.dumps(dict(config))
 try:
     RESOLVED = resolve(config, Path(workflow.basedir) / "config")

@@ -1,5 +1,6 @@
 # The model's files and the prompts, verified against their source.
 
+SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
 
 if CFG.model.source.kind == "made":
 
@@ -25,7 +26,7 @@ if CFG.model.source.kind == "made":
 
 rule download_hf_checkpoint:
     input:
-        origin=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
+        made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
     output:
         receipt_of(PATHS.hf),
     log:
@@ -33,18 +34,18 @@ rule download_hf_checkpoint:
     benchmark:
         PATHS.store_log("download_hf_checkpoint").with_suffix(".benchmark.tsv")
     params:
-        kind="hub" if CFG.model.source.kind == "hub" else "folder",
-        repo_id=CFG.model.source.repo_id,
-        revision=CFG.model.source.revision,
-        source_folder=PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder,
-        origin=lambda wildcards, input: ["--source-receipt", input.origin] if input.origin else [],
+        source=(
+            ["--kind", "hub", "--repo-id", CFG.model.source.repo_id, "--revision", CFG.model.source.revision]
+            if CFG.model.source.kind == "hub"
+            else ["--kind", "folder", "--source-folder", SOURCE_FOLDER]
+        ),
+        made=lambda wildcards, input: ["--source-receipt", input.made] if input.made else [],
         folder=PATHS.hf,
     message:
         f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/download_hf_checkpoint.py --kind {params.kind} --repo-id {params.repo_id:q}"
-        " --revision {params.revision:q} --source-folder {params.source_folder:q} --folder {params.folder:q}"
-        " {params.origin:q} --receipt {output:q}"
+        "POSTTRAIN_LOG={log:q} python scripts/download_hf_checkpoint.py {params.source:q} {params.made:q}"
+        " --folder {params.folder:q} --receipt {output:q}"
 
 
 rule download_dataset:

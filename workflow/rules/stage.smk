@@ -14,7 +14,7 @@ rule stage_to_node_local:
     params:
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,
-        destination=PATHS.node_local("{node}"),
+        destination=lambda wildcards: PATHS.node_local(wildcards.node),
     message:
         "copy the checkpoints to the disk of {wildcards.node} and verify them"
     shell:

@@ -52,7 +52,9 @@ def test_sglang_on_a_cpu_runs_in_its_own_environment():
     assert given["--enable-deterministic-inference"]
     assert given["--disable-radix-cache"]
     assert given["--random-seed"] == "43"
+    assert given["--sleep-on-idle"]
     assert rendered.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert rendered.private_folders == ("TMPDIR", "SGLANG_CACHE_DIR")
     assert rendered.env["HF_HUB_OFFLINE"] == "1"
     assert not any("deepep" in word or "dsa" in word for word in rendered.argv)
 

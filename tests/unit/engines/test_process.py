@@ -48,6 +48,21 @@ def test_output_goes_to_the_log_and_the_environment_is_set(tmp_path):
     process.stop()
 
 
+def test_private_folders_are_there_while_it_runs(tmp_path):
+    code = (
+        "import os, pathlib; folder = os.environ['PRIVATE']; "
+        "pathlib.Path(folder, 'left').touch(); print(folder)"
+    )
+    command = EngineCommand((sys.executable, "-c", code), {}, "", private_folders=("PRIVATE",))
+    process = EngineProcess(command, tmp_path / "log", "engine 0")
+    process.start()
+    wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"))
+    folder = Path((tmp_path / "log").read_text().strip())
+    assert (folder / "left").exists()
+    process.stop()
+    assert not folder.exists()
+
+
 def test_a_process_that_ended_is_reported_with_the_end_of_its_log(tmp_path):
     process = engine(tmp_path, "import sys; print('cannot load the model'); sys.exit(3)", name="engine 4")
     process.start()

@@ -3,7 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from posttrain.engines.responses import GenerateRequest, GenerateResult, generate_body, parse_generate_answer
+from posttrain.engines.responses import (
+    GenerateRequest,
+    GenerateResult,
+    check_prompts,
+    generate_body,
+    parse_generate_answer,
+)
 
 
 def answer(tokens, logprobs, reason="stop", version="12"):
@@ -19,6 +25,15 @@ def test_a_batch_is_one_body_with_parameters_per_prompt():
     first, second = body["sampling_params"]
     assert (first["sampling_seed"], first["max_new_tokens"], first["temperature"]) == (7, 3, 0.5)
     assert (second["sampling_seed"], second["max_new_tokens"], second["temperature"]) == (9, 4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [((), "prompt 1 is empty"), ((5, 64), "token 64"), ((-1, 5), "token -1")]
+)
+def test_a_prompt_that_would_end_sglang_is_not_sent(prompt, said):
+    check_prompts([GenerateRequest((0, 63), 0, 1)], 64)
+    with pytest.raises(ValueError, match=said):
+        check_prompts([GenerateRequest((5,), 0, 1), GenerateRequest(prompt, 0, 1)], 64)
 
 
 def test_float32_logprobs_survive_json():

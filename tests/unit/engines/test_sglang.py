@@ -14,7 +14,10 @@ from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.tensor_payload import serialize_bucket
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".envs" / "sglang-cpu" / "bin" / "python"
+ENVIRONMENT = ROOT / ".envs" / "sglang-cpu"
+PYTHON = ENVIRONMENT / "bin" / "python"
+# Written last by envs/sglang-cpu/install.sh.
+STAMP = ENVIRONMENT / ".posttrain-sglang-cpu"
 
 pytestmark = pytest.mark.sglang
 
@@ -35,8 +38,8 @@ for argv in json.loads(sys.stdin.read()):
 
 @pytest.fixture(autouse=True)
 def environment():
-    if not PYTHON.exists():
-        reason = f"{PYTHON.relative_to(ROOT)} is not there: make env-sglang"
+    if not STAMP.exists():
+        reason = f"{ENVIRONMENT.relative_to(ROOT)} is not installed: make env-sglang"
         pytest.fail(reason) if "sglang" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
 
 

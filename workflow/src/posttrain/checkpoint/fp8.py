@@ -2,14 +2,15 @@
 
 E4M3 (`torch.float8_e4m3fn`) has a sign, 4 bits of exponent with bias 7, and 3 bits of fraction:
 
-    normal numbers      (1 + f/8) * 2^(e-7)   e = 1..15, f = 0..7     2^-6 to 448 subnormal numbers   (f/8)
-    * 2^-6          f = 1..7                2^-9 to 7 * 2^-9 zeros               +0 and -0 NaN
-    the codes 0x7f and 0xff; there is no infinity, so 448 = 1.75 * 2^8 is the largest number
+    normal numbers      (1 + f/8) * 2^(e-7)   e = 1..15, f = 0..7     2^-6 to 448
+    subnormal numbers   (f/8) * 2^-6          f = 1..7                2^-9 to 7 * 2^-9
+    zeros               +0 and -0
+    NaN                 codes 0x7f and 0xff; there is no infinity, and 448 = 1.75 * 2^8 is the largest
 
 Neighbours differ by 1/8 of their power of two, so rounding to the nearest moves a normal number by at most
-1/16 of itself, and a smaller one by at most 2^-10. The range is about that of a weight matrix only after
-scaling. One scale for a whole matrix lets its largest entry push all others towards zero; one scale for
-each block of 128 x 128 confines it to its block, and costs 4 bytes in 16384.
+1/16 of itself, and a smaller one by at most 2^-10. Weights fit into that range only after scaling. One scale
+for a whole matrix lets its largest entry push all others towards zero; one scale for each block of 128 x 128
+confines it to its block, and costs 4 bytes in 16384.
 
     scale = amax / 448            per block, FP32; amax is the largest magnitude in the block
     code  = round(w / scale)      to the nearest E4M3 number, halfway to the even one
@@ -19,13 +20,11 @@ each block of 128 x 128 confines it to its block, and costs 4 bytes in 16384.
 
 (and rounding errors of FP32, some 2^-24 of each side). What is easily got wrong, and how it is here:
 
-- A block of zeros would divide 0 by 0. Its scale is 1 and its codes are zeros. - amax / 448 below 2^-126
-would be subnormal or zero in FP32, and some devices take it for zero. The scale is
-  never below 2^-126: a block whose magnitudes are all below 5e-36 uses a part of the range only. The bound
-  holds.
-- Division may yield 448.00003 for the largest weight; the quotient is cut off at 448 before rounding,
-because the
-  conversion would make NaN of what lies beyond.
+- A block of zeros would divide 0 by 0. Its scale is 1 and its codes are zeros.
+- amax / 448 below 2^-126 would be subnormal or zero in FP32, and some devices take it for zero. The scale is
+  never below 2^-126: a block whose magnitudes are all below 5e-36 uses a part of the range. The bound holds.
+- Division may yield 448.00003 for the largest weight. The quotient is cut off at 448 before it is rounded,
+  because the conversion makes NaN of what lies beyond.
 - At the right and lower edge a block is smaller. Nothing is padded into the result.
 - NaN and infinity have no place in weights: they are refused, with the tensor's name.
 - Signs survive, also those of zeros.

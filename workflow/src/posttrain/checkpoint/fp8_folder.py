@@ -6,6 +6,7 @@ is written whole by one part. So the folder has the same bytes for any number of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from posttrain.checkpoint.fp8 import (
     quantization_config,
     served_specs,
 )
-from posttrain.checkpoint.fp8_report import TensorError, measure, summarize, to_json
+from posttrain.checkpoint.fp8_report import TensorError, measure, summarize
 from posttrain.checkpoint.parts import (
     Description,
     Notes,
@@ -160,7 +161,7 @@ def _write_shard(reader: CheckpointReader, held: Sequence[str], file: HashingFil
         return codes
 
     write_shard(file, _served(reader, held), read)
-    return {"errors": {name: to_json(error) for name, error in sorted(errors.items())}}
+    return {"errors": {name: dataclasses.asdict(error) for name, error in sorted(errors.items())}}
 
 
 # ---- the last step ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,8 +88,3 @@ def _join(rows: list[TensorError]) -> dict[str, Any]:
         "max_abs_weight": max(row.max_abs_weight for row in rows),
         "num_saturated": sum(row.num_saturated for row in rows),
     }
-
-
-def to_json(error: TensorError) -> dict[str, Any]:
-    """Return an error as JSON; floats survive the round trip."""
-    return asdict(error)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedTokenizerFast
 
@@ -287,6 +287,6 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=total_bytes // MIN_SHARDS)
     for name, members in split.filename_to_tensors.items():
-        save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
+        (folder / name).write_bytes(save({member: tensors[member] for member in members}, metadata={"format": "pt"}))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
     write_json(folder / "model.safetensors.index.json", index)

@@ -183,7 +183,7 @@ def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
     tensors, places = {}, {}
     for key, rows in sorted(by_tensor.items()):
         properties = TensorProperties(dtype=TORCH_DTYPES[rows[0]["dtype"]])
-        chunks = []
+        chunks: list[ChunkStorageMetadata] = []
         for row in sorted(rows, key=lambda row: row["offsets"]):
             offsets, sizes = torch.Size(row["offsets"]), torch.Size(row["sizes"])
             places[MetadataIndex(key, offsets, len(chunks))] = _StorageInfo(

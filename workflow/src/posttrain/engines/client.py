@@ -28,7 +28,13 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.engines.responses import GenerateRequest, GenerateResult, generate_body, parse_generate_answer
+from posttrain.engines.responses import (
+    GenerateRequest,
+    GenerateResult,
+    check_prompts,
+    generate_body,
+    parse_generate_answer,
+)
 from posttrain.engines.tensor_payload import NamedTensors, serialize_bucket
 
 log = logging.getLogger(__name__)
@@ -56,12 +62,21 @@ class EngineClient:
         urls: Of the engines, "http://host:port".
         request_timeout_seconds: Every answer must come within this.
         ranks_per_engine: World size of an engine; each rank takes its own copy of a weight bucket.
+        vocab_size: Prompts are checked against it before they are sent: SGLang does not, and a token beyond
+            it ends the server. None leaves it to the engine.
     """
 
-    def __init__(self, urls: Sequence[str], request_timeout_seconds: float, ranks_per_engine: int = 1):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        request_timeout_seconds: float,
+        ranks_per_engine: int = 1,
+        vocab_size: int | None = None,
+    ):
         assert urls, "a client needs at least one engine"
         self._engines = [_Engine(number, url.rstrip("/")) for number, url in enumerate(urls)]
         self._timeout_seconds, self._ranks_per_engine = request_timeout_seconds, ranks_per_engine
+        self._vocab_size = vocab_size
         self._session: aiohttp.ClientSession | None = None
         # Why `generate` refuses; empty when all engines serve one version.
         self._closed_because = ""
@@ -101,11 +116,13 @@ class EngineClient:
             One result per request, in order.
 
         Raises:
+            ValueError: When a prompt is empty or has a token outside the vocabulary.
             RuntimeError: When the engine refuses, fails, aborts, or answers with something else than was
                 asked for; and while weights are being updated.
         """
         if self._closed_because:
             raise RuntimeError(f"engines do not generate: {self._closed_because}")
+        check_prompts(requests, self._vocab_size)
         engine = self._engines[request_number % len(self._engines)]
         answer = await self._call(engine, "POST", "/generate", generate_body(requests), may_repeat=True)
         try:
@@ -117,6 +134,7 @@ class EngineClient:
         """Sample one response and yield, whenever tokens arrive, how many there are so far.
 
         Raises:
+            ValueError: When a prompt is empty or has a token outside the vocabulary.
             RuntimeError: When the engine refuses or the stream breaks off.
         """
         assert self._session is not None, "use the client as an async context manager"

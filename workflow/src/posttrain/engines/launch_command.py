@@ -20,8 +20,15 @@ QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Tokens of KV cache of an engine on a CPU, and its share of host memory: enough for small models beside a
 # trainer.
-CPU_MAX_TOTAL_TOKENS = 65536
+CPU_MAX_TOTAL_TOKENS = 32768
 CPU_MEM_FRACTION = 0.1
+# envs/sglang-cpu/README.md gives the reason of each.
+SGLANG_ON_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
 # The GLM-5 recipe without prefill-decode disaggregation.
 CUDA_GRAPH_MAX_DECODE_BATCH = 256
 CHUNKED_PREFILL_TOKENS_PER_RANK = 2048
@@ -38,11 +45,13 @@ class EngineCommand:
         argv: Program and arguments.
         env: Variables to set on top of the environment.
         url: Where it answers.
+        private_folders: Variables that each process gets an empty folder of its own for, removed with it.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     url: str
+    private_folders: tuple[str, ...] = ()
 
 
 def render_engine_command(
@@ -68,16 +77,21 @@ def render_engine_command(
         merge_requests: Let the embedded engine batch requests that wait; SGLang does so in any case.
     """
     python = config.engine.python or sys.executable
+    private_folders: tuple[str, ...] = ()
     if config.engine.kind == "embedded":
         arguments, env = _embedded(config, merge_requests), {}
     elif config.hardware.device == "cpu":
-        arguments, env = _sglang(config, engine_index) + _sglang_cpu(), {"SGLANG_USE_CPU_ENGINE": "1"}
+        arguments, env = _sglang(config, engine_index) + _sglang_cpu(), SGLANG_ON_CPU
+        # Every start leaves sockets and a cache folder behind; on GPUs the caches hold compiled kernels and
+        # stay.
+        private_folders = ("TMPDIR", "SGLANG_CACHE_DIR")
     else:
         nodes = _nodes(config, node_rank, first_node)
         arguments, env = _sglang(config, engine_index) + _sglang_cuda(config) + nodes, _cuda_env(config)
     argv = (python, *arguments, "--model-path", str(model_folder), "--host", host, "--port", str(port))
     threads = {"OMP_NUM_THREADS": str(config.engine.num_threads)} if config.engine.num_threads else {}
-    return EngineCommand(argv, {**QUIET_THREADS, **OFFLINE, **threads, **env}, f"http://{host}:{port}")
+    env = {**QUIET_THREADS, **OFFLINE, **threads, **env}
+    return EngineCommand(argv, env, f"http://{host}:{port}", private_folders)
 
 
 def nodes_per_engine(config: Config) -> int:
@@ -119,6 +133,8 @@ def _sglang_cpu() -> tuple[str, ...]:
         "--cuda-graph-backend-prefill", "disabled",
         "--mem-fraction-static", str(CPU_MEM_FRACTION),
         "--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS),
+        # An idle scheduler would otherwise occupy a core.
+        "--sleep-on-idle",
         # Without it `sampling_seed` has no effect. A cached prefix is summed in another order: no prefix
         # cache then.
         "--enable-deterministic-inference",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ class EngineProcess:
     def __init__(self, command: EngineCommand, log_path: Path, name: str):
         self._command, self._log_path, self._name = command, log_path, name
         self._process: psutil.Popen | None = None
+        self._private_folders: list[str] = []
 
     @property
     def url(self) -> str:
@@ -54,13 +57,16 @@ class EngineProcess:
         """Start it; it is not ready yet."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         argv = _watched(self._command.argv)
+        # Short names: a path of a socket has at most 107 bytes.
+        private = {name: tempfile.mkdtemp(prefix="engine-") for name in self._command.private_folders}
+        self._private_folders += private.values()
         with open(self._log_path, "ab") as output:
             self._process = psutil.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env},
+                env={**os.environ, **self._command.env, **private},
                 start_new_session=True,
             )
         log.info(
@@ -87,6 +93,8 @@ class EngineProcess:
         if self._process is None:
             return
         end_process_tree(self._process)
+        for folder in self._private_folders:
+            shutil.rmtree(folder, ignore_errors=True)
         self._process = None
         log.info("%s ended", self._name)
 

@@ -57,6 +57,16 @@ class GenerateResult:
     weight_version: int | None
 
 
+def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -> None:
+    """Raise `ValueError` for an empty prompt, or one with a token that is not below `vocab_size`."""
+    for place, request in enumerate(requests):
+        if not request.input_ids:
+            raise ValueError(f"prompt {place} is empty")
+        worst = max(request.input_ids, key=lambda token: token if token >= 0 else float("inf"))
+        if worst < 0 or (vocab_size is not None and worst >= vocab_size):
+            raise ValueError(f"prompt {place}: token {worst} is not in the vocabulary of {vocab_size}")
+
+
 def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
     """Return the JSON body of one batched /generate request."""
     return {

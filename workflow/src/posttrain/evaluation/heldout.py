@@ -156,8 +156,8 @@ async def _sample(
     config: Config, engines: Sequence[EngineProcess], requests: Sequence[GenerateRequest]
 ) -> tuple[list[GenerateResult], float]:
     """Return one result per request, and the seconds that sampling took once the engines were ready."""
-    timeout = config.engine.request_timeout_seconds
-    async with EngineClient([engine.url for engine in engines], timeout) as client:
+    urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
+    async with EngineClient(urls, timeout, vocab_size=config.model.architecture.vocab_size) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
         started = time.perf_counter()
         results = await sample_responses(config, client, requests)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -22,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
+from torch.distributed.checkpoint.api import CheckpointException
 
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.glm5.model import LogprobModel
@@ -123,7 +125,7 @@ def _metadata() -> dict[str, Any]:
 def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(state, str(folder))
-    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         text = f"{folder} does not fit the model: {type(error).__name__}: {error}"
         raise CheckpointError(f"{text}\n  remedy: convert the model again, or check model.architecture") from error
 

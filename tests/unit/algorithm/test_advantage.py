@@ -1,0 +1,86 @@
+import random
+
+import pytest
+import torch
+
+from posttrain.algorithm.advantage import group_advantages, grpo_advantages
+from posttrain.types import Prompt, Sample, SampleGroup
+
+
+def _group(prompt_id: int, rewards: list[float], sample_prompt_id: int | None = None) -> SampleGroup:
+    owner = prompt_id if sample_prompt_id is None else sample_prompt_id
+    samples = tuple(
+        Sample(owner, i, (1, 2), (3,), (-0.5,), "stop", 0, reward) for i, reward in enumerate(rewards)
+    )
+    return SampleGroup(Prompt(prompt_id, ({"role": "user", "content": "?"},), "label"), samples)
+
+
+# Worked out by hand: mean, sample standard deviation (divisor n - 1), 1e-6 added to it.
+HAND_TABLE = [
+    # rewards (1, 0, 0, 1): mean 1/2, std sqrt(4 * 1/4 / 3) = 0.5773503
+    ([1.0, 0.0, 0.0, 1.0], True, [0.8660239, -0.8660239, -0.8660239, 0.8660239]),
+    ([1.0, 0.0, 0.0, 1.0], False, [0.5, -0.5, -0.5, 0.5]),
+    # rewards (1, 0, 0, 0): mean 1/4, std sqrt((9/16 + 3/16) / 3) = 1/2
+    ([1.0, 0.0, 0.0, 0.0], True, [1.4999970, -0.4999990, -0.4999990, -0.4999990]),
+    # rewards (2, -1): mean 1/2, std sqrt(2 * 9/4) = 2.1213203
+    ([2.0, -1.0], True, [0.7071064, -0.7071064]),
+    ([2.0, -1.0], False, [1.5, -1.5]),
+    # one sample: nobody to compare with
+    ([1.0], True, [0.0]),
+    ([1.0], False, [0.0]),
+]
+
+
+@pytest.mark.parametrize(("rewards", "normalize", "expected"), HAND_TABLE)
+def test_hand_table(rewards, normalize, expected):
+    advantages = grpo_advantages(torch.tensor([rewards]), normalize)
+    assert torch.allclose(advantages, torch.tensor([expected]), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_equal_rewards_teach_exactly_nothing(normalize):
+    # The FP32 mean of seven times 0.1 is not 0.1: the difference alone would not be zero.
+    rewards = torch.full((1, 7), 0.1)
+    assert (rewards - rewards.mean()).abs().max() > 0
+    assert grpo_advantages(rewards, normalize).tolist() == [[0.0] * 7]
+
+
+def test_groups_do_not_see_each_other():
+    rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+    together = grpo_advantages(rewards, True)
+    for row in range(5):
+        assert torch.equal(together[row], grpo_advantages(rewards[row : row + 1], True)[0])
+    assert together.mean(dim=1).abs().max() < 1e-6
+
+
+def test_shift_and_scale_of_the_rewards_do_not_matter():
+    rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(grpo_advantages(rewards, True), grpo_advantages(3 * rewards + 2, True), atol=1e-4)
+
+
+def test_a_reward_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        grpo_advantages(torch.tensor([[1.0, float("nan")]]), True)
+
+
+def test_groups_of_samples_equal_their_rewards():
+    rewards = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    groups = [_group(i, row) for i, row in enumerate(rewards)]
+    random.Random(0).shuffle(groups)
+    expected = grpo_advantages(torch.tensor([rewards[group.prompt.prompt_id] for group in groups]), True)
+    assert torch.equal(group_advantages(groups, True), expected)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([_group(1, [1.0, 0.0], sample_prompt_id=2)], "the group of prompt 1 holds samples of prompts"),
+        ([_group(1, [1.0, 0.0]), _group(1, [0.0, 0.0])], "prompt 1 has more than one group"),
+        ([_group(1, [1.0, 0.0]), _group(2, [0.0])], r"sizes \[1, 2\]"),
+        ([_group(1, [])], r"sizes \[0\]"),
+        ([], r"sizes \[\]"),
+    ],
+)
+def test_wrong_groups_are_an_error(groups, text):
+    with pytest.raises(ValueError, match=text):
+        group_advantages(groups, True)

@@ -1,0 +1,86 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.batching.packed_batch import build_packed_batch
+from posttrain.types import Sample
+
+
+def _sample(prompt: tuple[int, ...], response: tuple[int, ...]) -> Sample:
+    return Sample(0, 0, prompt, response, (-1.0,) * len(response), "stop", 0, 0.0)
+
+
+SAMPLES = [_sample((5, 9), (7, 1)), _sample((4,), (8,)), _sample((6, 6, 6), (2, 3, 1))]
+
+
+def test_two_sequences_by_hand():
+    batch = build_packed_batch(SAMPLES, [1, 0], multiple_of=4)
+    assert batch.tokens.tolist() == [4, 8, 5, 9, 7, 1, 0, 0]
+    assert batch.targets.tolist() == [8, 0, 9, 7, 1, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [1, 0, 0, 1, 1, 0, 0, 0]
+    assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
+    assert batch.sample_indices == (1, 0)
+    assert (batch.num_padding, batch.padding_fraction) == (2, 0.25)
+
+
+def test_types():
+    batch = build_packed_batch(SAMPLES, [0, 2], multiple_of=8)
+    assert {batch.tokens.dtype, batch.targets.dtype, batch.position_ids.dtype} == {torch.int64}
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.loss_mask.dtype == torch.float32
+
+
+def test_no_padding_no_extra_sequence():
+    batch = build_packed_batch(SAMPLES, [0, 1, 2], multiple_of=4)
+    assert len(batch.tokens) == 12
+    assert batch.cu_seqlens.tolist() == [0, 4, 6, 12]
+    assert (batch.num_padding, batch.padding_fraction) == (0, 0.0)
+
+
+def test_spread_puts_a_value_of_each_sample_on_its_response_tokens():
+    batch = build_packed_batch(SAMPLES, [1, 0], multiple_of=4)
+    assert batch.spread(torch.tensor([10.0, 20.0, 30.0])).tolist() == [20, 0, 0, 10, 10, 0, 0, 0]
+
+
+def test_response_values_are_where_the_responses_are_predicted():
+    batch = build_packed_batch(SAMPLES, [2, 1], multiple_of=5)
+    values = batch.response_values(torch.arange(len(batch.tokens)))
+    assert {index: row.tolist() for index, row in values.items()} == {2: [2, 3, 4], 1: [6]}
+
+
+def test_a_sample_without_prompt_is_refused():
+    with pytest.raises(AssertionError, match="sample 1 has no prompt"):
+        build_packed_batch([SAMPLES[0], _sample((), (3,))], [0, 1])
+
+
+@st.composite
+def _samples(draw: st.DrawFn) -> list[Sample]:
+    tokens = st.integers(1, 63)
+    rows = st.tuples(st.lists(tokens, min_size=1, max_size=7), st.lists(tokens, min_size=1, max_size=7))
+    return [_sample(tuple(p), tuple(r)) for p, r in draw(st.lists(rows, min_size=1, max_size=8))]
+
+
+@given(_samples(), st.randoms(use_true_random=False), st.integers(1, 16))
+@settings(max_examples=150, deadline=None)
+def test_everything_comes_back_out(samples, rng, multiple_of):
+    indices = list(range(len(samples)))
+    rng.shuffle(indices)
+    batch = build_packed_batch(samples, indices, multiple_of)
+    assert len(batch.tokens) % multiple_of == 0
+    assert batch.num_padding < multiple_of
+    # What the loss sees of the targets is exactly the responses.
+    found = batch.response_values(batch.targets)
+    assert {i: tuple(row.tolist()) for i, row in found.items()} == {i: s.response_tokens for i, s in enumerate(samples)}
+    bounds = batch.cu_seqlens.tolist()
+    for place, index in enumerate(indices):
+        row = slice(bounds[place], bounds[place + 1])
+        sequence = samples[index].prompt_tokens + samples[index].response_tokens
+        assert tuple(batch.tokens[row].tolist()) == sequence
+        assert batch.position_ids[row].tolist() == list(range(len(sequence)))
+        assert tuple(batch.targets[row].tolist()) == (*sequence[1:], 0)
+    assert batch.loss_mask.sum().item() == sum(len(s.response_tokens) for s in samples)
+    padding = slice(len(batch.tokens) - batch.num_padding, None)
+    assert not batch.tokens[padding].any()
+    assert not batch.loss_mask[padding].any()
