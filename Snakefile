@@ -4,7 +4,7 @@ from snakemake.utils import min_version
 min_version("9.27")
 
 
-configfile: "config/workflow.yaml"
+configfile: f"{workflow.basedir}/config/workflow.yaml"
 
 
 include: "workflow/rules/common.smk"

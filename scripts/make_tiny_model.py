@@ -16,7 +16,7 @@ from posttrain.cli import run
 from posttrain.config.schema import Architecture
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
 
-MAX_WARM_UP_PROMPTS = 4096
+MAX_WARM_UP_PROMPTS = 8192
 MAX_HELDOUT_PROMPTS = 512
 
 
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, required=True, help="seed of weights, prompts and warm-up")
     parser.add_argument("--folder", type=Path, required=True, help="where the model goes")
     parser.add_argument("--receipt", type=Path, required=True, help="written last")
-    parser.add_argument("--num-threads", type=int, default=2, help="CPU threads; another number gives other bytes")
+    parser.add_argument("--num-threads", type=int, default=1, help="another number gives other bytes")
     return parser.parse_args()
 
 

@@ -15,9 +15,12 @@ from posttrain.launch.child import name_driver
 name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Short in printed commands, and right from any working directory.
+SCRIPTS = os.path.relpath(os.path.join(workflow.basedir, "scripts"))
+CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
 try:
-    RESOLVED = resolve(config, Path(workflow.basedir) / "config")
+    RESOLVED = resolve(config, Path(CONFIG_DIR))
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 CFG = RESOLVED.config

@@ -18,7 +18,7 @@ rule convert_hf_to_torch_dist:
     message:
         "convert part {wildcards.part} of {params.num_parts} to torch_dist"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}"
         " --num-parts {params.num_parts} --receipt {output:q}"
 
@@ -40,6 +40,6 @@ rule finalize_torch_dist:
     message:
         "join the parts of the torch_dist checkpoint and check that no tensor is missing"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}"
         " --receipt {output:q}"

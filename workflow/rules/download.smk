@@ -20,7 +20,7 @@ if CFG.model.source.kind == "made":
         message:
             "make a GLM-5 of {params.num_digits}-digit sorting with a short supervised warm-up (about 20 s)"
         shell:
-            "POSTTRAIN_LOG={log:q} python scripts/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
+            "POSTTRAIN_LOG={log:q} python {SCRIPTS}/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
             " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
 
 
@@ -44,7 +44,7 @@ rule download_hf_checkpoint:
     message:
         f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/download_hf_checkpoint.py {params.source:q} {params.made:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_hf_checkpoint.py {params.source:q} {params.made:q}"
         " --folder {params.folder:q} --receipt {output:q}"
 
 
@@ -63,5 +63,5 @@ rule download_dataset:
     message:
         f"get the prompts ({CFG.data.kind}) and check every line"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
         " --receipt {output:q}"

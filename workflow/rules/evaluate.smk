@@ -22,15 +22,16 @@ rule evaluate:
     message:
         f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/evaluate.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/evaluate.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
         " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}"
         " --when {wildcards.when} --output {output:q}"
 
 
 rule benchmark_serving:
     input:
-        config=PATHS.config,
+        config=ancient(PATHS.config),
         checkpoint=receipt_of(PATHS.hf_export),
+        dataset=receipt_of(PATHS.dataset),
     output:
         PATHS.run / "evaluation" / "serving.json",
     log:
@@ -40,8 +41,9 @@ rule benchmark_serving:
     threads: 2
     params:
         checkpoint=PATHS.hf_export,
+        dataset=PATHS.dataset,
     message:
         "measure the serving speed of the trained model at several concurrencies"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/benchmark_serving.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
-        " --checkpoint-receipt {input.checkpoint:q} --output {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/benchmark_serving.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {output:q}"

@@ -19,6 +19,6 @@ rule export_hf:
     message:
         "export the trained model to Hub layout"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/export_hf.py --run-folder {params.run_folder:q} --train-receipt {input.train:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q} --train-receipt {input.train:q}"
         " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
         " --destination {params.destination:q} --receipt {output:q}"

@@ -17,7 +17,7 @@ rule quantize_rollout_fp8:
     message:
         "quantise part {wildcards.part} of {params.num_parts} to FP8 in blocks of 128 x 128"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
         " --threads {threads} --receipt {output:q}"
 
@@ -38,7 +38,7 @@ rule finalize_rollout_fp8:
     message:
         "join the FP8 parts: index, config and error report"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
 
 
@@ -57,5 +57,5 @@ rule quantize_nvfp4:
     message:
         "quantise the experts to NVFP4"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/quantize_nvfp4.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_nvfp4.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --threads {threads} --receipt {output:q}"

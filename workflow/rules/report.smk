@@ -21,7 +21,7 @@ rule render_report:
     message:
         f"render the report of {RESOLVED.run}"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
         " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"
         " --summary {output.summary:q} --report {output.report:q}"
 
@@ -38,4 +38,4 @@ rule verify:
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/verify.py --workflow {params.workflow:q} --config-dir config --output {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"

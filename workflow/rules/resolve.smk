@@ -16,7 +16,7 @@ rule resolve_config:
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/resolve_config.py --workflow {params.workflow:q} --config-dir config"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/resolve_config.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
         " --experiment {output.experiment:q} --resolved {output.resolved:q}"
 
 
@@ -35,7 +35,7 @@ rule plan:
     message:
         f"plan {CFG.model.name} on {CFG.nodes} node(s) of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/plan.py --workflow {params.workflow:q} --config-dir config"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
         " --json {output.json:q} --html {output.html:q}"
 
 
@@ -48,4 +48,4 @@ rule check:
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/check.py --workflow {params.workflow:q} --config-dir config"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/check.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"

@@ -18,7 +18,7 @@ rule stage_to_node_local:
     message:
         "copy the checkpoints to the disk of {wildcards.node} and verify them"
     shell:
-        "POSTTRAIN_LOG={log:q} python scripts/stage_to_node_local.py --node {wildcards.node}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/stage_to_node_local.py --node {wildcards.node}"
         " --source {params.torch_dist:q} --source-receipt {input.torch_dist:q}"
         " --source {params.rollout:q} --source-receipt {input.rollout:q}"
         " --destination {params.destination:q} --testimony {output:q}"

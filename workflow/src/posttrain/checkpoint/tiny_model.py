@@ -155,15 +155,17 @@ def measure_pass_rate(model: GlmMoeDsaForCausalLM, examples: Examples, generator
         examples: Prompts and, as `ascending`, the right answers.
         generator: Source of the draws.
     """
-    prompts = examples.prompts.repeat_interleave(PASS_RATE_SAMPLES_PER_PROMPT, dim=0)
-    wanted = examples.ascending.repeat_interleave(PASS_RATE_SAMPLES_PER_PROMPT, dim=0)
-    right = torch.ones(len(prompts), dtype=torch.bool)
-    tokens, cache = prompts, None
+    samples = PASS_RATE_SAMPLES_PER_PROMPT
+    wanted = examples.ascending.repeat_interleave(samples, dim=0)
+    right = torch.ones(len(wanted), dtype=torch.bool)
+    output = model(input_ids=examples.prompts, use_cache=True, logits_to_keep=1)
+    cache = output.past_key_values
+    cache.batch_repeat_interleave(samples)
+    logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
     for position in range(wanted.shape[1]):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        tokens = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator)
+        tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         right &= tokens[:, 0] == wanted[:, position]
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
     return right.float().mean().item()
 
 

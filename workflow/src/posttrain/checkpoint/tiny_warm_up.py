@@ -3,18 +3,20 @@
 Shape letters: B sequences, P prompt tokens, R response tokens, S = P + R, N heads, D head width.
 
 The instruction "sort the digits." does not name an order. In the warm-up 30 % of the answers ascend and the others
-descend, so the warmed-up model answers in both orders at about that rate, and a reward that accepts only ascending
-answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
-one of two things the model can do.
+descend, so the warmed-up model answers in both orders at about that rate, some wrongly, and a reward that accepts only
+ascending answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
+one of two things that the model can do, and do it more reliably.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
 DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
 (summed over heads and normalised) by a KL divergence. First with dense attention (top-k off), so that it sees the
 whole distribution, then with top-k on, over the selected keys only; there the other weights adapt to sparsity.
 
-    loss = cross entropy on the response + sum over layers of mean over positions of KL(attention || softmax(scores))
+    loss = cross entropy on the response + sum over layers of mean over queries of KL(attention || softmax(scores))
 
-Departures from the paper: one run for all weights with one learning rate, no frozen phase. The indexer's inputs are detached, as in the paper: its loss trains nothing but itself.
+Departures from the paper: one run for all weights with one learning rate, no frozen phase; queries before the
+first position at which prompts differ take no part, for they are the same in every sequence. The indexer's inputs are
+detached, as in the paper: its loss trains nothing but itself.
 
 Source: DeepSeek-V3.2 technical report, section 2.1, equations 3 and 4; transformers `GlmMoeDsaIndexer` for the scores.
 """
@@ -36,7 +38,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 
 from posttrain.observability.progress import ProgressBar
 
-NUM_STEPS = 480
+NUM_STEPS = 420
 BATCH_SIZE = 24
 ASCENDING_SHARE = 0.3
 DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
@@ -62,6 +64,11 @@ class Examples:
     ascending: torch.Tensor
     descending: torch.Tensor
 
+    @property
+    def first_difference(self) -> int:
+        """The first position at which two prompts differ."""
+        return int((self.prompts != self.prompts[0]).any(dim=0).nonzero()[0])
+
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
         """Return a batch of sequences, [B, S] int64."""
         rows = torch.randint(len(self.prompts), (batch_size,), generator=generator)
@@ -79,7 +86,6 @@ def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Ge
         generator: Source of all draws.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    length_response = examples.ascending.shape[1]
     model.train()
     with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
         for step in range(NUM_STEPS):
@@ -87,7 +93,7 @@ def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Ge
             sequences = examples.draw(BATCH_SIZE, generator)
             _set_topk(model, sequences.shape[1] if dense else model.config.index_topk)
             inputs.clear()
-            loss = _loss(model, sequences, length_response, inputs)
+            loss = _loss(model, sequences, examples, inputs)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
@@ -104,6 +110,7 @@ def index_scores(
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
+    first_query: int,
 ) -> torch.Tensor:
     """Compute the indexer's scores with gradients, before causality and top-k (its own forward has no gradients).
 
@@ -112,31 +119,34 @@ def index_scores(
         hidden: [B, S, H], input of the attention block.
         q_latent: [B, S, q_lora_rank], the normalised query latent.
         rotary: cos and sin, [B, S, rotary width] each.
+        first_query: Positions before it are keys only.
 
     Returns:
-        [B, S, S] float32, queries times keys.
+        [B, S - first_query, S] float32, queries times keys.
     """
     batch, length, _ = hidden.shape
     width = indexer.qk_rope_head_dim
     q = indexer.wq_b(q_latent).view(batch, length, indexer.n_heads, indexer.head_dim)
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     q_rotated, k_rotated = apply_rotary_pos_emb_interleave(q[..., :width], k[..., :width], *rotary, unsqueeze_dim=2)
-    q = torch.cat([q_rotated, q[..., width:]], dim=-1)
+    q = torch.cat([q_rotated, q[..., width:]], dim=-1)[:, first_query:]
     k = torch.cat([k_rotated, k[..., width:]], dim=-1).squeeze(2)
     per_head = F.relu(torch.einsum("bqnd,bsd->bqns", q, k) * indexer.softmax_scale)
-    head_weights = indexer.weights_proj(hidden) * indexer.n_heads**-0.5
+    head_weights = indexer.weights_proj(hidden[:, first_query:]) * indexer.n_heads**-0.5
     return torch.einsum("bqn,bqns->bqs", head_weights, per_head)
 
 
 def _loss(
-    model: GlmMoeDsaForCausalLM, sequences: torch.Tensor, length_response: int, inputs: list[tuple]
+    model: GlmMoeDsaForCausalLM, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]
 ) -> torch.Tensor:
     """Return the loss of the module's docstring; the hooks fill `inputs` during the forward pass."""
+    length_response, first = examples.ascending.shape[1], examples.first_difference
     output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
     logits = output.logits[:, :-1].flatten(0, 1)
     loss = F.cross_entropy(logits, sequences[:, -length_response:].flatten())
     for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=True):
-        loss = loss + _divergence(attention.detach().mean(1), index_scores(indexer, hidden, q_latent, rotary))
+        target = attention.detach().mean(1)[:, first:]
+        loss = loss + _divergence(target, index_scores(indexer, hidden, q_latent, rotary, first))
     return loss
 
 
@@ -144,8 +154,8 @@ def _divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return the mean KL(target || softmax(scores)) over the keys that the target gives any weight.
 
     Args:
-        target: [B, S, S], rows sum to 1; 0 at future keys and at keys that top-k left out.
-        scores: [B, S, S].
+        target: [B, Q, S], Q queries; rows sum to 1; 0 at future keys and at keys that top-k left out.
+        scores: [B, Q, S].
     """
     seen = target > 0
     log_predicted = scores.masked_fill(~seen, float("-inf")).log_softmax(-1).masked_fill(~seen, 0.0)

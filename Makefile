@@ -1,0 +1,50 @@
+# The commands a developer needs. `make help` lists them.
+# The first of these that runs and is 3.11 or 3.12; `make PYTHON=/path/to/python` chooses another.
+IS_RIGHT := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_RIGHT)' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+# The workflow's own interpreter goes first, so that rules find it.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Waiting threads must not spin: several processes share few cores.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: help demo test test-faults env env-sglang lint clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+env: $(VENV)/.ready  ## the virtual environment, with the tested versions
+
+# The stamp is written last, so a half-made environment is made again.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(IS_RIGHT)' || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores)
+	snakemake --cores 2
+
+env-sglang: ## a real SGLang server on CPU, in an environment of its own
+	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu
+
+ifneq (,$(findstring sglang,$(REQUIRE)))
+test: env-sglang
+endif
+test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
+	pytest tests -m 'not faults'
+
+test-faults: env env-sglang  ## full fault counts; results go to .test-results/faults.json
+	REQUIRE=sglang pytest tests -m faults --timeout 7200
+
+lint: env
+	ruff check .
+	ruff format --check .
+	mypy
+	snakefmt --check Snakefile workflow/rules
+
+clean:  ## delete what the workflow made on this machine; environments stay
+	rm -rf resources results logs node_local .snakemake

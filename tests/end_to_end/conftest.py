@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.workflow_runs import WorkflowFolder
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the tiny model up to staging, made once: about half a minute."""
+    root = tmp_path_factory.mktemp("shared")
+    WorkflowFolder(root / "first", root / "store").run("stage_all_nodes")
+    return root / "store"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
+    """A whole run that nobody interrupts: what others are compared with."""
+    workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store)
+    workflow.run()
+    return workflow
+
+
+@pytest.fixture
+def workflow(store: Path, tmp_path: Path) -> WorkflowFolder:
+    """A fresh working directory over the shared store."""
+    return WorkflowFolder(tmp_path / "work", store)

@@ -1,0 +1,97 @@
+"""The whole chain on the small model: every step, its results, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.workflow_runs import WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+
+def test_numbers_of_a_run(undisturbed: WorkflowFolder) -> None:
+    summary = undisturbed.summary
+    assert summary["num_steps"] == 4
+    assert 0.05 < summary["pass_rate_before"] < 0.6, "16 prompts only: a coarse check"
+    assert summary["mismatch_abs_diff_mean"] <= 1e-3
+    assert summary["mismatch_quantised_abs_diff_mean"] > summary["mismatch_abs_diff_mean"]
+    assert len(summary["final_weights_sha256"]) == 64
+    assert {"make_tiny_model", "train_grpo", "evaluate"} <= set(summary["seconds_by_rule"])
+    page = (undisturbed.run_folder / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "") and "<script src" not in page
+
+
+def test_every_step_is_compared_on_the_weights_served(undisturbed: WorkflowFolder) -> None:
+    rows = undisturbed.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["mismatch/abs_diff_mean"] <= 1e-3
+        assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
+
+
+def test_export_has_the_origins_layout(undisturbed: WorkflowFolder) -> None:
+    (origin,) = undisturbed.store.glob("tiny/*/hf")
+    export = undisturbed.run_folder / "hf"
+    index = json.loads((export / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == json.loads((origin / "model.safetensors.index.json").read_text())["weight_map"]
+    before, after = tensors_of(origin), tensors_of(export)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    mtp = {name for name in before if name.startswith("model.layers.4.")}
+    frozen = {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}
+    assert mtp
+    assert not changed & (mtp | frozen), "the MTP layer, the indexer and the router's bias are not trained"
+    # A norm's weight is about 1, where BF16 steps are larger than what four updates move.
+    matrices = {name for name, tensor in before.items() if tensor.ndim == 2} - mtp - frozen
+    assert matrices <= changed, "training changes every matrix"
+
+
+def test_engine_loads_fp8_codes(undisturbed: WorkflowFolder) -> None:
+    (fp8,) = undisturbed.store.glob("tiny/*/rollout_fp8-????????")
+    codes = {name: tensor.dtype for name, tensor in tensors_of(fp8).items()}
+    assert codes["model.layers.1.self_attn.o_proj.weight"] == torch.float8_e4m3fn
+
+
+def test_a_second_call_does_nothing(undisturbed: WorkflowFolder) -> None:
+    assert "Nothing to be done" in undisturbed.run()
+
+
+def test_verify_proves_every_byte_and_finds_a_flipped_one(undisturbed: WorkflowFolder) -> None:
+    undisturbed.run("verify")
+    (undisturbed.run_folder / "verified.json").unlink()
+    shard = sorted((undisturbed.run_folder / "hf").glob("*.safetensors"))[0]
+    original = shard.read_bytes()
+    shard.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    try:
+        code, output = undisturbed.attempt("verify")
+    finally:
+        shard.write_bytes(original)
+    assert code != 0
+    assert shard.name in output
+
+
+def test_one_step_alone_leaves_the_others_untouched(undisturbed: WorkflowFolder) -> None:
+    receipts = {path: path.stat().st_mtime_ns for path in undisturbed.store.rglob("*.receipt.json")}
+    report = undisturbed.run_folder / "report.html"
+    report.unlink()
+    output = undisturbed.run("render_report")
+    assert report.exists()
+    assert "GRPO tiny" not in output, "the training job's message"
+    assert receipts == {path: path.stat().st_mtime_ns for path in undisturbed.store.rglob("*.receipt.json")}
+
+
+def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
+    undisturbed.run("plan", "check", "benchmark_serving", "quantize_nvfp4")
+    plan = json.loads((undisturbed.run_folder / "plan.json").read_text())
+    assert plan["model"]["num_parameters"] > 250_000
+    assert not plan["problems"]
+    assert (undisturbed.run_folder / "evaluation" / "serving.json").exists()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
