@@ -9,9 +9,7 @@ from posttrain.types import Prompt, Sample, SampleGroup
 
 def _group(prompt_id: int, rewards: list[float], sample_prompt_id: int | None = None) -> SampleGroup:
     owner = prompt_id if sample_prompt_id is None else sample_prompt_id
-    samples = tuple(
-        Sample(owner, i, (1, 2), (3,), (-0.5,), "stop", 0, reward) for i, reward in enumerate(rewards)
-    )
+    samples = tuple(Sample(owner, i, (1, 2), (3,), (-0.5,), "stop", 0, reward) for i, reward in enumerate(rewards))
     return SampleGroup(Prompt(prompt_id, ({"role": "user", "content": "?"},), "label"), samples)
 
 

@@ -1,7 +1,7 @@
 """Loss and gradients of a whole update against TRL's GRPOTrainer, an independent implementation.
 
-TRL's own `_compute_loss` runs on a real two-layer model, log-probabilities included. Ours gets the same tokens as packed
-micro-batches. Compared are the loss and the gradient of every weight.
+TRL's own `_compute_loss` runs on a real two-layer model, log-probabilities included. Ours gets the same tokens packed,
+one micro-batch per sample. Compared are the loss and the gradient of every weight.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ADVANTAGES = torch.tensor([1.3, -0.7, 0.4, -1.1])
 
 @pytest.fixture(scope="module")
 def old_logprobs(model, samples) -> list[torch.Tensor]:
-    """Log-probabilities of the policy before the update: the present ones, moved enough that some tokens are clipped."""
+    """Log-probabilities of the policy before the update: the present ones, moved so that some tokens are clipped."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         return [

@@ -19,7 +19,9 @@ def test_a_row_by_hand():
     }
 
 
-@pytest.mark.parametrize(("digits", "heldout"), [("3141", False), ("0000", True), ("5", True), ("31", True), ("13", False)])
+@pytest.mark.parametrize(
+    ("digits", "heldout"), [("3141", False), ("0000", True), ("5", True), ("31", True), ("13", False)]
+)
 def test_which_numbers_are_held_out(digits, heldout):
     # Weighted sums: 3 + 2 + 12 + 4 = 21, 0, 5, 3 + 2 = 5, 1 + 6 = 7.
     assert is_heldout(digits) == heldout

@@ -3,7 +3,7 @@
     A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
 `std` is the sample standard deviation (divisor n - 1). Without the division this is Dr. GRPO's estimator. A group whose
-rewards are all equal teaches nothing, and a group of one has nobody to be compared with: their advantages are exactly 0.
+rewards are all equal teaches nothing, and a group of one has nobody to be compared with: its advantages are exactly 0.
 Shapes: G groups, n samples of each.
 
 Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; Dr. GRPO (arXiv 2503.20783), section 3.

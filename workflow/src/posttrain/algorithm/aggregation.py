@@ -2,8 +2,8 @@
 
     loss = sum over all response tokens of  weight * token loss
 
-The weights are computed once per global batch, from lengths alone. So the loss and its gradient do not depend on how the
-batch is cut into micro-batches or spread over ranks: sums add up. Three denominators, for N samples of lengths L_i:
+The weights are computed once per global batch, from lengths alone. So the loss and its gradient do not depend on how
+the batch is cut into micro-batches or spread over ranks: sums add up. Three denominators, for N samples of lengths L_i:
 
     sample_mean   1 / (N * L_i)          every sample counts the same (GRPO)
     token_mean    1 / sum(L)             every token counts the same (DAPO)

@@ -3,9 +3,10 @@
 With d = trainer - engine per token: the importance weight of the engine's sample under the trainer is exp(d).
 
     abs_diff_mean           mean |d|
-    kl_k3                   mean (exp(d) - 1 - d), an unbiased, non-negative estimate of KL(engine || trainer) for tokens
-                            sampled by the engine
-    effective_sample_size   (sum exp(d))^2 / (T sum exp(2 d)): 1 when both agree, near 0 when few tokens carry the weight
+    kl_k3                   mean (exp(d) - 1 - d), an unbiased, non-negative estimate of KL(engine || trainer) for
+                            tokens sampled by the engine
+    effective_sample_size   (sum exp(d))^2 / (T sum exp(2 d)): 1 when both agree, near 0 when few tokens carry the
+                            weight
 
 Source: Schulman, Approximating KL Divergence (2020), k3; Kong, effective sample size (1992).
 """

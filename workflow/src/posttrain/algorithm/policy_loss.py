@@ -5,13 +5,14 @@ For a token with importance ratio w = exp(logprobs - old_logprobs) and advantage
     loss = max(-w A,  -clip(w, 1 - clip_ratio_low, 1 + clip_ratio_high) A)
 
 The clip stops the gradient once a token has moved far enough in the direction its advantage asks for; the higher upper
-bound leaves unlikely tokens room to grow ("clip higher"). The loss is per token; `aggregation` says what it is divided by.
+bound leaves unlikely tokens room to grow ("clip higher"). The loss is per token; `aggregation` says what it is divided
+by.
 
 How far the update has moved is told by `approximate_kl`. A value that is not finite is counted, never replaced: a NaN
 that became 0 would be a token that silently teaches nothing.
 
-Source: PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), section 3.1, equation 10; Schulman, Approximating KL
-Divergence (2020), k3.
+Source: PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), section 3.1, equation 10; Schulman, Approximating
+KL Divergence (2020), k3.
 Shapes: T tokens.
 """
 

@@ -1,8 +1,9 @@
 """Packs sequences of different length into micro-batches under a token budget, for all data-parallel ranks at once.
 
-First-fit decreasing keeps the budget in every bin and wastes little of it; a sequence over the budget is refused. All ranks must run the same number of
-micro-batches, because they meet in collectives: where the number of bins is no multiple of the ranks, the heaviest bins
-are split. The result is a function of the lengths alone, so every rank computes the same plan.
+First-fit decreasing keeps the budget in every bin and wastes little of it; a sequence over the budget is refused. All
+ranks must run the same number of micro-batches, because they meet in collectives: where the number of bins is no
+multiple of the ranks, the heaviest bins are split. The result is a function of the lengths alone, so every rank
+computes the same plan.
 
 Source: Johnson, Near-optimal bin packing algorithms (1973), first-fit decreasing.
 """
@@ -59,7 +60,7 @@ def _refuse_too_few(num_sequences: int, num_bins: int, num_ranks: int) -> None:
         problem = Problem(
             "training.global_batch_size",
             str(num_sequences),
-            f"at least {max(num_bins, num_ranks)}: {num_ranks} data-parallel ranks run the same number of micro-batches",
+            f"at least {max(num_bins, num_ranks)}: {num_ranks} data-parallel ranks run as many micro-batches each",
             "raise the batch, or use more tensor or pipeline parallelism",
         )
         raise ConfigError([problem])

@@ -1,4 +1,4 @@
-"""Makes the tiny GLM-5: a model of 0.3 M parameters with every part of the large one, in the layout of a Hub repository.
+"""Makes the tiny GLM-5: 0.4 M parameters with every part of the large one, in the layout of a Hub repository.
 
     config.json generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja
     model-00001-of-0000N.safetensors ... model.safetensors.index.json
@@ -82,15 +82,11 @@ def check_architecture(architecture: Architecture) -> list[Problem]:
     """Return what keeps `architecture` from being made."""
     problems = []
     if architecture.model_type != "glm_moe_dsa":
-        problems.append(
-            Problem("model.architecture.model_type", architecture.model_type, "glm_moe_dsa",
-                    "only GLM-5 is made here; take another model from the Hub or a folder")  # fmt: skip
-        )
+        remedy = "only GLM-5 is made here; take another model from the Hub or a folder"
+        problems.append(Problem("model.architecture.model_type", architecture.model_type, "glm_moe_dsa", remedy))
     if architecture.vocab_size < NUM_TOKENS:
-        problems.append(
-            Problem("model.architecture.vocab_size", str(architecture.vocab_size), f"at least {NUM_TOKENS}",
-                    "the tokenizer has that many tokens")  # fmt: skip
-        )
+        allowed, remedy = f"at least {NUM_TOKENS}", "the tokenizer has that many tokens"
+        problems.append(Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy))
     return problems
 
 
@@ -257,8 +253,8 @@ def _check_pass_rate(pass_rate: float, seed: int) -> None:
     low, high = PASS_RATE_LIMITS
     if not low <= pass_rate <= high:
         raise RuntimeError(
-            f"the model made from seed {seed} has a sampled pass rate of {pass_rate:.3f} after its warm-up, not between "
-            f"{low} and {high}: it would show nothing about learning. Choose another seed or another architecture"
+            f"the model made from seed {seed} has a sampled pass rate of {pass_rate:.3f} after its warm-up, not "
+            f"between {low} and {high}: it would show nothing about learning. Choose another seed or architecture"
         )
 
 

@@ -30,7 +30,9 @@ class ChatTokenizer:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
         if not tokenizer.chat_template:
-            raise CheckpointError(f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json")
+            raise CheckpointError(
+                f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json"
+            )
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ METRICS: Mapping[str, Metric] = {
         "come from the same weights and the same computation"
     ),
     "train/clip_fraction": Metric("Share of response tokens whose clipped loss is the larger one"),
-    "train/approx_kl": Metric("Mean of old_logprobs - logprobs over response tokens", "nats"),
+    "train/approx_kl": Metric("k3 estimate of KL(old policy || new policy) over response tokens", "nats"),
     "train/num_tokens": Metric("Tokens trained on, prompts included, padding not", "tokens"),
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),

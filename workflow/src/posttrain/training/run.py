@@ -278,7 +278,12 @@ def open_run(
 def _open_client(
     config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack
 ) -> EngineClient:
-    client = EngineClient(engine_urls, config.engine.request_timeout_seconds, config.engine.gpus_per_engine)
+    client = EngineClient(
+        engine_urls,
+        config.engine.request_timeout_seconds,
+        ranks_per_engine=config.engine.gpus_per_engine,
+        vocab_size=config.model.architecture.vocab_size,
+    )
     runner.run(client.__aenter__())
     stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
     runner.run(client.wait_ready(config.engine.start_timeout_seconds))

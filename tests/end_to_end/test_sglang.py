@@ -1,0 +1,85 @@
+"""GRPO with a real SGLang server: the same client, the same trainer, weight updates included.
+
+SGLang on a CPU cannot serve sparse attention, so the model is of the DeepSeek-V3 class: MLA, experts, no indexer. Its
+weights are random, and it learns from the reward alone to answer with one given digit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
+from tests.workflow_runs import FAST, ROOT, WorkflowFolder
+
+PYTHON = ROOT / ".envs/sglang-cpu/bin/python"
+STAMP = ROOT / ".envs/sglang-cpu/.posttrain-sglang-cpu"
+ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> None:
+    if not STAMP.exists():
+        reason = "the SGLang environment is not installed: make env-sglang"
+        pytest.fail(reason) if "sglang" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+
+    folder = tmp_path / "model"
+    make_random_checkpoint(folder, ARCHITECTURE, seed=1)
+    make_tokenizer(ARCHITECTURE.max_position_embeddings).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    # What SGLang asks of this class and transformers does not write.
+    config |= {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> dict[str, Path]:
+    files = {"train_file": tmp_path / "train.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
+    for offset, path in enumerate(files.values()):
+        rows = ({"prompt": f"{i + 1000 * offset:04d}", "label": "7"} for i in range(64))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, model: Path, prompts: dict[str, Path]) -> None:
+    settings = {
+        **FAST,
+        **{f"model.architecture.{key}": value for key, value in dataclasses.asdict(ARCHITECTURE).items()},
+        **{f"data.{key}": path for key, path in prompts.items()},
+        "model.source.kind": "folder",
+        "model.source.folder": model,
+        "data.kind": "jsonl",
+        "rollout.fp8": "false",
+        "rollout.rollout_batch_size": 8,
+        "rollout.num_samples_per_prompt": 32,
+        "rollout.max_response_tokens": 1,
+        "training.global_batch_size": 256,
+        "training.num_steps": 10,
+        "trainer.save_interval": 10,
+        "optimizer.lr": 1e-2,
+        "engine.kind": "sglang",
+        "engine.python": PYTHON,
+        "engine.num_threads": 1,
+        "engine.groups_per_request": 8,
+    }
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
+    workflow.run("train_grpo", timeout=420)
+
+    rows = workflow.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    for row in rows:
+        assert row["mismatch/abs_diff_mean"] <= 1e-3, "trainer against SGLang on the very weights served"
+        assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
+    rewards = [row["rollout/reward_mean"] for row in rows]
+    assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"

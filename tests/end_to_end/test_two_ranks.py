@@ -1,0 +1,77 @@
+"""The same trainer with two ranks: under torchrun, and under our supervisor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.workflow_runs import ROOT, WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "tensor": {
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.expert_model_parallel_size": 2,
+    },
+    "pipeline": {"parallel.pipeline_model_parallel_size": 2},
+}
+TWO_RANKS = {"hardware.gpus_per_node": 2, "trainer.num_threads": 1, "engine.num_threads": 1}
+
+
+def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+    """The first rollout is the same, so are its numbers; later steps follow from FP8 codes of other bits.
+
+    Numbers of the trainer include a second update: Adam divides a gradient by its own size, so rounding in gradients
+    near zero shows in the fifth digit. The first update alone agrees to 1e-6 (test_layouts.py).
+    """
+    assert [row["step"] for row in two] == [row["step"] for row in one]
+    for name, value in one[0].items():
+        if name not in ("train/num_micro_batches", "train/padding_fraction"):
+            close = {"rel": 1e-4, "abs": 1e-6} if name.startswith("train/") else {"rel": 1e-6, "abs": 1e-6}
+            assert two[0][name] == pytest.approx(value, **close), name
+    for row in two:
+        assert row["mismatch/abs_diff_mean"] <= 1e-3
+        assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: WorkflowFolder, name: str) -> None:
+    workflow.settings |= TWO_RANKS | LAYOUTS[name]
+    workflow.run("export_hf")
+    compare_first_step(undisturbed.metrics(), workflow.metrics())
+
+
+def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    """torchrun starts what the supervisor would, against an engine that is there already: expert and data parallel."""
+    from posttrain.config.load import load_resolved
+    from posttrain.engines.process import running_engines
+
+    workflow.settings |= TWO_RANKS | {"parallel.expert_model_parallel_size": 2}
+    workflow.run("resolve_config", "stage_all_nodes")
+    config = load_resolved(workflow.run_folder / "config.resolved.yaml")
+    (local,) = (workflow.folder / "node_local/node0/tiny").iterdir()
+    (torch_dist,) = local.glob("torch_dist-????????")
+    (weights,) = local.glob("rollout_fp8-????????")
+    (dataset,) = (folder for folder in workflow.store.glob("datasets/sort_digits-*") if folder.is_dir())
+    train = workflow.run_folder / "train"
+    with running_engines(config, weights, tmp_path) as engines:
+        arguments = {
+            "--config": workflow.run_folder / "config.resolved.yaml",
+            "--run-name": workflow.run_folder.name,
+            "--run-folder": train,
+            "--torch-dist": torch_dist,
+            "--model-folder": weights,
+            "--dataset": dataset,
+            "--engine": engines[0].url,
+        }
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [str(word) for pair in arguments.items() for word in pair]
+        command = [*torchrun, "-m", "posttrain.launch.trainer_rank", *words]
+        ended = subprocess.run(command, cwd=ROOT, env=workflow.env, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    compare_first_step(undisturbed.metrics(), workflow.metrics())
+    assert json.loads((train / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
