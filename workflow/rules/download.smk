@@ -11,7 +11,6 @@ if CFG.model.source.kind == "made":
             PATHS.store_log("make_tiny_model"),
         benchmark:
             PATHS.store_log("make_tiny_model").with_suffix(".benchmark.tsv")
-        threads: 2
         params:
             architecture=ARCHITECTURE,
             num_digits=CFG.data.num_digits,

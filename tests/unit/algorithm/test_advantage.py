@@ -73,7 +73,6 @@ def test_groups_of_samples_equal_their_rewards():
     ("groups", "text"),
     [
         ([_group(1, [1.0, 0.0], sample_prompt_id=2)], "the group of prompt 1 holds samples of prompts"),
-        ([_group(1, [1.0, 0.0]), _group(1, [0.0, 0.0])], "prompt 1 has more than one group"),
         ([_group(1, [1.0, 0.0]), _group(2, [0.0])], r"sizes \[1, 2\]"),
         ([_group(1, [])], r"sizes \[0\]"),
         ([], r"sizes \[\]"),

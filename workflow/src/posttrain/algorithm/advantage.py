@@ -50,14 +50,14 @@ def group_advantages(groups: Sequence[SampleGroup], normalize_by_std: bool) -> t
     """Return the advantages of graded groups; see `grpo_advantages`.
 
     Args:
-        groups: The rollout, each prompt once, all groups of one size.
+        groups: The rollout, all groups of one size. A prompt may have two groups: a dataset smaller than a rollout.
         normalize_by_std: Divide by the group's standard deviation.
 
     Returns:
         [G, n] fp32, in the order of `groups` and of their samples.
 
     Raises:
-        ValueError: When a sample does not belong to its group's prompt, a prompt has two groups, or sizes differ.
+        ValueError: When a sample does not belong to its group's prompt, or sizes differ.
     """
     _check_groups(groups)
     rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
@@ -66,15 +66,10 @@ def group_advantages(groups: Sequence[SampleGroup], normalize_by_std: bool) -> t
 
 def _check_groups(groups: Sequence[SampleGroup]) -> None:
     """Refuse samples in the wrong group: comparing them with others would be no error that anybody sees."""
-    seen: set[int] = set()
     for group in groups:
-        prompt_id = group.prompt.prompt_id
-        strangers = sorted({sample.prompt_id for sample in group.samples} - {prompt_id})
+        strangers = sorted({sample.prompt_id for sample in group.samples} - {group.prompt.prompt_id})
         if strangers:
-            raise ValueError(f"the group of prompt {prompt_id} holds samples of prompts {strangers}")
-        if prompt_id in seen:
-            raise ValueError(f"prompt {prompt_id} has more than one group; their samples would not be compared")
-        seen.add(prompt_id)
+            raise ValueError(f"the group of prompt {group.prompt.prompt_id} holds samples of prompts {strangers}")
     sizes = sorted({len(group.samples) for group in groups})
     if len(sizes) != 1 or sizes[0] < 1:
         raise ValueError(f"groups must have one size, and at least one sample; found sizes {sizes}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from posttrain.algorithm.policy_loss import clipped_policy_loss
+from posttrain.algorithm.policy_loss import approximate_kl, clipped_policy_loss, count_non_finite
 from posttrain.batching.packed_batch import PackedBatch
 from posttrain.config.schema import Algorithm, Config
 from posttrain.megatron_backend.model import Policy
@@ -177,16 +177,16 @@ def _report(
     loss: torch.Tensor, logprobs: torch.Tensor, batch: TrainingMicroBatch, clipped: torch.Tensor
 ) -> torch.Tensor:
     trained = batch.packed.loss_mask.to(logprobs.device) > 0
-    log_ratio = (logprobs - batch.old_logprobs)[trained].double()
-    ratio = log_ratio.exp()
+    now, old = logprobs[trained].double(), batch.old_logprobs[trained].double()
+    ratio = (now - old).exp()
     return torch.stack(
         [
             loss.double(),
             trained.sum().double(),
             ratio.sum(),
             clipped[trained].sum().double(),
-            (ratio - 1 - log_ratio).sum(),
-            (~torch.isfinite(logprobs[trained])).sum().double(),
+            approximate_kl(now, old).sum(),
+            ratio.new_tensor(count_non_finite(now)),
             (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros([]),
         ]
     )

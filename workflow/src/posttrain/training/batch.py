@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from posttrain.algorithm.advantage import grpo_advantages
+from posttrain.algorithm.advantage import group_advantages
 from posttrain.algorithm.aggregation import token_weights
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
@@ -61,8 +61,7 @@ def make_updates(config: Config, groups: Sequence[SampleGroup], dp_rank: int) ->
         groups: The rollout, in prompt order.
         dp_rank: The rank that the micro-batches are for.
     """
-    rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups])
-    advantages = grpo_advantages(rewards, config.algorithm.normalize_by_std).flatten()
+    advantages = group_advantages(groups, config.algorithm.normalize_by_std).flatten()
     samples = [sample for group in groups for sample in group.samples]
     size = config.training.global_batch_size
     return [

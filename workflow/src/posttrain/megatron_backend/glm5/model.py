@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from torch.utils.checkpoint import checkpoint
+
+from posttrain.algorithm.logprobs import chunked_logprobs
 
 
 class LogprobModel(GPTModel):
@@ -36,7 +36,14 @@ class LogprobModel(GPTModel):
         labels = kwargs["labels"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, *args, **kwargs)
-        return self._logprobs(self._enter_vocab_parallel(hidden_states).squeeze(1), labels.squeeze(0))
+        return chunked_logprobs(
+            self._enter_vocab_parallel(hidden_states).squeeze(1),
+            self.output_layer.weight,
+            labels.squeeze(0),
+            self.temperature,
+            self.log_probs_chunk_size,
+            from_logits=_vocab_parallel_logprobs,
+        )
 
     def _enter_vocab_parallel(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Give every tensor-parallel rank all tokens; in the backward pass their gradients are added up."""
@@ -44,16 +51,7 @@ class LogprobModel(GPTModel):
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(hidden_states)
 
-    def _logprobs(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return log p(label) for hidden [T, H] and labels [T]."""
-        pieces = [
-            checkpoint(self._chunk_logprobs, h, t, use_reentrant=False)
-            for h, t in zip(
-                hidden.split(self.log_probs_chunk_size), labels.split(self.log_probs_chunk_size), strict=True
-            )
-        ]
-        return torch.cat(pieces)
 
-    def _chunk_logprobs(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.output_layer.weight).float() / self.temperature
-        return -vocab_parallel_cross_entropy(logits, labels)
+def _vocab_parallel_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return log p(target) [t] from this tensor-parallel rank's part of the logits [t, V / TP]."""
+    return -vocab_parallel_cross_entropy(logits, targets)
