@@ -46,9 +46,11 @@ def test_export_has_the_origins_layout(undisturbed: WorkflowFolder) -> None:
     frozen = {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}
     assert mtp
     assert not changed & (mtp | frozen), "the MTP layer, the indexer and the router's bias are not trained"
-    # A norm's weight is about 1, where BF16 steps are larger than what four updates move.
-    matrices = {name for name, tensor in before.items() if tensor.ndim == 2} - mtp - frozen
-    assert matrices <= changed, "training changes every matrix"
+    # Left out: norms (about 1, where a BF16 step is larger than what four updates move) and experts (one may see no
+    # token in so short a run).
+    matrices = {name for name, tensor in before.items() if tensor.ndim == 2 and ".experts." not in name} - mtp - frozen
+    assert matrices <= changed, "training changes every other matrix"
+    assert any(".experts." in name for name in changed)
 
 
 def test_engine_loads_fp8_codes(undisturbed: WorkflowFolder) -> None:

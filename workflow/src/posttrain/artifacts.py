@@ -16,7 +16,9 @@ import dataclasses
 import glob
 import hashlib
 import json
+import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +32,8 @@ import xxhash
 from posttrain import __version__
 from posttrain.config.load import Resolved, digest8
 from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 # Raised by one when a step writes something else than before for the same input: its receipts are then remade.
 FORMAT_VERSIONS: Mapping[str, int] = {
@@ -291,8 +295,7 @@ def write_receipt(path: Path, receipt: Receipt, started: float | None = None) ->
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     log_path = path.with_name(path.name.removesuffix(".receipt.json").removesuffix(".json") + ".history.jsonl")
-    with open(log_path, "a", encoding="utf-8") as log:
-        log.write(json.dumps(history) + "\n")
+    append_json_line(log_path, history)
     write_json(path, {**receipt._content(), "digest": receipt.digest})
 
 
@@ -376,16 +379,25 @@ def building(folder: Path) -> Iterator[Path]:
     """Build `folder` under its `.partial` name; it gets its own name when the block ends without an error.
 
     What an earlier attempt left there is kept for the step to check and use. A finished folder without a receipt (its
-    step must run again) becomes the partial one.
+    step must run again) becomes the partial one. No attempt leaves both; where two writers did, the finished folder is
+    the better start.
+
+    Raises:
+        RuntimeError: When somebody else finished the folder meanwhile; theirs stays.
     """
     partial = partial_of(folder)
     if folder.exists():
-        assert not partial.exists(), f"both {folder} and {partial} exist"
+        if partial.exists():
+            log.warning("removing %s: %s is complete, and only a second writer can have left both", partial, folder)
+            shutil.rmtree(partial)
         folder.rename(partial)
     partial.mkdir(parents=True, exist_ok=True)
     yield partial
     sync_tree(partial)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError as error:
+        raise RuntimeError(f"{folder}: another process finished it while this one did; run again to check it") from error
     sync_folder(folder.parent)
 
 
@@ -411,6 +423,16 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON durably, one key per line, keys in the given order."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a log of JSON lines durably; what a power cut left of an unfinished last line is cut off first."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

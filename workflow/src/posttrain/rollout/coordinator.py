@@ -59,10 +59,6 @@ class RolloutCoordinator:
         self._client, self._store, self._graders = client, store, graders
         self._order = PromptOrder(len(prompts), config.data.seed)
 
-    def needs_engine(self, step: int) -> bool:
-        """Tell whether any chunk of the step is still to be generated."""
-        return any(self._store.read(step, chunk) is None for chunk in range(len(self._chunks(step))))
-
     async def collect(self, step: int) -> RolloutResult:
         """Return the groups of a step: replayed where they are on disk, generated where they are not.
 
@@ -86,7 +82,7 @@ class RolloutCoordinator:
 
     async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool, int]:
         finished = self._store.read(step, number)
-        if finished is not None:
+        if finished is not None and self._answers(finished, prompts, step, number):
             return finished, True, 0
         first = number * self._config.engine.groups_per_request
         requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
@@ -95,6 +91,14 @@ class RolloutCoordinator:
         groups, timeouts = await self._grade(prompts, requests, answers)
         self._store.write(step, number, groups)
         return groups, False, timeouts
+
+    def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
+        """Tell whether a finished chunk is about these prompts: another size of requests cuts the step differently."""
+        wanted = [(prompt.prompt_id, self._config.rollout.num_samples_per_prompt) for prompt in prompts]
+        found = [(group.prompt.prompt_id, len(group.samples)) for group in groups]
+        if found != wanted:
+            log.warning("step %d, chunk %d: made with other settings, generated again", step, number)
+        return found == wanted
 
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
         """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""

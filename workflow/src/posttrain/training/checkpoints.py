@@ -1,13 +1,14 @@
 """The checkpoints of a training run on disk: written aside, made visible by one rename, the newest few kept.
 
-A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, which nobody reads; what
-a dead attempt left of it is reported and removed. The number of finished steps is the state: seeds, prompts and learning
-rate follow from it.
+A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, and while it is deleted
+it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The number
+of finished steps is the state: seeds, prompts and learning rate follow from it.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from posttrain import artifacts
 
 log = logging.getLogger(__name__)
+
+_COMMITTED = re.compile(r"step_(\d+)")
 
 
 class CheckpointFolder:
@@ -40,10 +43,11 @@ class CheckpointFolder:
         return self._folder / f"step_{step:06d}"
 
     def remove_leftovers(self) -> None:
-        """Report and delete what dead attempts were writing."""
-        for leftover in self._folder.glob("*.partial"):
-            log.warning("removing %s: an earlier attempt ended while it was written", leftover)
-            shutil.rmtree(leftover)
+        """Report and delete what dead attempts were writing or deleting."""
+        for suffix, work in (("partial", "written"), ("expired", "deleted")):
+            for leftover in self._folder.glob(f"step_*.{suffix}"):
+                log.warning("removing %s: an earlier attempt ended while it was %s", leftover, work)
+                shutil.rmtree(leftover)
 
     def partial(self, step: int) -> Path:
         """Return the folder that the checkpoint after `step` finished steps is written into."""
@@ -65,8 +69,14 @@ class CheckpointFolder:
         partial.rename(self.path(step))
         artifacts.sync_folder(self._folder)
         for _, old in self._committed()[: -self._keep]:
-            shutil.rmtree(old)
+            self._delete(old)
+
+    def _delete(self, checkpoint: Path) -> None:
+        """Take the name away first: a folder half deleted must not pass for a checkpoint."""
+        expired = checkpoint.with_suffix(".expired")
+        checkpoint.rename(expired)
+        shutil.rmtree(expired)
 
     def _committed(self) -> list[tuple[int, Path]]:
-        folders = (path for path in self._folder.glob("step_*") if path.suffix != ".partial")
-        return sorted((int(path.name.removeprefix("step_")), path) for path in folders)
+        found = ((_COMMITTED.fullmatch(path.name), path) for path in self._folder.iterdir())
+        return sorted((int(match[1]), path) for match, path in found if match)

@@ -302,7 +302,7 @@ def _open_head(
     store = RolloutStore(run_folder / "rollouts")
     coordinator = RolloutCoordinator(
         config,
-        prompts=load_prompts(dataset / "train.jsonl", "prompt", "label"),
+        prompts=load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key),
         tokenizer=ChatTokenizer(model_folder),
         client=client,
         store=store,
