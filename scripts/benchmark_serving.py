@@ -30,17 +30,21 @@ def main() -> None:
     with running_engines(config, args.checkpoint, log_folder, merge_requests=True) as engines:
         levels = asyncio.run(measure(config, engines, prompts, args))
     print(format_table(levels))
-    write_json(args.output, {"checkpoint": checkpoint.digest, "output_tokens": args.output_tokens,
-                             "levels": [asdict(level) for level in levels]})  # fmt: skip
+    write_json(
+        args.output,
+        {
+            "checkpoint": checkpoint.digest,
+            "output_tokens": args.output_tokens,
+            "levels": [asdict(level) for level in levels],
+        },
+    )
 
 
 async def measure(
     config: Config, engines: list[EngineProcess], prompts: list[tuple[int, ...]], args: argparse.Namespace
 ) -> list[Level]:
     """Wait for the engines and measure them."""
-    async with EngineClient(
-        [engine.url for engine in engines], config.engine.request_timeout_seconds
-    ) as client:
+    async with EngineClient([engine.url for engine in engines], config.engine.request_timeout_seconds) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
         return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
 
@@ -49,15 +53,11 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8"
-    )
+    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
     parser.add_argument("--output", required=True, type=Path, help="the table, as JSON; written last")
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], help="requests in flight"
-    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], help="requests in flight")
     parser.add_argument(
         "--requests", type=int, default=32, help="requests per level, at least as many as are in flight"
     )

@@ -26,9 +26,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON"
-    )
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
     parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
     parser.add_argument("--output", type=Path, help="JSON with the findings, written when all is well")
     return parser.parse_args()

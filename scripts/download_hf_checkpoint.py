@@ -24,9 +24,7 @@ def main() -> None:
     write_receipt(args.receipt, Receipt("download_hf_checkpoint", files, inputs, settings), started)
 
 
-def fetch(
-    args: argparse.Namespace, partial: Path
-) -> tuple[tuple[FileRecord, ...], dict[str, str], dict[str, str]]:
+def fetch(args: argparse.Namespace, partial: Path) -> tuple[tuple[FileRecord, ...], dict[str, str], dict[str, str]]:
     """Return the files that are now in `partial`, the inputs they came from, and what names them."""
     if args.kind == "hub":
         source = HubSource(args.repo_id, args.revision)

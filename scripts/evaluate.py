@@ -31,9 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8"
-    )
+    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
     parser.add_argument("--dataset-receipt", required=True, type=Path)

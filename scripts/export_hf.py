@@ -48,9 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--origin", type=Path, required=True, help="the checkpoint that training began with")
     parser.add_argument("--origin-receipt", type=Path, required=True, help="its receipt")
     parser.add_argument("--destination", type=Path, required=True, help="where the model goes")
-    parser.add_argument(
-        "--receipt", type=Path, required=True, help="receipt of the destination, written last"
-    )
+    parser.add_argument("--receipt", type=Path, required=True, help="receipt of the destination, written last")
     parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
     parser.add_argument("--threads", type=int, default=1, help="shards written at a time")
     return parser.parse_args()

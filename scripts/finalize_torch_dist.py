@@ -46,9 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="final name of the torch_dist folder")
     parser.add_argument("--receipt", type=Path, required=True, help="receipt of the folder, written last")
     parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
-    parser.add_argument(
-        "--verify", action="store_true", help="read everything again and compare it bit by bit"
-    )
+    parser.add_argument("--verify", action="store_true", help="read everything again and compare it bit by bit")
     parser.add_argument("--threads", type=int, default=1, help="tensors compared at a time")
     return parser.parse_args()
 

@@ -23,9 +23,7 @@ def main() -> None:
     args, started = parse_arguments(), time.time()
     source_receipt = require_files(args.source, args.source_receipt)
     tensors = check_layout(args.source).infos
-    raise_if_any(
-        check_config(read_json(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code)
-    )
+    raise_if_any(check_config(read_json(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
     args.receipt.unlink(missing_ok=True)
     with building(args.destination) as partial:
         files = patch_folder(args.source, partial, args.target, source_receipt)
@@ -43,9 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--receipt", required=True, type=Path)
     parser.add_argument("--architecture", required=True, type=architecture, help="model.architecture as JSON")
     parser.add_argument("--target", required=True, choices=("native", "deepseek_v32"))
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="accept a checkpoint with `auto_map`"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="accept a checkpoint with `auto_map`")
     return parser.parse_args()
 
 

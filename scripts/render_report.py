@@ -40,9 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--before", type=Path, required=True, help="evaluation before training, JSON")
     parser.add_argument("--after", type=Path, required=True, help="evaluation after training, JSON")
     parser.add_argument("--export-receipt", type=Path, required=True, help="receipt of the HF export")
-    parser.add_argument(
-        "--logs", type=Path, required=True, help="folder with logs and benchmark files by rule"
-    )
+    parser.add_argument("--logs", type=Path, required=True, help="folder with logs and benchmark files by rule")
     parser.add_argument("--summary", type=Path, required=True, help="summary.json to write")
     parser.add_argument("--report", type=Path, required=True, help="report.html to write")
     return parser.parse_args()

@@ -28,9 +28,7 @@ def write_if_changed(path: Path, text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON"
-    )
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
     parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
     parser.add_argument("--experiment", type=Path, required=True, help="experiment.yaml to write")
     parser.add_argument("--resolved", type=Path, required=True, help="config.resolved.yaml to write")

@@ -50,7 +50,9 @@ def main() -> None:
     final = checkpoints.path(config.training.num_steps)
     receipt = Receipt(
         step="train_grpo",
-        files=record_files(arguments.run_folder, (f.relative_to(arguments.run_folder).as_posix() for f in final.iterdir())),
+        files=record_files(
+            arguments.run_folder, (f.relative_to(arguments.run_folder).as_posix() for f in final.iterdir())
+        ),
         inputs={origin.folder.name: origin.receipt.digest for origin in origins} | {"dataset": dataset.digest},
         settings={
             "experiment": arguments.experiment.read_text(encoding="utf-8"),

@@ -185,9 +185,7 @@ class HubServer:
             return bytes([body[0] ^ 1]) + body[1:]
         return body
 
-    async def _send_body(
-        self, request: web.Request, response: web.StreamResponse, path: str, body: bytes
-    ) -> None:
+    async def _send_body(self, request: web.Request, response: web.StreamResponse, path: str, body: bytes) -> None:
         cuts = self.faults.cut_after.get(path, [])
         limit = cuts.pop(0) if cuts else len(body)
         for begin in range(0, min(limit, len(body)), CHUNK_BYTES):

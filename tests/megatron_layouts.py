@@ -76,14 +76,14 @@ def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
             mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
-    after = {name: t for name, t in weights.gather(dtype=torch.float32)}
+    after = dict(weights.gather(dtype=torch.float32))
     folder.mkdir(exist_ok=True)
     save_training_state(policy, 1, folder)
     dist.barrier()
     for parameter in policy.model.parameters():
         parameter.data.zero_()
     restored_step = load_training_state(policy, folder)
-    restored = {name: t for name, t in weights.gather(dtype=torch.float32)}
+    restored = dict(weights.gather(dtype=torch.float32))
     again = train_step.update(policy, update.micro_batches(), lr=1e-3)
     result = {
         "round_trip_exact": exact == is_source,

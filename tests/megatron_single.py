@@ -53,7 +53,7 @@ def initialize_single_rank(config: Config) -> None:
 
 
 def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
-    """Run a script once per rank over gloo and return what each printed; fails with the log of the first that failed."""
+    """Run a script once per rank over gloo and return what each printed; fails with the first failure's log."""
     environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [

@@ -98,10 +98,17 @@ def tokenizer() -> dict:
     """Return a `tokenizer.json` with one token per letter."""
     letters = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
     added = [
-        {"id": len(letters) + i, "content": token, "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
+        {
+            "id": len(letters) + i,
+            "content": token,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for i, token in enumerate(SPECIAL_TOKENS)
-    ]  # fmt: skip
+    ]
     model = {"type": "WordLevel", "vocab": letters, "unk_token": "?"}
     return {
         "version": "1.0",

@@ -116,13 +116,9 @@ def _write_store(paths: Paths, rng: random.Random) -> dict[str, str]:
         for part in range(2):
             name = f"__{part}_0.bin"
             _write_files(folder, (name,), rng)
-            receipt = Receipt(
-                part_step, record_files(folder, [name]), {"hf_patched": patched}, {"part": part}
-            )
+            receipt = Receipt(part_step, record_files(folder, [name]), {"hf_patched": patched}, {"part": part})
             write_receipt(part_receipt_of(folder, part), receipt)
-        finished[folder.name] = _write_artefact(
-            folder, step, {"hf_patched": patched}, rng, ("metadata.json",)
-        )
+        finished[folder.name] = _write_artefact(folder, step, {"hf_patched": patched}, rng, ("metadata.json",))
     for node in paths.resolved.config.site.node_names:
         _write_node_copy(paths, node)
     return {
@@ -238,9 +234,7 @@ def _write_export(paths: Paths, rng: random.Random, digests: dict[str, str]) -> 
     _write_files(paths.hf_export, ("config.json", "model-00001-of-00001.safetensors"), rng)
     settings = {"final_weights_sha256": f"{rng.getrandbits(256):064x}"}
     inputs = {"hf_patched": digests["hf_patched"], "train": read_receipt(paths.train_done).digest}
-    write_receipt(
-        receipt_of(paths.hf_export), Receipt("export_hf", record_files(paths.hf_export), inputs, settings)
-    )
+    write_receipt(receipt_of(paths.hf_export), Receipt("export_hf", record_files(paths.hf_export), inputs, settings))
 
 
 def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]) -> None:
@@ -250,10 +244,15 @@ def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]
     for when, rate in (("before", 0.264), ("after", 0.931)):
         examples = [_example(digits, rng.random() < rate, rng) for digits in prompts]
         result = {
-            "pass_rate": rate, "pass_at_k": min(1.0, rate * 1.3), "num_prompts": 512, "num_samples": 4,
-            "response_tokens_mean": 5.01, "truncated_fraction": 0.01, "examples": examples,
+            "pass_rate": rate,
+            "pass_at_k": min(1.0, rate * 1.3),
+            "num_prompts": 512,
+            "num_samples": 4,
+            "response_tokens_mean": 5.01,
+            "truncated_fraction": 0.01,
+            "examples": examples,
             "inputs": {"checkpoint": checkpoints[when], "dataset": digests["dataset"]},
-        }  # fmt: skip
+        }
         write_json(paths.evaluation(when), result)
 
 
@@ -268,10 +267,7 @@ def _example(digits: str, passes: bool, rng: random.Random) -> dict[str, Any]:
 def _write_benchmarks(paths: Paths, logs: Path, rng: random.Random) -> None:
     config = paths.resolved.config
     store, run = f"{config.model.name}-{paths.revision12}", paths.resolved.run
-    jobs = {
-        (rule, store if rule not in ("train_grpo", "export_hf") else run): s
-        for rule, s in RULE_SECONDS.items()
-    }
+    jobs = {(rule, store if rule not in ("train_grpo", "export_hf") else run): s for rule, s in RULE_SECONDS.items()}
     for part in range(config.convert.num_parts):
         jobs["convert_hf_to_torch_dist", f"{store}.{part}"] = 1.6 + 0.1 * part
         jobs["quantize_rollout_fp8", f"{store}.{part}"] = 1.2 + 0.1 * part

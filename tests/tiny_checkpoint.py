@@ -47,9 +47,7 @@ TINY = Architecture(
     rms_norm_eps=1e-5,
     max_position_embeddings=256,
 )
-TINY_DEEPSEEK = dataclasses.replace(
-    TINY, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0
-)
+TINY_DEEPSEEK = dataclasses.replace(TINY, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0)
 
 
 def make_random_checkpoint(
@@ -134,9 +132,15 @@ def _transformers_config(architecture: Architecture, num_layers: int) -> Pretrai
     del values["model_type"]
     rope = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
     common = {
-        "rope_parameters": rope, "dtype": "bfloat16", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-        "num_key_value_heads": architecture.num_attention_heads, "eos_token_id": 1, "pad_token_id": 1,
-    }  # fmt: skip
+        "rope_parameters": rope,
+        "dtype": "bfloat16",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": architecture.num_attention_heads,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
     if architecture.model_type == "glm_moe_dsa":
         from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 

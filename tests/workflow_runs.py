@@ -42,7 +42,9 @@ class WorkflowFolder:
     settings: dict[str, object] = field(default_factory=lambda: dict(FAST))
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *targets: str, config: Mapping[str, object] | None = None, options: Sequence[str] = ()) -> list[str]:
+    def command(
+        self, *targets: str, config: Mapping[str, object] | None = None, options: Sequence[str] = ()
+    ) -> list[str]:
         """Return the command line of a run."""
         overrides = {"site.store": self.store, "site.results": self.results} | self.settings
         words = {"set": " ".join(f"{key}={value}" for key, value in overrides.items()), **(config or {})}

@@ -71,7 +71,9 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         words = [str(word) for pair in arguments.items() for word in pair]
         command = [*torchrun, "-m", "posttrain.launch.trainer_rank", *words]
-        ended = subprocess.run(command, cwd=ROOT, env=workflow.env, capture_output=True, text=True, timeout=300, check=False)
+        ended = subprocess.run(
+            command, cwd=ROOT, env=workflow.env, capture_output=True, text=True, timeout=300, check=False
+        )
     assert ended.returncode == 0, ended.stderr[-4000:]
     compare_first_step(undisturbed.metrics(), workflow.metrics())
     assert json.loads((train / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4

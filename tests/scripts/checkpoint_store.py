@@ -50,8 +50,15 @@ class Store:
     def part(self, name: str, part: int) -> list[object]:
         """Return the arguments of one part of folder `name`."""
         folder = self.folder(name)
-        return [*self._common(folder), "--part", part, "--num-parts", NUM_PARTS,
-                "--receipt", part_receipt_of(folder, part)]  # fmt: skip
+        return [
+            *self._common(folder),
+            "--part",
+            part,
+            "--num-parts",
+            NUM_PARTS,
+            "--receipt",
+            part_receipt_of(folder, part),
+        ]
 
     def finalize(self, name: str) -> list[object]:
         """Return the arguments of the last step of folder `name`."""
@@ -67,10 +74,21 @@ class Store:
         """Return the arguments of an export of the converted checkpoint."""
         trained, folder = self.folder("torch_dist"), self.folder(name)
         return [
-            "--run-folder", trained, "--train-receipt", receipt_of(trained),
-            "--origin", self.source, "--origin-receipt", receipt_of(self.source),
-            "--destination", folder, "--receipt", receipt_of(folder), "--architecture", ARCHITECTURE,
-        ]  # fmt: skip
+            "--run-folder",
+            trained,
+            "--train-receipt",
+            receipt_of(trained),
+            "--origin",
+            self.source,
+            "--origin-receipt",
+            receipt_of(self.source),
+            "--destination",
+            folder,
+            "--receipt",
+            receipt_of(folder),
+            "--architecture",
+            ARCHITECTURE,
+        ]
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]

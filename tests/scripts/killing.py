@@ -42,9 +42,13 @@ def run_killed(
         claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says.
         timeout: Seconds for all runs together.
     """
-    order = {"script": str(SCRIPTS / f"{script}.py"), "arguments": [str(a) for a in arguments],
-             "root": str(root), "points": list(points),
-             "claim": claim and [str(path) for path in claim]}  # fmt: skip
+    order = {
+        "script": str(SCRIPTS / f"{script}.py"),
+        "arguments": [str(a) for a in arguments],
+        "root": str(root),
+        "points": list(points),
+        "claim": claim and [str(path) for path in claim],
+    }
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(order)],
         env=os.environ | (env or {}),
@@ -92,11 +96,7 @@ def _kill_at(point: int, root: str) -> None:
 
     def count(event: str, arguments: tuple) -> None:
         nonlocal num_changes
-        if (
-            event in CHANGES
-            and any(str(a).startswith(root) for a in arguments[:2])
-            and _changes(event, arguments)
-        ):
+        if event in CHANGES and any(str(a).startswith(root) for a in arguments[:2]) and _changes(event, arguments):
             num_changes += 1
             if num_changes == point:
                 os.kill(os.getpid(), signal.SIGKILL)

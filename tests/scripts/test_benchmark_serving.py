@@ -10,9 +10,7 @@ def test_the_table_has_a_row_per_concurrency(tmp_path):
     arguments = [*make_inputs(tmp_path, "engine.num_threads=1"), "--output", output, "--requests", 8]
     arguments += ["--concurrency", 1, 4, "--output-tokens", 5]
     script = ROOT / "scripts" / "benchmark_serving.py"
-    ended = subprocess.run(
-        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     levels = json.loads(output.read_text())["levels"]
     assert [(level["concurrency"], level["num_requests"]) for level in levels] == [(1, 8), (4, 8)]

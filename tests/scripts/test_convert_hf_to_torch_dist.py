@@ -14,9 +14,12 @@ def test_a_part_survives_kills_and_ends_with_the_same_bytes(tmp_path):
     folder, receipt = store.folder("torch_dist"), part_receipt_of(store.folder("torch_dist"), 1)
     points = range(1, 13)
     endings = run_killed(
-        "convert_hf_to_torch_dist", store.part("torch_dist", 1), tmp_path, [*points, 10**9],
+        "convert_hf_to_torch_dist",
+        store.part("torch_dist", 1),
+        tmp_path,
+        [*points, 10**9],
         claim=(partial_of(folder), receipt),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 8
     assert endings[-1] == 0
     make_torch_dist(undisturbed)

@@ -59,9 +59,13 @@ def repo(tmp_path):
 def test_a_download_survives_kills_and_ends_with_the_same_bytes(tmp_path, repo):
     with HubServer() as hub:
         data = dataclasses.replace(
-            DATA, kind="hub", repo_id="owner/sums", revision=hub.add_repo("owner/sums", repo, "dataset"),
-            train_file="all.jsonl", heldout_file="all.jsonl",
-        )  # fmt: skip
+            DATA,
+            kind="hub",
+            repo_id="owner/sums",
+            revision=hub.add_repo("owner/sums", repo, "dataset"),
+            train_file="all.jsonl",
+            heldout_file="all.jsonl",
+        )
         points = random.Random(4).sample(range(1, 40), 8)
         arguments, env = _arguments(data, tmp_path / "store" / "sums"), {"HF_ENDPOINT": hub.url}
         endings = run_killed("download_dataset", arguments, tmp_path / "store", [*points, 10**9], env)

@@ -68,8 +68,11 @@ def test_download_survives_kills_and_ends_with_the_hubs_bytes(hub, origin, tmp_p
     assert [record.path for record in receipt.files] == NEEDED
     assert _hashes(store / "hf") == {name: hash_file(origin / name) for name in NEEDED}
     assert sorted(path.name for path in store.iterdir()) == [
-        "hf", "hf.history.jsonl", "hf.manifest.json", "hf.receipt.json"
-    ]  # fmt: skip
+        "hf",
+        "hf.history.jsonl",
+        "hf.manifest.json",
+        "hf.receipt.json",
+    ]
     again = tmp_path / "again"
     assert _run(_arguments(again, *source), hub).returncode == 0
     assert read_receipt(again / "hf.receipt.json").digest == receipt.digest
@@ -134,9 +137,7 @@ def test_a_disk_that_becomes_full_is_one_message_and_keeps_what_is_complete(hub,
 
 def test_the_token_appears_nowhere(hub, origin, tmp_path):
     revision = hub.add_repo("owner/private", origin, token="hf_canary0123456789")
-    arguments = _arguments(
-        tmp_path / "store", "--kind", "hub", "--repo-id", "owner/private", "--revision", revision
-    )
+    arguments = _arguments(tmp_path / "store", "--kind", "hub", "--repo-id", "owner/private", "--revision", revision)
     done = _run(arguments, hub, env={"HF_TOKEN": "hf_canary0123456789"})
     assert done.returncode == 0, done.stderr
     written = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]

@@ -10,8 +10,7 @@ from posttrain.artifacts import read_receipt, receipt_of
 SCRIPT = ROOT / "scripts" / "evaluate.py"
 # 20 prompts x 3 samples in requests of 16 samples: batches that cut through the samples of a prompt.
 OVERRIDES = (
-    "evaluation.num_samples_per_prompt=3 engine.groups_per_request=1 rollout.max_response_tokens=6 "
-    "engine.num_threads=1"
+    "evaluation.num_samples_per_prompt=3 engine.groups_per_request=1 rollout.max_response_tokens=6 engine.num_threads=1"
 )
 
 

@@ -21,9 +21,12 @@ def test_an_export_survives_kills_and_ends_with_the_same_bytes(tmp_path, store):
     folder = store.folder("hf")
     points = sorted(random.Random(7).sample(range(1, 26), 8))
     endings = run_killed(
-        "export_hf", [*store.export(), "--threads", 2], tmp_path, [*points, 10**9],
+        "export_hf",
+        [*store.export(), "--threads", 2],
+        tmp_path,
+        [*points, 10**9],
         claim=(folder, receipt_of(folder)),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 8
     assert endings[-1] == 0
     run_here("export_hf", store.export("undisturbed"))

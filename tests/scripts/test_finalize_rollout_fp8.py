@@ -28,9 +28,12 @@ def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path, sto
     folder = store.folder("rollout_fp8")
     points = sorted(random.Random(5).sample(range(1, 30), 7))
     endings = run_killed(
-        "finalize_rollout_fp8", store.finalize("rollout_fp8"), tmp_path, [*points, 10**9],
+        "finalize_rollout_fp8",
+        store.finalize("rollout_fp8"),
+        tmp_path,
+        [*points, 10**9],
         claim=(folder, receipt_of(folder)),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 7
     assert endings[-1] == 0
     undisturbed = make_store(tmp_path / "undisturbed")

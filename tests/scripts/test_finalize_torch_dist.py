@@ -31,9 +31,12 @@ def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path, sto
     folder = store.folder("torch_dist")
     points = sorted(random.Random(2).sample(range(1, 22), 7))
     endings = run_killed(
-        "finalize_torch_dist", [*store.finalize("torch_dist"), "--verify"], tmp_path, [*points, 10**9],
+        "finalize_torch_dist",
+        [*store.finalize("torch_dist"), "--verify"],
+        tmp_path,
+        [*points, 10**9],
         claim=(folder, receipt_of(folder)),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 7
     assert endings[-1] == 0
     undisturbed = make_store(tmp_path / "undisturbed")
@@ -62,13 +65,9 @@ def test_verify_keeps_a_damaged_checkpoint_from_its_name(store):
     folder = store.folder("torch_dist")
     path = partial_of(folder) / "__1_0.distcp"
     raw = bytearray(path.read_bytes())
-    raw[
-        raw.index(CheckpointReader(store.source).tensor("lm_head.weight").view(torch.uint8).numpy().tobytes())
-    ] ^= 1
+    raw[raw.index(CheckpointReader(store.source).tensor("lm_head.weight").view(torch.uint8).numpy().tobytes())] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(
-        CheckpointError, match=r"__1_0\.distcp: corrupt: the checksum of output_layer\.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: corrupt: the checksum of output_layer\.weight"):
         run_here("finalize_torch_dist", [*store.finalize("torch_dist"), "--verify"])
     assert not folder.exists()
     assert not receipt_of(folder).exists()

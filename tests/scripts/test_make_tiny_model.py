@@ -23,9 +23,17 @@ killing._main()
 
 def _arguments(folder, architecture=TINY, num_digits: int = 2, seed: int = 0) -> list[str]:
     return [
-        "--architecture", json.dumps(dataclasses.asdict(architecture)), "--num-digits", str(num_digits),
-        "--seed", str(seed), "--folder", str(folder), "--receipt", str(receipt_of(folder)),
-    ]  # fmt: skip
+        "--architecture",
+        json.dumps(dataclasses.asdict(architecture)),
+        "--num-digits",
+        str(num_digits),
+        "--seed",
+        str(seed),
+        "--folder",
+        str(folder),
+        "--receipt",
+        str(receipt_of(folder)),
+    ]
 
 
 def _run_killed(folder, points: list[int]) -> list[int]:

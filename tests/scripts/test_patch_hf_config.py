@@ -22,9 +22,19 @@ def source(tmp_path):
 def _arguments(source: Path, target: str, destination: Path, **dimensions: int) -> list[object]:
     architecture = json.dumps(dataclasses.asdict(ARCHITECTURE) | dimensions)
     return [
-        "--source", source, "--source-receipt", receipt_of(source), "--destination", destination,
-        "--receipt", receipt_of(destination), "--architecture", architecture, "--target", target,
-    ]  # fmt: skip
+        "--source",
+        source,
+        "--source-receipt",
+        receipt_of(source),
+        "--destination",
+        destination,
+        "--receipt",
+        receipt_of(destination),
+        "--architecture",
+        architecture,
+        "--target",
+        target,
+    ]
 
 
 def _run(arguments) -> subprocess.CompletedProcess:
@@ -53,8 +63,13 @@ def test_patching_survives_kills_and_ends_with_the_same_bytes(source, tmp_path, 
 def test_all_differences_are_one_message_before_anything_is_written(source, tmp_path):
     done = _run(_arguments(source, "native", tmp_path / "patched", hidden_size=64, index_topk=8))
     assert done.returncode == 1
-    for words in ("3 problems", "config.json: hidden_size = 32", "allowed: 64", "config.json: index_topk = 4",
-                  "model.embed_tokens.weight: BF16 [64, 32], expected BF16 [64, 64]"):  # fmt: skip
+    for words in (
+        "3 problems",
+        "config.json: hidden_size = 32",
+        "allowed: 64",
+        "config.json: index_topk = 4",
+        "model.embed_tokens.weight: BF16 [64, 32], expected BF16 [64, 64]",
+    ):
         assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "patched").exists()

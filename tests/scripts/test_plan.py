@@ -8,9 +8,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def plan(folder, **workflow):
     command = [
-        sys.executable, REPOSITORY / "scripts/plan.py", "--workflow", json.dumps(workflow),
-        "--config-dir", REPOSITORY / "config", "--json", folder / "plan.json", "--html", folder / "plan.html",
-    ]  # fmt: skip
+        sys.executable,
+        REPOSITORY / "scripts/plan.py",
+        "--workflow",
+        json.dumps(workflow),
+        "--config-dir",
+        REPOSITORY / "config",
+        "--json",
+        folder / "plan.json",
+        "--html",
+        folder / "plan.html",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "plan.json").read_text())
 

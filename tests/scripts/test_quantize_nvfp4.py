@@ -12,9 +12,12 @@ def test_quantising_survives_kills_and_ends_with_the_same_bytes(tmp_path):
     folder = store.folder("rollout_nvfp4")
     points = sorted(random.Random(6).sample(range(1, 30), 8))
     endings = run_killed(
-        "quantize_nvfp4", store.whole("rollout_nvfp4"), tmp_path, [*points, 10**9],
+        "quantize_nvfp4",
+        store.whole("rollout_nvfp4"),
+        tmp_path,
+        [*points, 10**9],
         claim=(folder, receipt_of(folder)),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 8
     assert endings[-1] == 0
     run_here("quantize_nvfp4", undisturbed.whole("rollout_nvfp4"))

@@ -22,9 +22,12 @@ def test_a_part_survives_kills_and_ends_with_the_same_bytes(tmp_path):
     folder, receipt = store.folder("rollout_fp8"), part_receipt_of(store.folder("rollout_fp8"), 0)
     points = range(1, 13)
     endings = run_killed(
-        "quantize_rollout_fp8", [*store.part("rollout_fp8", 0), "--threads", 2], tmp_path, [*points, 10**9],
+        "quantize_rollout_fp8",
+        [*store.part("rollout_fp8", 0), "--threads", 2],
+        tmp_path,
+        [*points, 10**9],
         claim=(partial_of(folder), receipt),
-    )  # fmt: skip
+    )
     assert endings.count(-9) >= 8
     assert endings[-1] == 0
     make_rollout_fp8(undisturbed)
@@ -40,8 +43,6 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
     tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = torch.inf
     save_file(tensors, shard, metadata={"format": "pt"})
     write_receipt(receipt_of(store.source), Receipt("patch_hf_config", record_files(store.source), {}, {}))
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight: holds NaN or inf"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight: holds NaN or inf"):
         run_here("quantize_rollout_fp8", store.part("rollout_fp8", 0))
     assert not part_receipt_of(store.folder("rollout_fp8"), 0).exists()

@@ -15,9 +15,9 @@ rule render_report:
         PATHS.run_log("render_report"),
     benchmark:
         PATHS.run_log("render_report").with_suffix(".benchmark.tsv")
+    localrule: True
     params:
         run_folder=PATHS.run,
-    localrule: True
     message:
         f"render the report of {RESOLVED.run}"
     shell:

@@ -9,10 +9,10 @@ rule resolve_config:
         PATHS.run_log("resolve_config"),
     benchmark:
         PATHS.run_log("resolve_config").with_suffix(".benchmark.tsv")
+    localrule: True
     params:
         workflow=WORKFLOW,
         content=artifacts.digest8(dataclasses.asdict(CFG)),
-    localrule: True
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:
@@ -28,10 +28,10 @@ rule plan:
         PATHS.run_log("plan"),
     benchmark:
         PATHS.run_log("plan").with_suffix(".benchmark.tsv")
+    localrule: True
     params:
         workflow=WORKFLOW,
         content=artifacts.digest8(dataclasses.asdict(CFG)),
-    localrule: True
     message:
         f"plan {CFG.model.name} on {CFG.nodes} node(s) of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
@@ -42,9 +42,9 @@ rule plan:
 rule check:
     log:
         PATHS.run_log("check"),
+    localrule: True
     params:
         workflow=WORKFLOW,
-    localrule: True
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:

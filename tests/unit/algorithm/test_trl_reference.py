@@ -26,9 +26,14 @@ def model() -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        initializer_range=0.3, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -88,11 +93,20 @@ def _trl(model, samples, old_logprobs, aggregation: str, folder) -> tuple[float,
     from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
 
     config = GRPOConfig(
-        output_dir=str(folder), loss_type=TRL_LOSS[aggregation], epsilon=LOW, epsilon_high=HIGH, beta=0.0,
-        temperature=TEMPERATURE, max_completion_length=LONGEST, num_generations=len(samples),
-        per_device_train_batch_size=len(samples), report_to=[], use_cpu=True, bf16=False,
+        output_dir=str(folder),
+        loss_type=TRL_LOSS[aggregation],
+        epsilon=LOW,
+        epsilon_high=HIGH,
+        beta=0.0,
+        temperature=TEMPERATURE,
+        max_completion_length=LONGEST,
+        num_generations=len(samples),
+        per_device_train_batch_size=len(samples),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
         gradient_checkpointing=False,
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),

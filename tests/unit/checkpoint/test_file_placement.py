@@ -145,9 +145,7 @@ def test_parallel_raises_the_first_error_and_stops_the_others(progress):
 
 def test_free_space_is_compared_with_what_is_needed(tmp_path):
     require_free_space(tmp_path, 1, "one byte")
-    with pytest.raises(
-        RuntimeError, match=r"not enough disk space for a lot\n  needed: 1152921504606846976 bytes"
-    ):
+    with pytest.raises(RuntimeError, match=r"not enough disk space for a lot\n  needed: 1152921504606846976 bytes"):
         require_free_space(tmp_path, 1 << 60, "a lot")
 
 

@@ -194,9 +194,7 @@ def test_what_is_not_finite_is_refused_with_the_tensors_name(bad):
     weight = torch.zeros(130, 130)
     weight[129, 129] = bad
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: holds NaN or infinity"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: holds NaN or infinity"):
         quantize_named(name, weight)
 
 
@@ -305,9 +303,7 @@ def test_what_is_served_is_what_was_announced():
 def test_modules_that_stay_are_listed_for_the_engine(glm5):
     modules = unquantized_modules(glm5)
     assert len(modules) == 2 + 79 + 76 + 1
-    assert {"model.embed_tokens", "lm_head", "model.layers.78.eh_proj", "model.layers.3.mlp.gate"} <= set(
-        modules
-    )
+    assert {"model.embed_tokens", "lm_head", "model.layers.78.eh_proj", "model.layers.3.mlp.gate"} <= set(modules)
     assert not any(module.endswith("gate_proj") for module in modules)
     config = quantization_config(glm5)
     assert config.pop("modules_to_not_convert") == modules

@@ -55,9 +55,7 @@ def test_the_folder_holds_what_weight_sync_would_send_byte_by_byte(tmp_path, sou
 def test_a_weight_lies_in_one_file_with_its_scale(tmp_path, source):
     served = CheckpointReader(quantize(source, tmp_path / "fp8")[0])
     scales = [name for name in served if name.endswith("_scale_inv")]
-    assert (
-        len(scales) == sum(is_quantized(n, i.shape) for n, i in CheckpointReader(source).infos.items()) > 50
-    )
+    assert len(scales) == sum(is_quantized(n, i.shape) for n, i in CheckpointReader(source).infos.items()) > 50
     assert all(served.file_of(name) == served.file_of(name.removesuffix("_scale_inv")) for name in scales)
 
 
@@ -159,9 +157,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_and_leaves_no_shard(tmp_
     tensors = random_tensors(ARCH, seed=0)
     tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 1] = torch.nan
     write_shards(broken, tensors, 3)
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight: holds NaN"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight: holds NaN"):
         write_part(broken, "s1", tmp_path / "fp8", 0, 1)
     assert not any(path.name.endswith(".tmp") for path in partial_of(tmp_path / "fp8").iterdir())
 
@@ -169,9 +165,11 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_and_leaves_no_shard(tmp_
 def test_a_missing_part_is_refused(tmp_path, source):
     quantize(source, tmp_path / "fp8", num_parts=2)
     parts = read_parts(
-        tmp_path / "fp8", [part_receipt_of(tmp_path / "fp8", p) for p in range(2)], "quantize_rollout_fp8",
+        tmp_path / "fp8",
+        [part_receipt_of(tmp_path / "fp8", p) for p in range(2)],
+        "quantize_rollout_fp8",
         {"hf_patched": "s1"},
-    )  # fmt: skip
+    )
     parts.popitem()
     with pytest.raises(CheckpointError, match="the source gives"):
         finalize_folder(source, partial_of(tmp_path / "fp8"), parts)

@@ -151,16 +151,16 @@ def test_many_wrong_tensors_are_counted():
 
 
 def test_optional_copies_in_the_mtp_layer_are_accepted():
-    copies = {"model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
-              "model.layers.3.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
+    copies = {
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
     assert _check(CONFIG, TENSORS | {copy: TENSORS[original] for copy, original in copies.items()}) == {}
 
 
 def test_what_transformers_writes_is_accepted():
     """The config as `save_pretrained` writes it, with its own names for rope and layer types."""
-    fields = dataclasses.asdict(ARCHITECTURE) | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
-    }
+    fields = dataclasses.asdict(ARCHITECTURE) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     del fields["model_type"], fields["rope_theta"]
     written = GlmMoeDsaConfig(**fields, num_key_value_heads=2, dtype="bfloat16").to_dict()
     assert _check(json.loads(json.dumps(written)) | {"architectures": ["GlmMoeDsaForCausalLM"]}) == {}
@@ -170,18 +170,13 @@ def test_a_model_without_indexer_need_not_mention_it():
     architecture = dataclasses.replace(
         ARCHITECTURE, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0
     )
-    fields = dataclasses.asdict(architecture) | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
-    }
+    fields = dataclasses.asdict(architecture) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     for name in ("model_type", "rope_theta", "index_n_heads", "index_head_dim", "index_topk"):
         del fields[name]
-    written = DeepseekV3Config(
-        **fields, num_key_value_heads=2, n_group=1, topk_group=1, dtype="bfloat16"
-    ).to_dict()
+    written = DeepseekV3Config(**fields, num_key_value_heads=2, n_group=1, topk_group=1, dtype="bfloat16").to_dict()
     config = json.loads(json.dumps(written)) | {"architectures": ["DeepseekV3ForCausalLM"]}
     tensors = {
-        name: TensorInfo(name, spec.dtype, spec.shape, 0, 0)
-        for name, spec in expected_tensors(architecture).items()
+        name: TensorInfo(name, spec.dtype, spec.shape, 0, 0) for name, spec in expected_tensors(architecture).items()
     }
     assert _check(config, tensors, architecture) == {}
 
@@ -245,9 +240,7 @@ def test_the_patched_tokenizer_gives_the_same_tokens(source, receipt, tmp_path):
 
 def test_patched_twice_holds_the_same_bytes(source, receipt, tmp_path):
     first = patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    inodes = {
-        p.name: p.stat().st_ino for p in (tmp_path / "patched").iterdir() if p.name.endswith(".safetensors")
-    }
+    inodes = {p.name: p.stat().st_ino for p in (tmp_path / "patched").iterdir() if p.name.endswith(".safetensors")}
     assert patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt) == first
     assert patch_folder(source, tmp_path / "other", "deepseek_v32", receipt) == first
     assert all((tmp_path / "patched" / name).stat().st_ino == inode for name, inode in inodes.items())
@@ -277,9 +270,7 @@ def test_relative_symlinks_where_hard_links_are_not_possible(source, receipt, tm
     (tmp_path / "store" / "patched.partial").rename(tmp_path / "store" / "patched")
     link = tmp_path / "store" / "patched" / "model-00001-of-00003.safetensors"
     assert link.readlink().as_posix() == "../../hf/model-00001-of-00003.safetensors"
-    assert record_files(tmp_path / "store" / "patched") == tuple(
-        dataclasses.replace(f, sha256="") for f in files
-    )
+    assert record_files(tmp_path / "store" / "patched") == tuple(dataclasses.replace(f, sha256="") for f in files)
     assert patch_folder(source, tmp_path / "store" / "patched", "deepseek_v32", receipt) == files
 
 

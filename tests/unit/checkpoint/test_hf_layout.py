@@ -30,9 +30,7 @@ def test_a_whole_checkpoint_gives_its_tensors(folder):
 def test_a_truncated_shard_is_named_with_both_sizes(folder):
     size = (folder / SHARD).stat().st_size
     os.truncate(folder / SHARD, size - 1)
-    with pytest.raises(
-        CheckpointError, match=f"{SHARD}: truncated: {size - 1} bytes on disk, {size} according"
-    ):
+    with pytest.raises(CheckpointError, match=f"{SHARD}: truncated: {size - 1} bytes on disk, {size} according"):
         check_layout(folder)
 
 
@@ -43,9 +41,7 @@ def test_a_file_that_the_index_names_and_that_is_absent(folder):
 
 
 def test_a_tensor_that_is_not_in_the_file_named(folder):
-    _change_index(
-        folder, lambda weight_map: weight_map.update({"model.norm.weight": SHARD, "lm_head.weight": SHARD})
-    )
+    _change_index(folder, lambda weight_map: weight_map.update({"model.norm.weight": SHARD, "lm_head.weight": SHARD}))
     with pytest.raises(CheckpointError, match=rf"(model.norm.weight|lm_head.weight) is not in {SHARD}"):
         check_layout(folder)
 

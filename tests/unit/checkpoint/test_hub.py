@@ -77,8 +77,7 @@ def test_progress_is_counted_in_bytes_up_to_all_of_them(fetch, hub, origin, capl
     fetch()
     total = sum((origin / name).stat().st_size for name in NEEDED) / 1e6
     assert (
-        f"download owner/small@{hub.revision('owner/small')[:12]}: {total:.1f} of {total:.1f} MB (100 %)"
-        in caplog.text
+        f"download owner/small@{hub.revision('owner/small')[:12]}: {total:.1f} of {total:.1f} MB (100 %)" in caplog.text
     )
 
 
@@ -119,9 +118,7 @@ def test_bytes_that_arrive_wrong_once_are_fetched_again(fetch, hub, caplog):
 @pytest.mark.parametrize(("name", "kind"), [(SHARD_2, "SHA-256"), ("config.json", "Git blob id")])
 def test_bytes_that_stay_wrong_are_refused(fetch, hub, tmp_path, name, kind):
     hub.faults.wrong_bytes[name] = 9
-    with pytest.raises(
-        CheckpointError, match=f"{name} arrives with wrong bytes, 2 times\n  {kind} [0-9a-f]+, the Hub"
-    ):
+    with pytest.raises(CheckpointError, match=f"{name} arrives with wrong bytes, 2 times\n  {kind} [0-9a-f]+, the Hub"):
         fetch()
     assert not (tmp_path / "hf.partial" / name).exists()
 
@@ -147,9 +144,7 @@ def test_a_connection_that_stays_cut_is_one_message(fetch, hub, tmp_path, no_wai
 
 def test_nobody_listens(fetch, hub, source):
     nobody = HubSource(source.repo_id, source.revision, endpoint="http://127.0.0.1:9")
-    with pytest.raises(
-        RuntimeError, match=r"http://127.0.0.1:9 cannot be reached(.|\n)*remedy: check the network"
-    ):
+    with pytest.raises(RuntimeError, match=r"http://127.0.0.1:9 cannot be reached(.|\n)*remedy: check the network"):
         fetch(source=nobody)
 
 
@@ -183,9 +178,7 @@ def test_a_gated_repository_needs_a_token(fetch, hub, origin, monkeypatch):
     assert len(fetch(source=gated)) == 8
 
 
-def test_a_disk_without_space_is_refused_before_the_first_byte(
-    fetch, hub, source, origin, tmp_path, monkeypatch
-):
+def test_a_disk_without_space_is_refused_before_the_first_byte(fetch, hub, source, origin, tmp_path, monkeypatch):
     total = sum((origin / record.path).stat().st_size for record in fetch())
     for path in (tmp_path / "hf.partial").iterdir():
         if path.name != SHARD_1:

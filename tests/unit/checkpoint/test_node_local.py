@@ -215,9 +215,7 @@ def test_a_testimony_about_something_else_is_not_believed(origin, node, testimon
     assert len(read_files) == len(FILES)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "staging to this node has not finished"), ("[]", "not a")]
-)
+@pytest.mark.parametrize(("content", "message"), [(None, "staging to this node has not finished"), ("[]", "not a")])
 def test_a_testimony_that_is_none(tmp_path, content, message):
     if content:
         (tmp_path / "node0.json").write_text(content)

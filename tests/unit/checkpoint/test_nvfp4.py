@@ -61,9 +61,7 @@ def reference(weight):
             scales[i, j] = stored.view(torch.uint8).item()
             step = np.float32(stored.float().item()) * np.float32(scale_2)
             codes = [nearest_code(float(w / step)) if step > 0 else 0 for w in group]
-            packed[i, 8 * j : 8 * j + 8] = [
-                low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)
-            ]
+            packed[i, 8 * j : 8 * j + 8] = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
     return packed, scales, np.float32(scale_2)
 
 
@@ -205,11 +203,15 @@ def test_the_config_says_what_is_quantised(tmp_path, source):
     config = json.loads((partial_of(folder) / "config.json").read_text())["quantization_config"]
     nested = json.loads((partial_of(folder) / "hf_quant_config.json").read_text())["quantization"]
     assert config == {
-        "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
         "ignore": excluded_modules(LAYERS),
-    }  # fmt: skip
+    }
     assert nested == {
-        "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16,
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
         "exclude_modules": excluded_modules(LAYERS),
-    }  # fmt: skip
+    }
     assert excluded_modules(LAYERS)[-2:] == ["model.layers.0.mlp*", "model.layers.3*"]

@@ -49,9 +49,13 @@ def test_it_has_the_files_of_a_hub_repository(made):
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
     others = {path.name for path in folder.iterdir()} - set(shards)
     assert others == {
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
         "model.safetensors.index.json",
-    }  # fmt: skip
+    }
 
 
 def test_its_tensors_are_those_of_the_architecture(made):

@@ -103,9 +103,11 @@ def test_another_number_of_parts_replaces_the_files(tmp_path, source):
 def test_the_format_files_are_what_megatron_asks_for(tmp_path, source):
     folder = convert(source, tmp_path / "torch_dist")
     assert json.loads((folder / "metadata.json").read_text()) == {
-        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
-        "common_backend": "torch", "common_backend_version": 1,
-    }  # fmt: skip
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     assert torch.load(folder / "common.pt", weights_only=True) == {}
 
 
@@ -180,9 +182,7 @@ def test_verify_names_a_tensor_that_differs_although_its_chunk_is_sound(tmp_path
     tensors = random_tensors(TINY, seed=0)
     tensors["model.norm.weight"].view(torch.int16)[5] ^= 1
     write_shards(other, tensors, 3)
-    with pytest.raises(
-        CheckpointError, match=r"decoder\.final_layernorm\.weight at \[0\] is not model\.norm"
-    ):
+    with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.weight at \[0\] is not model\.norm"):
         verify_torch_dist(other, folder, TINY)
 
 

@@ -81,9 +81,12 @@ def test_another_layout_than_it_was_written_in_loads(megatron, converted, source
             )
             for expert in range(TINY.n_routed_experts):
                 wanted[f"expert {expert} {name} {rank}"] = megatron.ShardedTensor.from_rank_offsets(
-                    EXPERTS_FC1, torch.empty(inner, TINY.hidden_size), (0, expert, TINY.n_routed_experts),
-                    (1, piece, 4), prepend_axis_num=1,
-                )  # fmt: skip
+                    EXPERTS_FC1,
+                    torch.empty(inner, TINY.hidden_size),
+                    (0, expert, TINY.n_routed_experts),
+                    (1, piece, 4),
+                    prepend_axis_num=1,
+                )
         wanted[f"fc2 {rank}"] = megatron.ShardedTensor.from_rank_offsets(
             DENSE_FC1.replace("fc1", "fc2"), torch.empty(TINY.hidden_size, half), (1, rank, 2)
         )

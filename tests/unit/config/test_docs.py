@@ -20,9 +20,7 @@ def test_every_key_stands_in_it_once():
     text = render_readme(CONFIG_DIR)
     for key in schema_defaults():
         assert text.count(f"| `{key}` |") == 1 or key == "nodes", key
-    assert (
-        "| `nodes` | Nodes of the training job | whole number | the model's `defaults.nodes` | ≥ 1 |" in text
-    )
+    assert "| `nodes` | Nodes of the training job | whole number | the model's `defaults.nodes` | ≥ 1 |" in text
 
 
 @pytest.mark.parametrize(
@@ -46,12 +44,8 @@ def test_every_section_and_field_is_described():
     for name, section in sections(schema.Config):
         assert section.__doc__
         hints = typing.get_type_hints(section)
-        leaves = [
-            field for field in dataclasses.fields(section) if not dataclasses.is_dataclass(hints[field.name])
-        ]
-        assert [entry.doc for entry in entries(name, section, {})] == [
-            field.metadata["doc"] for field in leaves
-        ]
+        leaves = [field for field in dataclasses.fields(section) if not dataclasses.is_dataclass(hints[field.name])]
+        assert [entry.doc for entry in entries(name, section, {})] == [field.metadata["doc"] for field in leaves]
 
 
 def test_where_values_come_from(tmp_path):

@@ -53,9 +53,7 @@ def test_one_report_lists_every_bad_line(tmp_path):
         load_prompts(_write(tmp_path / "train.jsonl", lines), "prompt", "label")
     (problem,) = raised.value.problems
     assert problem.key == str(tmp_path / "train.jsonl")
-    reported = dict(
-        line.strip().removeprefix("line ").split(": ", 1) for line in problem.value.splitlines()[1:]
-    )
+    reported = dict(line.strip().removeprefix("line ").split(": ", 1) for line in problem.value.splitlines()[1:])
     assert problem.value.startswith("12 of 14 lines are wrong:")
     assert reported.pop("2").startswith("not JSON (")
     assert reported == {

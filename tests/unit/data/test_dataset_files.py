@@ -29,9 +29,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def read(tmp_path):
-    return lambda name: [
-        json.loads(line) for line in (tmp_path / "data.partial" / name).read_text().splitlines()
-    ]
+    return lambda name: [json.loads(line) for line in (tmp_path / "data.partial" / name).read_text().splitlines()]
 
 
 def _write(path, questions):
@@ -80,9 +78,7 @@ def test_one_file_gives_its_last_rows_to_the_held_out_side(make, read, tmp_path)
 @pytest.mark.parametrize(("heldout", "same"), [(["x"], False), ([], True)])
 def test_too_few_rows_to_hold_out(make, tmp_path, heldout, same):
     data = _local(tmp_path, ["a", "b"], heldout or ["x"])
-    with pytest.raises(
-        ConfigError, match=r"data.num_heldout_prompts = 2\n      allowed: at most 1, for the rows of"
-    ):
+    with pytest.raises(ConfigError, match=r"data.num_heldout_prompts = 2\n      allowed: at most 1, for the rows of"):
         make(replace(data, heldout_file=data.train_file) if same else data)
 
 
@@ -102,9 +98,7 @@ def test_bad_lines_of_a_local_file(make, tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     with HubServer() as server:
-        monkeypatch.setattr(
-            dataset_files, "HubSource", lambda *fields: HubSource(*fields, endpoint=server.url)
-        )
+        monkeypatch.setattr(dataset_files, "HubSource", lambda *fields: HubSource(*fields, endpoint=server.url))
         yield server
 
 

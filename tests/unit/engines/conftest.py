@@ -16,8 +16,7 @@ def strong_tensors(model_type: str, seed: int) -> dict[str, torch.Tensor]:
     """Random weights large enough that attention is sharp, and a wrong key shows in the log-probabilities."""
     tensors = random_tensors(ARCHITECTURES[model_type], seed)
     return {
-        name: (tensor.float() * 4).to(tensor.dtype) if tensor.dim() == 2 else tensor
-        for name, tensor in tensors.items()
+        name: (tensor.float() * 4).to(tensor.dtype) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()
     }
 
 

@@ -179,9 +179,7 @@ def test_an_engine_that_fails_a_bucket_fails_the_update_and_closes_all_engines()
 
     async def story():
         async with client_of(good, bad) as client:
-            with pytest.raises(
-                RuntimeError, match=r"(?s)failed on 1 of 2 engines:.*engine 1 .*a\.weight: bad"
-            ):
+            with pytest.raises(RuntimeError, match=r"(?s)failed on 1 of 2 engines:.*engine 1 .*a\.weight: bad"):
                 await client.update_weights(3, BUCKETS)
             for number in (0, 1):
                 with pytest.raises(RuntimeError, match="do not generate: the update to weight version 3"):

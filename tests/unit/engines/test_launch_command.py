@@ -27,9 +27,14 @@ def test_the_embedded_engine():
     rendered = command("tiny", "engine.num_threads=2")
     assert rendered.argv[:3] == (sys.executable, "-m", "posttrain.engines.embedded")
     assert flags(rendered.argv) == {
-        "--dtype": "float32", "--served-threads": "2", "--max-running-requests": "512",
-        "--deterministic": True, "--model-path": "/models/x", "--host": "127.0.0.1", "--port": "30001",
-    }  # fmt: skip
+        "--dtype": "float32",
+        "--served-threads": "2",
+        "--max-running-requests": "512",
+        "--deterministic": True,
+        "--model-path": "/models/x",
+        "--host": "127.0.0.1",
+        "--port": "30001",
+    }
     assert rendered.url == "http://127.0.0.1:30001"
     assert rendered.env["OMP_NUM_THREADS"] == "2"
     assert rendered.env["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -63,15 +68,30 @@ def test_the_recipe_of_16_nodes():
     rendered = command("glm5", node_rank=3, first_node="node8:5000")
     given = flags(rendered.argv)
     assert {name: given[name] for name in given if name not in ("--host", "--port", "--model-path")} == {
-        "--served-model-name": "glm5", "--dtype": "bfloat16", "--max-running-requests": "512",
-        "--random-seed": "43", "--mem-fraction-static": "0.7", "--tp-size": "64", "--ep-size": "64",
-        "--attn-dp-size": "64", "--moe-dense-tp-size": "1", "--enable-dp-lm-head": True, "--page-size": "64",
+        "--served-model-name": "glm5",
+        "--dtype": "bfloat16",
+        "--max-running-requests": "512",
+        "--random-seed": "43",
+        "--mem-fraction-static": "0.7",
+        "--tp-size": "64",
+        "--ep-size": "64",
+        "--attn-dp-size": "64",
+        "--moe-dense-tp-size": "1",
+        "--enable-dp-lm-head": True,
+        "--page-size": "64",
         "--kv-cache-dtype": "bf16",
-        "--chunked-prefill-size": "131072", "--cuda-graph-max-bs-decode": "256", "--watchdog-timeout": "3600",
-        "--attention-backend": "dsa", "--dsa-prefill-backend": "flashmla_sparse",
-        "--dsa-decode-backend": "flashmla_sparse", "--moe-a2a-backend": "deepep", "--deepep-mode": "auto",
-        "--nnodes": "8", "--node-rank": "3", "--dist-init-addr": "node8:5000",
-    }  # fmt: skip
+        "--chunked-prefill-size": "131072",
+        "--cuda-graph-max-bs-decode": "256",
+        "--watchdog-timeout": "3600",
+        "--attention-backend": "dsa",
+        "--dsa-prefill-backend": "flashmla_sparse",
+        "--dsa-decode-backend": "flashmla_sparse",
+        "--moe-a2a-backend": "deepep",
+        "--deepep-mode": "auto",
+        "--nnodes": "8",
+        "--node-rank": "3",
+        "--dist-init-addr": "node8:5000",
+    }
     assert rendered.env["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == "256"
 
 

@@ -15,13 +15,8 @@ from posttrain.engines.launch_command import EngineCommand
 from posttrain.engines.process import EngineProcess, choose_free_ports
 
 SLEEP = "import time; time.sleep(60)"
-WITH_CHILD = (
-    f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); time.sleep(60)"
-)
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
-    "time.sleep(60)"
-)
+WITH_CHILD = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
 def wait_until(condition, seconds=15):
@@ -49,10 +44,7 @@ def test_output_goes_to_the_log_and_the_environment_is_set(tmp_path):
 
 
 def test_private_folders_are_there_while_it_runs(tmp_path):
-    code = (
-        "import os, pathlib; folder = os.environ['PRIVATE']; "
-        "pathlib.Path(folder, 'left').touch(); print(folder)"
-    )
+    code = "import os, pathlib; folder = os.environ['PRIVATE']; pathlib.Path(folder, 'left').touch(); print(folder)"
     command = EngineCommand((sys.executable, "-c", code), {}, "", private_folders=("PRIVATE",))
     process = EngineProcess(command, tmp_path / "log", "engine 0")
     process.start()
@@ -168,9 +160,7 @@ def embedded(folder: Path, port: int):
 def test_a_port_in_use_is_one_message_and_exit_code_1(checkpoint, environment):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = subprocess.run(
-            embedded(checkpoint, port), env=environment, capture_output=True, text=True, timeout=30
-        )
+        ended = subprocess.run(embedded(checkpoint, port), env=environment, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert f"--port = {port} on 127.0.0.1 (Address already in use)" in ended.stderr

@@ -27,9 +27,7 @@ def test_a_batch_is_one_body_with_parameters_per_prompt():
     assert (second["sampling_seed"], second["max_new_tokens"], second["temperature"]) == (9, 4, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"), [((), "prompt 1 is empty"), ((5, 64), "token 64"), ((-1, 5), "token -1")]
-)
+@pytest.mark.parametrize(("prompt", "said"), [((), "prompt 1 is empty"), ((5, 64), "token 64"), ((-1, 5), "token -1")])
 def test_a_prompt_that_would_end_sglang_is_not_sent(prompt, said):
     check_prompts([GenerateRequest((0, 63), 0, 1)], 64)
     with pytest.raises(ValueError, match=said):

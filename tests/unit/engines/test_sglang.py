@@ -46,9 +46,7 @@ def environment():
 def run_in_sglang(code, given):
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
-    ended = subprocess.run(
-        [PYTHON, "-c", code], input=given, env=env, capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run([PYTHON, "-c", code], input=given, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
 

@@ -13,8 +13,7 @@ from posttrain.types import Prompt
 
 CONFIG = Path(__file__).parents[3] / "config"
 PROMPTS = [
-    Prompt(i, ({"role": "system", "content": "s"}, {"role": "user", "content": f"{i}"}), f"{i}")
-    for i in range(40)
+    Prompt(i, ({"role": "system", "content": "s"}, {"role": "user", "content": f"{i}"}), f"{i}") for i in range(40)
 ]
 
 
@@ -77,9 +76,7 @@ class CountingEngine:
         await asyncio.sleep(0.02)
         self.now -= 1
         tokens = [5 + parameters["sampling_seed"] % 50 for parameters in body["sampling_params"]]
-        metas = [
-            {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, t, None]]} for t in tokens
-        ]
+        metas = [{"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, t, None]]} for t in tokens]
         return web.json_response([{"meta_info": meta} for meta in metas])
 
 

@@ -29,10 +29,21 @@ def test_an_untouched_run_is_proven_from_the_source_to_the_evaluation(paths):
     verdicts = verify(paths)
     raise_bad_files(verdicts)
     assert [verdict.artefact.name for verdict in verdicts] == [
-        "made model", "dataset", "hf", "hf_patched", "torch_dist", "rollout_fp8", "train", "run: hf",
-        "node0: torch_dist", "node0: rollout_fp8", "node1: torch_dist", "node1: rollout_fp8",
-        "evaluation before", "evaluation after",
-    ]  # fmt: skip
+        "made model",
+        "dataset",
+        "hf",
+        "hf_patched",
+        "torch_dist",
+        "rollout_fp8",
+        "train",
+        "run: hf",
+        "node0: torch_dist",
+        "node0: rollout_fp8",
+        "node1: torch_dist",
+        "node1: rollout_fp8",
+        "evaluation before",
+        "evaluation after",
+    ]
 
 
 def test_one_flipped_bit_is_found_and_named_by_its_file(paths):
@@ -78,9 +89,7 @@ def test_a_changed_receipt_is_refused_by_its_digest(paths):
 
 def test_another_training_run_breaks_the_link_to_the_export(paths):
     receipt = read_receipt(paths.train_done)
-    write_receipt(
-        paths.train_done, dataclasses.replace(receipt, settings={**receipt.settings, "num_steps": 3})
-    )
+    write_receipt(paths.train_done, dataclasses.replace(receipt, settings={**receipt.settings, "num_steps": 3}))
     found = problems_of(paths)
     assert list(found) == ["run: hf"]
     assert "made from train" in found["run: hf"][0]
@@ -124,8 +133,6 @@ def test_finished_parts_of_an_unfinished_folder_are_checked(paths):
 
 
 def test_leftover_parts_beside_a_finished_folder_do_not_count(paths):
-    stale = dataclasses.replace(
-        Receipt("convert_hf_to_torch_dist", (), {"hf_patched": "0" * 64}, {"part": 7})
-    )
+    stale = dataclasses.replace(Receipt("convert_hf_to_torch_dist", (), {"hf_patched": "0" * 64}, {"part": 7}))
     write_receipt(part_receipt_of(paths.torch_dist, 7), stale)
     assert problems_of(paths) == {}

@@ -107,13 +107,8 @@ def test_what_models_write_cannot_become_part_of_the_page(run):
 def test_long_responses_and_long_runs_stay_small(tmp_path):
     made = make_run(tmp_path, num_steps=3000)
     run = read_run(made.inputs)
-    long = [
-        {"prompt": f"question {i}", "response": "word " * 40_000, "label": "7", "reward": 1.0}
-        for i in range(24)
-    ]
-    run = dataclasses.replace(
-        run, before={**run.before, "examples": long}, after={**run.after, "examples": long}
-    )
+    long = [{"prompt": f"question {i}", "response": "word " * 40_000, "label": "7", "reward": 1.0} for i in range(24)]
+    run = dataclasses.replace(run, before={**run.before, "examples": long}, after={**run.after, "examples": long})
     html = render_report(run, summarize(run))
     assert len(html.encode()) < 2_000_000
     assert "characters …" in html
@@ -123,9 +118,7 @@ def test_metrics_that_were_not_recorded_are_named_and_not_drawn(tmp_path):
     made = make_run(tmp_path, num_steps=3)
     path = made.paths.train / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "".join(json.dumps({"step": row["step"], "rollout/reward_mean": 0.5}) + "\n" for row in rows)
-    )
+    path.write_text("".join(json.dumps({"step": row["step"], "rollout/reward_mean": 0.5}) + "\n" for row in rows))
     run = read_run(made.inputs)
     html = render_report(run, summarize(run))
     page = Page(html)
@@ -159,8 +152,10 @@ def test_samples_are_paired_by_prompt():
     after = [example("b", 1.0), example("a", 1.0), example("c", 0.0)]
     pairs = pair_samples(before, after)
     assert [(pair.prompt, len(pair.before), len(pair.after), pair.change) for pair in pairs] == [
-        ("a", 2, 1, "better"), ("b", 1, 1, "same"), ("c", 1, 1, "worse"),
-    ]  # fmt: skip
+        ("a", 2, 1, "better"),
+        ("b", 1, 1, "same"),
+        ("c", 1, 1, "worse"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,7 @@ def test_bars_stack_to_the_sum_and_do_not_leave_the_axes():
     bars = [element for element in svg.iter("rect") if "bar" in element.attrib["class"].split()]
     assert len(bars) == 3  # a layer of 0 is not drawn
     scale = (HEIGHT - TOP - BOTTOM) / 4
-    assert [float(bar.attrib["height"]) for bar in bars] == pytest.approx(
-        [scale, 3 * scale, 2 * scale], abs=0.1
-    )
+    assert [float(bar.attrib["height"]) for bar in bars] == pytest.approx([scale, 3 * scale, 2 * scale], abs=0.1)
     assert float(bars[1].attrib["y"]) == pytest.approx(TOP, abs=0.1)
     assert min(float(bar.attrib["x"]) for bar in bars) >= LEFT
     assert max(float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in bars) <= WIDTH - RIGHT

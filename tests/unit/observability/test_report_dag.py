@@ -17,9 +17,7 @@ def draw(rules, **states):
 
 def boxes(svg):
     return [
-        (float(box.attrib["x"]), float(box.attrib["y"]))
-        for box in svg.iter("rect")
-        if box.attrib["class"] == "box"
+        (float(box.attrib["x"]), float(box.attrib["y"])) for box in svg.iter("rect") if box.attrib["class"] == "box"
     ]
 
 
@@ -37,9 +35,7 @@ def test_boxes_do_not_overlap_and_no_line_runs_through_one(model, overrides):
         x1, y = map(float, start.split(","))
         x2 = float(level.split("C")[0])
         crossed = [
-            box
-            for box in corners
-            if box[1] < y < box[1] + NODE_HEIGHT and x1 < box[0] + NODE_WIDTH and box[0] < x2
+            box for box in corners if box[1] < y < box[1] + NODE_HEIGHT and x1 < box[0] + NODE_WIDTH and box[0] < x2
         ]
         assert crossed == []
 

@@ -16,9 +16,7 @@ def made(tmp_path):
 def test_origins_are_read_back_for_every_value(made):
     resolved = made.paths.resolved
     origins = read_origins(made.inputs.config.read_text())
-    assert origins == {
-        key: resolved.origins.get(key, "schema default") for key in flat_config(resolved.config)
-    }
+    assert origins == {key: resolved.origins.get(key, "schema default") for key in flat_config(resolved.config)}
     assert origins["site.store"] == "set="
 
 

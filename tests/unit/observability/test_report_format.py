@@ -14,10 +14,17 @@ from posttrain.observability.report_format import (
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "–"), (0, "0"), (80, "80"), (4857.3, "4,857"), (1234567, "1,234,567"), (0.123456, "0.1235"),
-        (3.1e-7, "3.10e-07"), (-0.5, "−0.5"), (743_911_199_232, "743,911,199,232"),
+        (None, "–"),
+        (0, "0"),
+        (80, "80"),
+        (4857.3, "4,857"),
+        (1234567, "1,234,567"),
+        (0.123456, "0.1235"),
+        (3.1e-7, "3.10e-07"),
+        (-0.5, "−0.5"),
+        (743_911_199_232, "743,911,199,232"),
     ],
-)  # fmt: skip
+)
 def test_numbers(value, text):
     assert format_number(value) == text
 
@@ -40,8 +47,13 @@ def test_seconds(value, text):
 
 def test_bytes_and_shares():
     assert [format_bytes(value) for value in (0, 999, 1000, 63_826, 1.5e12, 999.6e9)] == [
-        "0 B", "999 B", "1 kB", "63.8 kB", "1.5 TB", "1000 GB",
-    ]  # fmt: skip
+        "0 B",
+        "999 B",
+        "1 kB",
+        "63.8 kB",
+        "1.5 TB",
+        "1000 GB",
+    ]
     assert (format_percent(0.2637), format_percent(1.0), format_percent(None)) == ("26.4 %", "100.0 %", "–")
 
 
@@ -68,5 +80,11 @@ def test_decades_cover_the_range_with_few_ticks():
 
 def test_tick_labels_tell_neighbours_apart():
     assert [format_tick(value) for value in (0, 0.2, 20000, 3e6, 5e-5, 1.5e-4, -0.015)] == [
-        "0", "0.2", "20k", "3M", "5e-5", "1.5e-4", "−0.015",
-    ]  # fmt: skip
+        "0",
+        "0.2",
+        "20k",
+        "3M",
+        "5e-5",
+        "1.5e-4",
+        "−0.015",
+    ]

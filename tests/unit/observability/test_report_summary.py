@@ -47,9 +47,7 @@ def test_the_stable_keys_with_numbers_of_the_run(tmp_path, capsys):
     rows = [json.loads(line) for line in (made.paths.train / "metrics.jsonl").read_text().splitlines()]
     tokens, seconds = (sum(row[name] for row in rows) for name in ("train/num_tokens", "perf/step_seconds"))
     assert summary["tokens_per_second"] == pytest.approx(tokens / seconds, abs=1e-3)
-    assert summary["mismatch_abs_diff_mean"] == pytest.approx(
-        sum(row["mismatch/abs_diff_mean"] for row in rows) / 10
-    )
+    assert summary["mismatch_abs_diff_mean"] == pytest.approx(sum(row["mismatch/abs_diff_mean"] for row in rows) / 10)
     assert summary["seconds_by_rule"]["evaluate"] == 23.0
     # The made-up jobs ran one after the other.
     assert summary["seconds_total"] == pytest.approx(sum(summary["seconds_by_rule"].values()), abs=0.01)
@@ -63,10 +61,7 @@ def test_what_was_not_measured_is_null(tmp_path):
     made = make_run(tmp_path, num_steps=3)
     path = made.paths.train / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [
-        {key: value for key, value in row.items() if not key.startswith(("mismatch/", "perf/"))}
-        for row in rows
-    ]
+    kept = [{key: value for key, value in row.items() if not key.startswith(("mismatch/", "perf/"))} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     summary = summarize(read_run(made.inputs))
     assert summary["mismatch_abs_diff_mean"] is None

@@ -61,9 +61,7 @@ def test_resuming_cuts_off_later_steps_and_ends_with_the_undisturbed_bytes(tmp_p
     write_steps(tmp_path / "straight", range(1, 9))
     write_steps(tmp_path / "resumed", range(1, 8))
     write_steps(tmp_path / "resumed", range(5, 9), last_step=4)
-    assert (tmp_path / "resumed/metrics.jsonl").read_bytes() == (
-        tmp_path / "straight/metrics.jsonl"
-    ).read_bytes()
+    assert (tmp_path / "resumed/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
 
 
 def test_a_fresh_start_keeps_nothing(tmp_path):
@@ -123,6 +121,4 @@ def test_kills_at_any_moment_leave_whole_rows_without_gaps(tmp_path):
         assert process.wait() == -signal.SIGKILL
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"step": step, "train/loss": step / 7} for step in range(1, 401)
-    ]
+    assert [json.loads(line) for line in lines] == [{"step": step, "train/loss": step / 7} for step in range(1, 401)]

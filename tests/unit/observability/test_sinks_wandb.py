@@ -30,17 +30,14 @@ def read_history(path):
             parts = b""
             if record.WhichOneof("record_type") == "history":
                 items = {
-                    (item.key or "/".join(item.nested_key)): float(item.value_json)
-                    for item in record.history.item
+                    (item.key or "/".join(item.nested_key)): float(item.value_json) for item in record.history.item
                 }
                 history.append(items)
     return history
 
 
 def write_steps(folder, steps, last_step=None):
-    with MetricSinks(
-        folder, "my-run", Logging(), last_step=last_step, config={"optimizer": {"lr": 1e-6}}
-    ) as sinks:
+    with MetricSinks(folder, "my-run", Logging(), last_step=last_step, config={"optimizer": {"lr": 1e-6}}) as sinks:
         for step in steps:
             sinks.log(step, {"train/loss": step / 3, "rollout/reward_mean": step / 10})
 
@@ -83,9 +80,7 @@ def test_starting_it_does_not_hold_up_the_first_step(tmp_path):
         print(first_step, time.perf_counter() - started)
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
     first_step, whole = map(float, done.stdout.split())
     assert first_step < 0.3 * whole
     assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -54,9 +54,7 @@ def test_all_ranks_together_hold_the_model_and_its_optimizer_state_once(resolved
     state = sum(stage.optimizer_bytes for stage in stages) * replicas
     once = 8 * count_parameters(model_weights(config.model.architecture))
     replicated = 8 * sum(
-        w.num_elements
-        for w in model_weights(config.model.architecture)
-        if w.split == "none" and not w.is_buffer
+        w.num_elements for w in model_weights(config.model.architecture) if w.split == "none" and not w.is_buffer
     )
     assert state == pytest.approx(once + (tensor - 1) * replicated, rel=1e-3)
 

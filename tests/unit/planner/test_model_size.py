@@ -23,11 +23,7 @@ def test_glm5_has_the_published_number_of_parameters_tensors_and_bytes(resolved)
     assert count_parameters(weights) == 743_911_199_232
     assert sum(weight.count for weight in weights) == 59_079
     # Two bytes each, and four for each of the 75 x 256 router biases.
-    assert (
-        sum(weight.bf16_bytes for weight in weights)
-        == 1_487_822_475_264
-        == 2 * 743_911_199_232 + 4 * 75 * 256
-    )
+    assert sum(weight.bf16_bytes for weight in weights) == 1_487_822_475_264 == 2 * 743_911_199_232 + 4 * 75 * 256
 
 
 def test_glm5_active_parameters(resolved):

@@ -27,9 +27,7 @@ def test_an_interpreter_that_has_the_module_passes_and_its_version_is_shown():
     import xxhash
 
     assert finding.status == "ok"
-    assert finding.detail.endswith(
-        f"xxhash {xxhash.__version__}" if hasattr(xxhash, "__version__") else "version"
-    )
+    assert finding.detail.endswith(f"xxhash {xxhash.__version__}" if hasattr(xxhash, "__version__") else "version")
 
 
 def test_an_interpreter_without_the_module_is_a_problem_that_shows_the_error():

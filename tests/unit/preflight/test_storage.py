@@ -64,10 +64,7 @@ def test_a_disk_without_room_is_one_problem_for_all_roots_on_it(tmp_path):
     needs = [Need("site.store", tmp_path / "store", huge), Need("site.results", tmp_path, 5)]
     (finding,) = check_free_space(needs)
     assert finding.problem.key == "site.store, site.results"
-    assert (
-        finding.problem.allowed
-        == "at least 1153 PB (site.store 1153 PB, site.results 5 B, and 1.07 GB to spare)"
-    )
+    assert finding.problem.allowed == "at least 1153 PB (site.store 1153 PB, site.results 5 B, and 1.07 GB to spare)"
     assert "free on the disk of" in finding.problem.value
 
 

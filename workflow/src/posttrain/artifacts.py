@@ -367,7 +367,9 @@ def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Re
     receipt = read_receipt(receipt_path)
     if found := check_files(folder, receipt, content):
         listed = "\n  ".join(found)
-        raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: rm {receipt_path} and run again")
+        raise CheckpointError(
+            f"{folder} is not what its receipt says:\n  {listed}\n  remedy: rm {receipt_path} and run again"
+        )
     return receipt
 
 
@@ -397,12 +399,14 @@ def building(folder: Path) -> Iterator[Path]:
     try:
         partial.rename(folder)
     except OSError as error:
-        raise RuntimeError(f"{folder}: another process finished it while this one did; run again to check it") from error
+        raise RuntimeError(
+            f"{folder}: another process finished it while this one did; run again to check it"
+        ) from error
     sync_folder(folder.parent)
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then put it under its name: the old content or the new one, never a mixture."""
+    """Let `write` fill a temporary file, then put it under its name: old content or new, never a mixture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_dead_temporaries(path)
     temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.tmp")

@@ -43,9 +43,7 @@ def assign_req_to_token_pool_cpu(
         pool_len: width of `req_to_token`; unused, part of SGLang's signature.
     """
     taken = 0
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         count = max(end - start, 0)
         slots = out_cache_loc[taken : taken + count]
         req_to_token[row, start : start + count] = slots.to(req_to_token.dtype)

@@ -22,9 +22,7 @@ def rows(lengths=LENGTHS, samples=3, max_new_tokens=12, eos=(1,), vocabulary=64)
     generator = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(2, vocabulary, (n,), generator=generator).tolist()) for n in lengths]
     return [
-        Row(
-            f"{place}.{sample}", prompt, max_new_tokens - place % 3, 1.0, 100 * place + sample, frozenset(eos)
-        )
+        Row(f"{place}.{sample}", prompt, max_new_tokens - place % 3, 1.0, 100 * place + sample, frozenset(eos))
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
@@ -39,9 +37,7 @@ def reference(folder):
     """The model as transformers itself loads it, from the Hub's names."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def topk_by_sorting_places(values, k, dim=-1, largest=True, sorted=True):
@@ -131,9 +127,7 @@ def test_the_batch_shrinks_and_nobody_notices(model, monkeypatch):
     given = rows(eos=range(1, 12), max_new_tokens=20)
     widths = []
     decode = generation._Batch.decode
-    monkeypatch.setattr(
-        generation._Batch, "decode", lambda self: (widths.append(len(self._live)), decode(self))[1]
-    )
+    monkeypatch.setattr(generation._Batch, "decode", lambda self: (widths.append(len(self._live)), decode(self))[1])
     shrinking = run(model, given)
     assert widths[0] > widths[-1]
     monkeypatch.setattr(generation, "COMPACT_WHEN_FINISHED", 2.0)

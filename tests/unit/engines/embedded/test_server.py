@@ -79,9 +79,7 @@ def test_an_update_changes_weights_and_version_together(checkpoint, tensors, new
     asyncio.run(story())
 
 
-def test_quantised_updates_and_a_folder_of_the_same_weights_serve_the_same(
-    checkpoint, fp8_checkpoint, tensors
-):
+def test_quantised_updates_and_a_folder_of_the_same_weights_serve_the_same(checkpoint, fp8_checkpoint, tensors):
     quantised = [pair for name, tensor in tensors.items() for pair in quantize_named(name, tensor)]
 
     async def story():
@@ -121,9 +119,7 @@ def test_half_an_update_never_serves_and_the_next_whole_one_does(checkpoint, ten
 
 
 def test_a_folder_that_does_not_fit_leaves_the_old_weights(checkpoint, tensors, tmp_path):
-    folder = write_checkpoint(
-        tmp_path / "hf", "glm_moe_dsa", {**tensors, "lm_head.weight": torch.zeros(2, 2)}
-    )
+    folder = write_checkpoint(tmp_path / "hf", "glm_moe_dsa", {**tensors, "lm_head.weight": torch.zeros(2, 2)})
 
     async def story():
         async with engine_and_client(checkpoint) as (client, _):
@@ -182,8 +178,9 @@ def test_a_bad_bucket_is_told_at_once_and_drops_the_update(checkpoint, tensors):
             post = lambda path, body: answer_of(session, "POST", server.make_url(path), json=body)  # noqa: E731
             assert (await post("/begin_weight_update", {}))[0] == 200
             assert "open already" in (await post("/begin_weight_update", {}))[1]
-            assert "nobody.weight: the model has no such tensor" in (
-                await post("/update_weights_from_tensor", BUCKET))[1]  # fmt: skip
+            assert (
+                "nobody.weight: the model has no such tensor" in (await post("/update_weights_from_tensor", BUCKET))[1]
+            )
             broken = {"serialized_named_tensors": ["AAAA"]}
             assert "not a payload" in (await post("/update_weights_from_tensor", broken))[1]
             whole = {

@@ -15,9 +15,7 @@ DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 def test_fused_experts_under_their_hub_names():
     gate_up = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)  # E = 2, F = 2, H = 3
     down = torch.arange(2 * 3 * 2.0).reshape(2, 3, 2)
-    views = views_by_hub_name(
-        {"m.experts.gate_up_proj": gate_up, "m.experts.down_proj": down, "norm.weight": down}
-    )
+    views = views_by_hub_name({"m.experts.gate_up_proj": gate_up, "m.experts.down_proj": down, "norm.weight": down})
     assert views["m.experts.1.gate_proj.weight"].tolist() == [[12, 13, 14], [15, 16, 17]]
     assert views["m.experts.1.up_proj.weight"].tolist() == [[18, 19, 20], [21, 22, 23]]
     assert views["m.experts.0.down_proj.weight"].tolist() == [[0, 1], [2, 3], [4, 5]]

@@ -87,9 +87,7 @@ def read_patch(folder: Path) -> dict[str, list[Change]]:
     if not (folder / PATCH_FILE).exists():
         return {}
     try:
-        return {
-            name: [Change(**row) for row in rows] for name, rows in read_json(folder / PATCH_FILE).items()
-        }
+        return {name: [Change(**row) for row in rows] for name, rows in read_json(folder / PATCH_FILE).items()}
     except TypeError as error:
         raise CheckpointError(f"{folder / PATCH_FILE}: not a record of changes ({error})") from error
 
@@ -114,14 +112,10 @@ def _apply(content: dict[str, Any], change: Change, file: str) -> dict[str, Any]
             return content
         if key in content and change.new not in content:
             return {change.new if name == key else name: value for name, value in content.items()}
-        raise CheckpointError(
-            f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}"
-        )
+        raise CheckpointError(f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}")
     assert change.op == "replace", f"unknown change {change}"
     if content.get(key) not in (change.old, change.new):
-        raise CheckpointError(
-            f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}"
-        )
+        raise CheckpointError(f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}")
     return {**content, key: change.new}
 
 

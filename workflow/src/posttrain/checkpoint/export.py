@@ -157,16 +157,12 @@ def refuse_foreign_folder(folder: Path) -> None:
         return
     receipt = receipt_of(folder)
     if not receipt.exists() or read_receipt(receipt).step != STEP:
-        raise CheckpointError(
-            f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere"
-        )
+        raise CheckpointError(f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere")
 
 
 def _output_file(export: Export, made_from: Mapping[str, str], name: str) -> OutputFile:
     header = read_header(export.origin.folder / name)
-    held = {
-        tensor: info for tensor, info in header.items() if export.origin.index.weight_map.get(tensor) == name
-    }
+    held = {tensor: info for tensor, info in header.items() if export.origin.index.weight_map.get(tensor) == name}
     return OutputFile(
         name=name,
         size_bytes=sum(info.size_bytes for info in held.values()),
@@ -213,10 +209,7 @@ def final_weights_sha256(folder: Path, num_threads: int = 1) -> str:
     names = sorted(reader)
     with ThreadPoolExecutor(num_threads) as pool:
         hashes = pool.map(lambda name: _hash_tensor(folder / reader.file_of(name), reader.info(name)), names)
-        lines = [
-            f"{name} {reader.info(name).spec} {content}\n"
-            for name, content in zip(names, hashes, strict=True)
-        ]
+        lines = [f"{name} {reader.info(name).spec} {content}\n" for name, content in zip(names, hashes, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

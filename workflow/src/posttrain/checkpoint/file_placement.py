@@ -137,9 +137,7 @@ def hard_link(source: Path, target: Path) -> bool:
     return True
 
 
-def run_parallel(
-    work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress
-) -> list[R]:
+def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress) -> list[R]:
     """Return `work(item)` for all items, in their order.
 
     Raises:

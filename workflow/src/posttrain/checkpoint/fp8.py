@@ -130,9 +130,7 @@ def unquantized_modules(specs: Mapping[str, TensorSpec]) -> list[str]:
 # ---- the maths: weights [N, K] in blocks of [b, b], scales [ceil(N/b), ceil(K/b)] ----
 
 
-def quantize_block(
-    weight: torch.Tensor, block: int = BLOCK, name: str = "weight"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_block(weight: torch.Tensor, block: int = BLOCK, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a matrix with one scale per block.
 
     Args:

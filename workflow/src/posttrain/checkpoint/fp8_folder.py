@@ -89,9 +89,7 @@ def write_part(
     """
     reader = open_source(source)
     if not any(is_quantized(name, info.shape) for name, info in reader.infos.items()):
-        raise CheckpointError(
-            f"{source}: none of its {len(reader)} tensors is on the list of what is quantised"
-        )
+        raise CheckpointError(f"{source}: none of its {len(reader)} tensors is on the list of what is quantised")
     plan = plan_shards(reader)
     shards = [_output_file(reader, source_digest, name, held) for name, held in plan.items()]
     share = split_evenly([shard.size_bytes for shard in shards], num_parts)[part]
@@ -110,8 +108,7 @@ def open_source(source: Path) -> CheckpointReader:
     if declared is not None or coded:
         method = f"quant_method {declared.get('quant_method')!r}" if declared else coded[0]
         raise CheckpointError(
-            f"{source}: quantised already ({method}); quantising twice adds the errors up: "
-            f"give the BF16 checkpoint"
+            f"{source}: quantised already ({method}); quantising twice adds the errors up: give the BF16 checkpoint"
         )
     return reader
 
@@ -136,11 +133,7 @@ def _output_file(reader: CheckpointReader, source_digest: str, name: str, held: 
 
 
 def _served(reader: CheckpointReader, held: Sequence[str]) -> dict[str, TensorSpec]:
-    return {
-        name: spec
-        for hf_name in held
-        for name, spec in served_specs(hf_name, reader.info(hf_name).spec).items()
-    }
+    return {name: spec for hf_name in held for name, spec in served_specs(hf_name, reader.info(hf_name).spec).items()}
 
 
 def _write_shard(reader: CheckpointReader, held: Sequence[str], file: HashingFile) -> Notes:
@@ -199,7 +192,5 @@ def finalize_folder(source: Path, partial: Path, parts: Mapping[str, Description
 
 
 def _report(parts: Mapping[str, Description]) -> dict[str, Any]:
-    errors = {
-        name: TensorError(**row) for part in parts.values() for name, row in part.notes["errors"].items()
-    }
+    errors = {name: TensorError(**row) for part in parts.values() for name, row in part.notes["errors"].items()}
     return summarize(dict(sorted(errors.items())))

@@ -65,9 +65,7 @@ def check_config(
     ]
 
 
-def _check_kind(
-    config: Mapping[str, Any], architecture: Architecture, trust_remote_code: bool
-) -> Iterator[Problem]:
+def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_remote_code: bool) -> Iterator[Problem]:
     model_type, classes = config.get("model_type"), config.get("architectures")
     if model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]:
         value = f"{model_type!r} with architectures {classes!r}"
@@ -114,9 +112,7 @@ def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Itera
     """What trainer and engines take for granted and no key of ours names; checked where it is mentioned."""
     for key, expected in _fixed(architecture).items():
         if config.get(key) is not None and config[key] != expected:
-            yield Problem(
-                f"{CONFIG}: {key}", repr(config[key]), repr(expected), "this variant is not supported"
-            )
+            yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(expected), "this variant is not supported")
 
 
 def _fixed(architecture: Architecture) -> dict[str, Any]:
@@ -203,9 +199,7 @@ def _tokenizer_changes(tokenizer: Mapping[str, Any], source: Path) -> list[Chang
     return changes
 
 
-def patch_folder(
-    source: Path, destination: Path, target: str, source_receipt: Receipt
-) -> tuple[FileRecord, ...]:
+def patch_folder(source: Path, destination: Path, target: str, source_receipt: Receipt) -> tuple[FileRecord, ...]:
     """Make a folder with the patched config, whose other files are links to the source's.
 
     Args:

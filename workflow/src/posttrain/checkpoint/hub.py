@@ -100,9 +100,7 @@ def download(
 # ---- online ----
 
 
-def _keep_verified(
-    source: HubSource, folder: Path, files: Collection[HubFile], workers: int
-) -> dict[str, FileRecord]:
+def _keep_verified(source: HubSource, folder: Path, files: Collection[HubFile], workers: int) -> dict[str, FileRecord]:
     present = [file for file in files if (folder / file.path).is_file()]
     if not present:
         return {}
@@ -129,9 +127,7 @@ def _fetch_missing(
     with ProgressBar(f"download {source}", need) as bar, explain_full_disk(folder):
         progress = TransferProgress(bar)
         largest_first = sorted(missing, key=lambda file: -file.size_bytes)
-        records = run_parallel(
-            lambda file: _fetch(source, folder, file, progress), largest_first, workers, progress
-        )
+        records = run_parallel(lambda file: _fetch(source, folder, file, progress), largest_first, workers, progress)
     return {record.path: record for record in records}
 
 
@@ -157,9 +153,7 @@ def _fetch(source: HubSource, folder: Path, file: HubFile, progress: TransferPro
             return record
         staged.unlink()
         progress.advance(-file.size_bytes)
-        log.warning(
-            "%s: attempt %d of %d to fetch %s: %s", source, attempt, ATTEMPTS_PER_FILE, file.path, reason
-        )
+        log.warning("%s: attempt %d of %d to fetch %s: %s", source, attempt, ATTEMPTS_PER_FILE, file.path, reason)
     raise CheckpointError(
         f"{source}: {file.path} arrives with wrong bytes, {ATTEMPTS_PER_FILE} times\n  {reason}\n"
         f"  remedy: look for a proxy or mirror between here and the Hub (HF_ENDPOINT), then run again"

@@ -98,9 +98,7 @@ def list_files(source: HubSource, manifest: Path, needed: Callable[[str], bool])
         files = _read_manifest(source, manifest)
     else:
         files = _ask_hub(source)
-        write_json(
-            manifest, {"source": _identity(source), "files": [dataclasses.asdict(file) for file in files]}
-        )
+        write_json(manifest, {"source": _identity(source), "files": [dataclasses.asdict(file) for file in files]})
     return None if files is None else sorted((f for f in files if needed(f.path)), key=lambda f: f.path)
 
 
@@ -113,12 +111,18 @@ def explained(source: HubSource, path: str = "") -> Iterator[None]:
     except TransferStopped:
         raise
     except RevisionNotFoundError as error:
-        raise ConfigError([Problem(f"{source.key}.revision", source.revision, f"a commit of {source.repo_id}",
-                                   "pin a commit that the repository's page shows")]) from error  # fmt: skip
-    except RemoteEntryNotFoundError as error:
         raise ConfigError(
-            [Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]
+            [
+                Problem(
+                    f"{source.key}.revision",
+                    source.revision,
+                    f"a commit of {source.repo_id}",
+                    "pin a commit that the repository's page shows",
+                )
+            ]
         ) from error
+    except RemoteEntryNotFoundError as error:
+        raise ConfigError([Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]) from error
     except (HTTPError, OSError, XetDownloadError, RuntimeError) as error:
         if _status_of(error) in (401, 403):
             raise ConfigError([_unreadable(source, error)]) from error
@@ -131,8 +135,11 @@ def _no_answer(source: HubSource, at: str, error: Exception) -> str:
     endpoint, status = source.endpoint or huggingface_hub.constants.ENDPOINT, _status_of(error)
     cause = error.__cause__ or error
     first_line = (str(cause).strip() or "no text").splitlines()[0]
-    what = f"answered with HTTP {status}" if status else (
-        f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")  # fmt: skip
+    what = (
+        f"answered with HTTP {status}"
+        if status
+        else (f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")
+    )
     return (
         f"{at}: {endpoint} {what}\n"
         f"  remedy: check the network, the proxy and HF_ENDPOINT, then run the same command again: "
@@ -183,9 +190,7 @@ def _hub_file(source: HubSource, sibling: Any) -> HubFile:
     if sibling.lfs:
         return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256, "")
     if sibling.size is None or not sibling.blob_id:
-        raise RuntimeError(
-            f"{source}: the Hub gives no size or hash for {sibling.rfilename}; is HF_ENDPOINT a Hub?"
-        )
+        raise RuntimeError(f"{source}: the Hub gives no size or hash for {sibling.rfilename}; is HF_ENDPOINT a Hub?")
     return HubFile(sibling.rfilename, sibling.size, "", sibling.blob_id)
 
 
@@ -197,7 +202,5 @@ def _read_manifest(source: HubSource, manifest: Path) -> list[HubFile] | None:
         files = [HubFile(**file) for file in row["files"]]
         known = row["source"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{manifest}: not a list of files ({error}); delete it and run again online"
-        ) from error
+        raise CheckpointError(f"{manifest}: not a list of files ({error}); delete it and run again online") from error
     return files if known == _identity(source) else None

@@ -45,9 +45,7 @@ def place_folder(
     remove_half_written(folder)
     expected = {record.path: record for record in receipt.files} if receipt else {}
     unlinked = [name for name in names if not hard_link(origin / name, folder / name)]
-    need = sum(
-        (origin / name).stat().st_size for name in unlinked if not _same_size(origin / name, folder / name)
-    )
+    need = sum((origin / name).stat().st_size for name in unlinked if not _same_size(origin / name, folder / name))
     require_free_space(folder, need, f"the copy of {origin}")
     total = sum((origin / name).stat().st_size for name in names)
     with ProgressBar(f"take {origin.name}", total) as bar, explain_full_disk(folder):

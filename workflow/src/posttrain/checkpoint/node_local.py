@@ -92,9 +92,7 @@ class _Task:
     record: FileRecord
 
 
-def stage(
-    origins: Sequence[Origin], destination: Path, workers: int = 8, reread: bool = False
-) -> list[NodeCopy]:
+def stage(origins: Sequence[Origin], destination: Path, workers: int = 8, reread: bool = False) -> list[NodeCopy]:
     """Make `destination` hold a verified copy of every origin, each in a folder of its own name.
 
     Args:

@@ -69,9 +69,7 @@ class Layers:
         """
         keys = ("first_k_dense_replace", "num_hidden_layers", "num_nextn_predict_layers")
         if missing := [key for key in keys if not isinstance(config.get(key), int)]:
-            raise CheckpointError(
-                f"config.json: no number for {missing}; not a mixture of experts of this family"
-            )
+            raise CheckpointError(f"config.json: no number for {missing}; not a mixture of experts of this family")
         return cls(*(config[key] for key in keys))
 
 

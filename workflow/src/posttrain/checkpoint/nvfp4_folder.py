@@ -33,9 +33,7 @@ from posttrain.checkpoint.shard_writer import (
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 
 
-def write_shards(
-    source: Path, source_digest: str, folder: Path, num_threads: int = 1
-) -> tuple[FileRecord, ...]:
+def write_shards(source: Path, source_digest: str, folder: Path, num_threads: int = 1) -> tuple[FileRecord, ...]:
     """Quantise the experts and write all shards.
 
     Args:
@@ -52,10 +50,7 @@ def write_shards(
             not divide into groups.
     """
     reader, layers = open_source(source), Layers.of_config(read_config(source))
-    files = [
-        _output_file(reader, source_digest, layers, name, held)
-        for name, held in _plan(reader, layers).items()
-    ]
+    files = [_output_file(reader, source_digest, layers, name, held) for name, held in _plan(reader, layers).items()]
     return tuple(made.record for made in make_files(folder, files, "quantise to NVFP4", num_threads))
 
 

@@ -84,9 +84,7 @@ class Description:
 # ---- making files ----
 
 
-def make_files(
-    folder: Path, files: Sequence[OutputFile], label: str, num_threads: int = 1
-) -> list[Description]:
+def make_files(folder: Path, files: Sequence[OutputFile], label: str, num_threads: int = 1) -> list[Description]:
     """Make every file that an earlier attempt has not made already.
 
     Args:
@@ -230,9 +228,7 @@ def write_part_receipt(
     write_receipt(path, Receipt(step, files, inputs, settings), started)
 
 
-def read_parts(
-    folder: Path, receipts: Sequence[Path], step: str, inputs: Mapping[str, str]
-) -> dict[str, Description]:
+def read_parts(folder: Path, receipts: Sequence[Path], step: str, inputs: Mapping[str, str]) -> dict[str, Description]:
     """Read what all parts made, and check that it is whole and that the files are there.
 
     Args:
@@ -302,9 +298,7 @@ def copy_other_files(source: Path, destination: Path, skip: Collection[str] = ()
     """
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*") if path.is_file()}
     names = sorted(
-        name
-        for name in paths
-        if name not in skip and not name.endswith((".safetensors", ".safetensors.index.json"))
+        name for name in paths if name not in skip and not name.endswith((".safetensors", ".safetensors.index.json"))
     )
     for name in names:
         write_atomic(destination / name, lambda temporary, path=paths[name]: shutil.copyfile(path, temporary))

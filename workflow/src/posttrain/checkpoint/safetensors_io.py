@@ -26,9 +26,23 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Bytes per element of every dtype that a checkpoint of ours may hold, in the format's spelling.
 DTYPE_BYTES: Mapping[str, int] = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-}  # fmt: skip
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
 _LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 _MAX_HEADER_BYTES = 100_000_000
@@ -109,9 +123,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     for info in infos:
         if info.start != end:
             relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
-            raise CheckpointError(
-                f"{path}: tensor {info.name} at byte {info.start} {relation}, which ends at {end}"
-            )
+            raise CheckpointError(f"{path}: tensor {info.name} at byte {info.start} {relation}, which ends at {end}")
         end = info.end
     if end != size:
         found = "truncated" if size < end else "has bytes that no tensor owns"

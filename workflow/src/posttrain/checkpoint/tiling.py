@@ -49,9 +49,7 @@ def _find_misfit(shape: Shape, boxes: Sequence[Box], position: Shape) -> str:
     end = 0
     for (start, size), inner in sorted(slabs.items()):
         if start != end:
-            return (
-                f"{'a gap' if start > end else 'an overlap'} at {(*position, end if start > end else start)}"
-            )
+            return f"{'a gap' if start > end else 'an overlap'} at {(*position, end if start > end else start)}"
         if misfit := _find_misfit(shape[1:], inner, (*position, start)):
             return misfit
         end = start + size

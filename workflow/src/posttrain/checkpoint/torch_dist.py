@@ -93,9 +93,7 @@ def write_part(
     sizes = {placement.hf_name: placement.size_bytes for placement in share}
     by_name = {placement.hf_name: placement for placement in share}
     groups = [[by_name[name] for name in names] for names in assign_shards(sizes, max_file_bytes).values()]
-    files = [
-        _output_file(reader, source_digest, f"__{part}_{n}.distcp", group) for n, group in enumerate(groups)
-    ]
+    files = [_output_file(reader, source_digest, f"__{part}_{n}.distcp", group) for n, group in enumerate(groups)]
     return make_files(folder, files, f"convert part {part} of {num_parts}", num_threads)
 
 
@@ -162,9 +160,7 @@ def write_format_files(folder: Path, parts: Mapping[str, Description], arch: Arc
     write_atomic(folder / "common.pt", _write_common)
 
 
-def _require_cover(
-    folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]]], arch: Architecture
-) -> None:
+def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]]], arch: Architecture) -> None:
     expected = {key: placements[0].global_shape for key, placements in by_key(arch).items()}
     wrong = [f"{key}: in no part" for key in expected if key not in by_tensor]
     for key, rows in by_tensor.items():
@@ -186,9 +182,7 @@ def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
         chunks: list[ChunkStorageMetadata] = []
         for row in sorted(rows, key=lambda row: row["offsets"]):
             offsets, sizes = torch.Size(row["offsets"]), torch.Size(row["sizes"])
-            places[MetadataIndex(key, offsets, len(chunks))] = _StorageInfo(
-                row["file"], row["start"], row["length"]
-            )
+            places[MetadataIndex(key, offsets, len(chunks))] = _StorageInfo(row["file"], row["start"], row["length"])
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         tensors[key] = TensorStorageMetadata(properties, torch.Size(rows[0]["global_shape"]), chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=places, version=CURRENT_DCP_VERSION)
@@ -234,8 +228,7 @@ def verify_torch_dist(source: Path, folder: Path, arch: Architecture, num_thread
             differences += [difference] if difference else []
     if differences:
         raise CheckpointError(
-            f"{folder} differs from {source} in {len(differences)} tensors:\n  "
-            + "\n  ".join(differences[:20])
+            f"{folder} differs from {source} in {len(differences)} tensors:\n  " + "\n  ".join(differences[:20])
         )
     return len(placements)
 

@@ -29,8 +29,14 @@ METADATA_NAME = ".metadata"
 _FORMAT = "torch.distributed.checkpoint."
 _FORMAT_CLASSES = {
     f"{_FORMAT}metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     f"{_FORMAT}planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     f"{_FORMAT}filesystem": {"_StorageInfo"},
@@ -39,7 +45,7 @@ _FORMAT_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
-}  # fmt: skip
+}
 
 
 class TorchDistReader:
@@ -58,9 +64,7 @@ class TorchDistReader:
         storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
         self._tensors = {
-            key: row
-            for key, row in metadata.state_dict_metadata.items()
-            if isinstance(row, TensorStorageMetadata)
+            key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
         }
         self._boxes = {
             key: {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in row.chunks}
@@ -123,9 +127,7 @@ class TorchDistReader:
             path = self.folder / name
             found = path.stat().st_size if path.is_file() else None
             if found is None or found < size:
-                wrong.append(
-                    f"{path}: {'missing' if found is None else f'{found} bytes'}, at least {size} needed"
-                )
+                wrong.append(f"{path}: {'missing' if found is None else f'{found} bytes'}, at least {size} needed")
         if wrong:
             raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
 

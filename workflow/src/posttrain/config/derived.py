@@ -14,11 +14,7 @@ def world_size(config: Config) -> int:
 def model_parallel_size(config: Config) -> int:
     """Return the ranks that hold one copy of the dense weights: TP x PP x CP."""
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def data_parallel_size(config: Config) -> int:
@@ -107,8 +103,12 @@ def _check_architecture(config: Config) -> list[Problem]:
         problems.append(Problem("model.architecture.index_topk", value, allowed, "take both from config.json"))
     if arch.num_experts_per_tok > arch.n_routed_experts:
         problems.append(
-            Problem("model.architecture.num_experts_per_tok", str(arch.num_experts_per_tok),
-                    f"at most {arch.n_routed_experts} (n_routed_experts)", "take both from config.json")  # fmt: skip
+            Problem(
+                "model.architecture.num_experts_per_tok",
+                str(arch.num_experts_per_tok),
+                f"at most {arch.n_routed_experts} (n_routed_experts)",
+                "take both from config.json",
+            )
         )
     return problems
 
@@ -118,14 +118,25 @@ def _check_layout(config: Config) -> list[Problem]:
     ranks, copy = world_size(config), model_parallel_size(config)
     if ranks % copy:
         problems.append(
-            Problem("parallel", f"TP x PP x CP = {copy}", f"a divisor of the {ranks} ranks",
-                    "choose sizes whose product divides nodes x GPUs per node")  # fmt: skip
+            Problem(
+                "parallel",
+                f"TP x PP x CP = {copy}",
+                f"a divisor of the {ranks} ranks",
+                "choose sizes whose product divides nodes x GPUs per node",
+            )
         )
-    problems += _check_divides("tensor_model_parallel_size", parallel.tensor_model_parallel_size, {
-        "num_attention_heads": arch.num_attention_heads, "vocab_size": arch.vocab_size,
-        "intermediate_size": arch.intermediate_size})  # fmt: skip
-    problems += _check_divides("expert_model_parallel_size", parallel.expert_model_parallel_size, {
-        "n_routed_experts": arch.n_routed_experts})  # fmt: skip
+    problems += _check_divides(
+        "tensor_model_parallel_size",
+        parallel.tensor_model_parallel_size,
+        {
+            "num_attention_heads": arch.num_attention_heads,
+            "vocab_size": arch.vocab_size,
+            "intermediate_size": arch.intermediate_size,
+        },
+    )
+    problems += _check_divides(
+        "expert_model_parallel_size", parallel.expert_model_parallel_size, {"n_routed_experts": arch.n_routed_experts}
+    )
     expert_ranks = (
         parallel.expert_model_parallel_size
         * parallel.expert_tensor_parallel_size
@@ -133,23 +144,34 @@ def _check_layout(config: Config) -> list[Problem]:
     )
     if ranks % expert_ranks:
         problems.append(
-            Problem("parallel.expert_model_parallel_size", f"EP x ETP x PP = {expert_ranks}",
-                    f"a divisor of the {ranks} ranks", "lower EP, ETP or PP")  # fmt: skip
+            Problem(
+                "parallel.expert_model_parallel_size",
+                f"EP x ETP x PP = {expert_ranks}",
+                f"a divisor of the {ranks} ranks",
+                "lower EP, ETP or PP",
+            )
         )
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if tensor > 1 and expert == 1 and parallel.expert_tensor_parallel_size != tensor:
-        # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains its
-        # copy on its own part of the sequence, and nobody adds the gradients up.
+        # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains
+        # its copy on its own part of the sequence, and nobody adds the gradients up.
         problems.append(
-            Problem("parallel.expert_tensor_parallel_size", str(parallel.expert_tensor_parallel_size),
-                    f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1",
-                    "raise expert_model_parallel_size, as the recipes do")  # fmt: skip
+            Problem(
+                "parallel.expert_tensor_parallel_size",
+                str(parallel.expert_tensor_parallel_size),
+                f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1",
+                "raise expert_model_parallel_size, as the recipes do",
+            )
         )
     if sum(layers_per_stage(config)) != arch.num_hidden_layers or min(layers_per_stage(config)) < 1:
         problems.append(
-            Problem("parallel.num_layers_in_last_pipeline_stage", str(parallel.num_layers_in_last_pipeline_stage),
-                    f"so that the other {parallel.pipeline_model_parallel_size - 1} stages share "
-                    f"{arch.num_hidden_layers} layers evenly", "change the last stage or the number of stages")  # fmt: skip
+            Problem(
+                "parallel.num_layers_in_last_pipeline_stage",
+                str(parallel.num_layers_in_last_pipeline_stage),
+                f"so that the other {parallel.pipeline_model_parallel_size - 1} stages share "
+                f"{arch.num_hidden_layers} layers evenly",
+                "change the last stage or the number of stages",
+            )
         )
     return problems
 
@@ -167,15 +189,22 @@ def _check_batches(config: Config) -> list[Problem]:
     samples, batch = rollout_samples_per_step(config), config.training.global_batch_size
     if samples % batch:
         problems.append(
-            Problem("training.global_batch_size", str(batch), f"a divisor of the {samples} samples of a rollout",
-                    "change it, rollout_batch_size or num_samples_per_prompt")  # fmt: skip
+            Problem(
+                "training.global_batch_size",
+                str(batch),
+                f"a divisor of the {samples} samples of a rollout",
+                "change it, rollout_batch_size or num_samples_per_prompt",
+            )
         )
     longest = config.rollout.max_response_tokens
     if config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size < longest:
         problems.append(
-            Problem("trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu),
-                    f"at least {longest} per context-parallel group (rollout.max_response_tokens)",
-                    "raise the budget or cut the responses")  # fmt: skip
+            Problem(
+                "trainer.max_tokens_per_gpu",
+                str(config.trainer.max_tokens_per_gpu),
+                f"at least {longest} per context-parallel group (rollout.max_response_tokens)",
+                "raise the budget or cut the responses",
+            )
         )
     return problems
 
@@ -184,8 +213,12 @@ def _check_hardware(config: Config) -> list[Problem]:
     problems = []
     if config.trainer.deepep and not config.hardware.deepep:
         problems.append(
-            Problem("trainer.deepep", "true", f"false on {config.hardware.name}",
-                    "set trainer.deepep=false; tokens then go through Megatron's all-to-all")  # fmt: skip
+            Problem(
+                "trainer.deepep",
+                "true",
+                f"false on {config.hardware.name}",
+                "set trainer.deepep=false; tokens then go through Megatron's all-to-all",
+            )
         )
     if config.hardware.device == "cpu" and config.trainer.optimizer_cpu_offload:
         problems.append(

@@ -120,9 +120,7 @@ def values_by_layer(config_dir: Path) -> dict[str, str]:
     for folder in ("sites", "hardware", "nodes", "models"):
         for path in sorted((config_dir / folder).glob("*.yaml")):
             found |= {key: f"set in `{folder}/`" for key, _ in _leaves(path)}
-    return found | {
-        key: f"`{_spell(value)}` in `base.yaml`" for key, value in _leaves(config_dir / "base.yaml")
-    }
+    return found | {key: f"`{_spell(value)}` in `base.yaml`" for key, value in _leaves(config_dir / "base.yaml")}
 
 
 def _leaves(path: Path) -> Iterator[tuple[str, Any]]:
@@ -142,9 +140,7 @@ def _section(name: str, section: type, set_in: Mapping[str, str]) -> str:
         return f"## {name}\n\n{_summary(section)}\n" if name else ""
     heading = f"## {name}\n\n{_summary(section)}" if name else "## (top level)"
     table = [f"| `{row.key}` | {row.doc} | {row.kind} | {row.default} | {row.allowed} |" for row in rows]
-    return "\n".join(
-        [heading, "", "| key | meaning | type | default | allowed |", "|---|---|---|---|---|", *table, ""]
-    )
+    return "\n".join([heading, "", "| key | meaning | type | default | allowed |", "|---|---|---|---|---|", *table, ""])
 
 
 def _summary(section: type) -> str:

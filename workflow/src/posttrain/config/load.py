@@ -231,7 +231,7 @@ def _run_name(workflow: Mapping[str, Any], config: schema.Config) -> str:
     return str(workflow.get("run") or f"{config.model.name}-{digest8(experiment_of(config))}")
 
 
-def _walk(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:
+def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:
     """Yield (depth, key, dotted key, value) of a nested mapping, parents first."""
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -269,8 +269,14 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list[str]: "a list of text"}
-_NODES = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list[str]: "a list of text",
+}
+_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
 
 
 def _typed(value: Any, kind: Any) -> Any:
@@ -299,7 +305,9 @@ def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
         return "one of " + ", ".join(map(str, limits["choices"]))
     low, above, high = (limits.get(name) for name in ("minimum", "exclusive_minimum", "maximum"))
     broken = (
-        (low is not None and value < low) or (above is not None and value <= above) or (high is not None and value > high)
+        (low is not None and value < low)
+        or (above is not None and value <= above)
+        or (high is not None and value > high)
     )
     if not broken:
         return None
@@ -310,10 +318,12 @@ def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 
 def _unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
-    parent, _, leaf = key.rpartition(".")
+    parent = key.rpartition(".")[0]
     siblings = [known for known in types if known.rpartition(".")[0] == parent]
     remedy = _did_you_mean(key, types) or (
-        "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings)) if siblings else "see config/README.md"
+        "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings))
+        if siblings
+        else "see config/README.md"
     )
     return Problem(key, f"{value!r} ({origin})", "a known key", remedy)
 
@@ -321,4 +331,3 @@ def _unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) ->
 def _did_you_mean(word: str, known: Any) -> str | None:
     matches = difflib.get_close_matches(word, list(map(str, known)), n=1)
     return f"did you mean {matches[0]!r}?" if matches else None
-

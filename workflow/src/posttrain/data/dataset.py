@@ -53,16 +53,12 @@ def load_prompts(path: Path, prompt_key: str, label_key: str) -> list[Prompt]:
     """
     prompts, bad = parse_prompts(_read_lines(path), prompt_key, label_key)
     if bad or not prompts:
-        raise ConfigError(
-            [describe_bad_lines(str(path), bad, len(prompts) + len(bad), prompt_key, label_key)]
-        )
+        raise ConfigError([describe_bad_lines(str(path), bad, len(prompts) + len(bad), prompt_key, label_key)])
     log.info("%s: %d prompts", path, len(prompts))
     return prompts
 
 
-def parse_prompts(
-    lines: Sequence[str], prompt_key: str, label_key: str
-) -> tuple[list[Prompt], list[BadLine]]:
+def parse_prompts(lines: Sequence[str], prompt_key: str, label_key: str) -> tuple[list[Prompt], list[BadLine]]:
     """Return the prompts of all right lines and what is wrong with the others; see `load_prompts`."""
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
@@ -82,17 +78,13 @@ def parse_prompts(
     return prompts, bad
 
 
-def describe_bad_lines(
-    name: str, bad: Sequence[BadLine], num_lines: int, prompt_key: str, label_key: str
-) -> Problem:
+def describe_bad_lines(name: str, bad: Sequence[BadLine], num_lines: int, prompt_key: str, label_key: str) -> Problem:
     """Return one problem that lists the bad lines, the first `MAX_REPORTED_LINES` of them in full."""
     listed = "".join(f"\n        line {line.number}: {line.reason}" for line in bad[:MAX_REPORTED_LINES])
     num_more = len(bad) - MAX_REPORTED_LINES
     more = f"\n        and {num_more} more" if num_more > 0 else ""
     value = f"{len(bad)} of {num_lines} lines are wrong:{listed}{more}" if bad else "no prompts"
-    allowed = (
-        f"one JSON object a line: {prompt_key!r} (messages or text), {label_key!r} (text), no prompt twice"
-    )
+    allowed = f"one JSON object a line: {prompt_key!r} (messages or text), {label_key!r} (text), no prompt twice"
     return Problem(name, value, allowed, "mend these lines, or set data.prompt_key and data.label_key")
 
 
@@ -135,9 +127,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem(
-            "data", str(path), "a readable UTF-8 file of JSON lines", f"check the path: {error}"
-        )
+        problem = Problem("data", str(path), "a readable UTF-8 file of JSON lines", f"check the path: {error}")
         raise ConfigError([problem]) from error
 
 

@@ -112,18 +112,14 @@ def _require_rows(file: Path, available: int, data: Data) -> None:
     if available < data.num_heldout_prompts:
         allowed = f"at most {available}, for the rows of {file}"
         remedy = "lower it, or give more rows"
-        raise ConfigError(
-            [Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)]
-        )
+        raise ConfigError([Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)])
 
 
 def _overlap(both: Sequence[Prompt], train_file: Path, heldout_file: Path) -> Problem:
     places = ", ".join(str(prompt.prompt_id + 1) for prompt in both[:MAX_REPORTED_LINES])
     more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
     value = f"{len(both)} prompts that {train_file} has too: number {places}{more}"
-    return Problem(
-        str(heldout_file), value, "no prompt that is trained on", "take them out of one of the two"
-    )
+    return Problem(str(heldout_file), value, "no prompt that is trained on", "take them out of one of the two")
 
 
 def _write_rows(path: Path, rows: Sequence[dict]) -> None:

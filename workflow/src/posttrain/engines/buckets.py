@@ -44,8 +44,12 @@ def make_buckets(named_tensors: Iterable[NamedTensor], limit_bytes: int) -> Iter
             yield bucket
             bucket = []
         if _size(bundle) > limit_bytes:
-            log.info("%s and what belongs to it take %d bytes, more than a bucket of %d: sent alone",
-                     bundle[0][0], _size(bundle), limit_bytes)  # fmt: skip
+            log.info(
+                "%s and what belongs to it take %d bytes, more than a bucket of %d: sent alone",
+                bundle[0][0],
+                _size(bundle),
+                limit_bytes,
+            )
         bucket = bucket + bundle
     if bucket:
         yield bucket

@@ -103,9 +103,7 @@ class EngineClient:
 
     # ---- tokens ----
 
-    async def generate(
-        self, requests: Sequence[GenerateRequest], request_number: int
-    ) -> list[GenerateResult]:
+    async def generate(self, requests: Sequence[GenerateRequest], request_number: int) -> list[GenerateResult]:
         """Sample one response per request, all in one HTTP request to one engine.
 
         Args:
@@ -158,9 +156,7 @@ class EngineClient:
 
     # ---- state ----
 
-    async def wait_ready(
-        self, timeout_seconds: float, check_processes: Callable[[], None] | None = None
-    ) -> None:
+    async def wait_ready(self, timeout_seconds: float, check_processes: Callable[[], None] | None = None) -> None:
         """Wait until every engine is healthy.
 
         Args:
@@ -237,9 +233,7 @@ class EngineClient:
         """Open an update; one that an earlier attempt left open is closed first."""
         if self._update_is_open:
             await self._close_abandoned_update()
-        self._closed_because = (
-            f"the update to weight version {version} is open or failed; update again from the start"
-        )
+        self._closed_because = f"the update to weight version {version} is open or failed; update again from the start"
         self._update_is_open = True
         await self._call_all("POST", "/begin_weight_update", {})
 
@@ -273,9 +267,7 @@ class EngineClient:
         """
         if self._update_is_open:
             await self._close_abandoned_update()
-        self._closed_because = (
-            f"the update to weight version {version} from {folder} is open or failed; update again"
-        )
+        self._closed_because = f"the update to weight version {version} from {folder} is open or failed; update again"
         body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
         await self._call_all("POST", "/update_weights_from_disk", body)
         self._closed_because = ""
@@ -295,9 +287,7 @@ class EngineClient:
         self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
     ) -> list[Any]:
         """Make one call to every engine at the same time; raise one error that names all that failed."""
-        calls: list[Awaitable[Any]] = [
-            self._call(engine, method, path, body, may_repeat) for engine in self._engines
-        ]
+        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine in self._engines]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failures:
@@ -305,9 +295,7 @@ class EngineClient:
                 raise failure
         if failures:
             listed = "\n  ".join(map(str, failures))
-            raise RuntimeError(
-                f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}"
-            )
+            raise RuntimeError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
         return list(answers)
 
     async def _call(
@@ -328,9 +316,7 @@ class EngineClient:
                         f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
                     ) from error
                 self.num_retries += 1
-                log.warning(
-                    "%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries
-                )
+                log.warning("%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries)
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
@@ -338,26 +324,20 @@ class EngineClient:
         assert self._session is not None, "use the client as an async context manager"
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         try:
-            async with self._session.request(
-                method, engine.url + path, json=body, timeout=timeout
-            ) as response:
+            async with self._session.request(method, engine.url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     text = (await response.text())[:MAX_ERROR_CHARACTERS]
                     raise RuntimeError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:
-            raise RuntimeError(
-                f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s"
-            ) from error
+            raise RuntimeError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
         except ValueError as error:
             raise RuntimeError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
 
     async def _is_healthy(self, engine: _Engine, within_seconds: float) -> bool:
         assert self._session is not None, "use the client as an async context manager"
-        timeout = aiohttp.ClientTimeout(
-            total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds))
-        )
+        timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds)))
         try:
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
                 return response.status == 200

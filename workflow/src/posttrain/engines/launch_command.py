@@ -102,61 +102,87 @@ def nodes_per_engine(config: Config) -> int:
 def _embedded(config: Config, merge_requests: bool) -> tuple[str, ...]:
     engine = config.engine
     return (
-        "-m", "posttrain.engines.embedded",
-        "--dtype", engine.dtype,
-        "--served-threads", str(engine.num_threads),
-        "--max-running-requests", str(engine.max_running_requests),
+        "-m",
+        "posttrain.engines.embedded",
+        "--dtype",
+        engine.dtype,
+        "--served-threads",
+        str(engine.num_threads),
+        "--max-running-requests",
+        str(engine.max_running_requests),
         "--no-deterministic" if merge_requests else "--deterministic",
-    )  # fmt: skip
+    )
 
 
 def _sglang(config: Config, engine_index: int) -> tuple[str, ...]:
     """Return what every SGLang server of a run gets."""
     engine = config.engine
     return (
-        "-m", "sglang.launch_server",
-        "--served-model-name", config.model.name,
-        "--dtype", engine.dtype,
-        "--max-running-requests", str(engine.max_running_requests),
+        "-m",
+        "sglang.launch_server",
+        "--served-model-name",
+        config.model.name,
+        "--dtype",
+        engine.dtype,
+        "--max-running-requests",
+        str(engine.max_running_requests),
         # Differs from engine to engine: where responses carry no seed of their own, they must not repeat each
         # other's.
-        "--random-seed", str(config.training.seed + engine_index),
-    )  # fmt: skip
+        "--random-seed",
+        str(config.training.seed + engine_index),
+    )
 
 
 def _sglang_cpu() -> tuple[str, ...]:
     return (
-        "--device", "cpu",
-        "--attention-backend", "torch_native",
-        "--sampling-backend", "pytorch",
-        "--cuda-graph-backend-decode", "disabled",
-        "--cuda-graph-backend-prefill", "disabled",
-        "--mem-fraction-static", str(CPU_MEM_FRACTION),
-        "--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS),
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+        "--cuda-graph-backend-decode",
+        "disabled",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+        "--mem-fraction-static",
+        str(CPU_MEM_FRACTION),
+        "--max-total-tokens",
+        str(CPU_MAX_TOTAL_TOKENS),
         # An idle scheduler would otherwise occupy a core.
         "--sleep-on-idle",
         # Without it `sampling_seed` has no effect. A cached prefix is summed in another order: no prefix
         # cache then.
         "--enable-deterministic-inference",
         "--disable-radix-cache",
-    )  # fmt: skip
+    )
 
 
 def _sglang_cuda(config: Config) -> tuple[str, ...]:
     engine, ranks = config.engine, config.engine.gpus_per_engine
     arguments: tuple[str, ...] = (
-        "--mem-fraction-static", str(engine.mem_fraction_static),
-        "--tp-size", str(ranks),
-        "--ep-size", str(ranks),
-        "--attn-dp-size", str(ranks),
-        "--moe-dense-tp-size", "1",
+        "--mem-fraction-static",
+        str(engine.mem_fraction_static),
+        "--tp-size",
+        str(ranks),
+        "--ep-size",
+        str(ranks),
+        "--attn-dp-size",
+        str(ranks),
+        "--moe-dense-tp-size",
+        "1",
         "--enable-dp-lm-head",
-        "--page-size", str(KV_PAGE_TOKENS),
-        "--kv-cache-dtype", "bf16",
-        "--chunked-prefill-size", str(CHUNKED_PREFILL_TOKENS_PER_RANK * ranks),
-        "--cuda-graph-max-bs-decode", str(CUDA_GRAPH_MAX_DECODE_BATCH),
-        "--watchdog-timeout", str(WATCHDOG_SECONDS),
-    )  # fmt: skip
+        "--page-size",
+        str(KV_PAGE_TOKENS),
+        "--kv-cache-dtype",
+        "bf16",
+        "--chunked-prefill-size",
+        str(CHUNKED_PREFILL_TOKENS_PER_RANK * ranks),
+        "--cuda-graph-max-bs-decode",
+        str(CUDA_GRAPH_MAX_DECODE_BATCH),
+        "--watchdog-timeout",
+        str(WATCHDOG_SECONDS),
+    )
     if config.model.architecture.index_n_heads:
         sparse = ("--attention-backend", "dsa", "--dsa-prefill-backend", "flashmla_sparse")
         arguments += (*sparse, "--dsa-decode-backend", "flashmla_sparse")

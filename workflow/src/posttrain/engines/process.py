@@ -69,9 +69,7 @@ class EngineProcess:
                 env={**os.environ, **self._command.env, **private},
                 start_new_session=True,
             )
-        log.info(
-            "%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path
-        )
+        log.info("%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path)
 
     def check_alive(self) -> None:
         """Raise with the end of its log when it has ended.
@@ -84,9 +82,7 @@ class EngineProcess:
         if code is not None:
             lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
             tail = "\n    ".join(lines)
-            raise RuntimeError(
-                f"{self._name} ended with exit code {code}; the end of {self._log_path}:\n    {tail}"
-            )
+            raise RuntimeError(f"{self._name} ended with exit code {code}; the end of {self._log_path}:\n    {tail}")
 
     def stop(self) -> None:
         """End it and its children; a second call does nothing."""
@@ -114,17 +110,11 @@ def running_engines(
         merge_requests: See `render_engine_command`.
     """
     count = config.engine.num_engines
-    ports = (
-        [config.engine.port + index for index in range(count)]
-        if config.engine.port
-        else choose_free_ports(count)
-    )
+    ports = [config.engine.port + index for index in range(count)] if config.engine.port else choose_free_ports(count)
     with ExitStack() as stack:
         engines = []
         for index, port in enumerate(ports):
-            command = render_engine_command(
-                config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests
-            )
+            command = render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
             engine = EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
             stack.callback(engine.stop)
             engine.start()

@@ -86,8 +86,7 @@ def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> l
         count = len(answer) if isinstance(answer, list) else f"a {type(answer).__name__} instead of"
         raise ValueError(f"{count} results for {len(requests)} requests")
     return [
-        _parse_result(place, item, request)
-        for place, (item, request) in enumerate(zip(answer, requests, strict=True))
+        _parse_result(place, item, request) for place, (item, request) in enumerate(zip(answer, requests, strict=True))
     ]
 
 

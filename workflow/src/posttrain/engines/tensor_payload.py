@@ -51,9 +51,7 @@ def serialize_bucket(named_tensors: NamedTensors) -> str:
     flat = torch.zeros(size, dtype=torch.uint8)
     for offset, (_, tensor) in zip(offsets, named_tensors, strict=True):
         flat[offset : offset + tensor.nbytes] = _bytes_of(tensor)
-    storage = torch.storage.TypedStorage(
-        wrap_storage=flat.untyped_storage(), dtype=torch.uint8, _internal=True
-    )
+    storage = torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=torch.uint8, _internal=True)
     views = [
         (name, _View(storage, offset // tensor.element_size(), tuple(tensor.shape), tensor.dtype))
         for offset, (name, tensor) in zip(offsets, named_tensors, strict=True)

@@ -89,9 +89,7 @@ def format_table(levels: Sequence[Level]) -> str:
     lines = ["  ".join(f"{name:>12}" for name in head)]
     for level in levels:
         row = [value for name, value in asdict(level).items() if name != "num_requests"]
-        lines.append(
-            "  ".join(f"{value:>12}" if isinstance(value, int) else f"{value:>12.1f}" for value in row)
-        )
+        lines.append("  ".join(f"{value:>12}" if isinstance(value, int) else f"{value:>12.1f}" for value in row))
     return "\n".join(lines)
 
 
@@ -123,9 +121,7 @@ def _requests(prompts: Sequence[Sequence[int]], count: int, output_tokens: int) 
     ]
 
 
-async def _measure_level(
-    client: EngineClient, requests: Sequence[GenerateRequest], concurrency: int
-) -> Level:
+async def _measure_level(client: EngineClient, requests: Sequence[GenerateRequest], concurrency: int) -> Level:
     waiting = iter(enumerate(requests))
     started = time.perf_counter()
     parts = await asyncio.gather(*(_send_in_turn(client, waiting) for _ in range(concurrency)))
@@ -133,9 +129,7 @@ async def _measure_level(
     return summarize_level(concurrency, [times for part in parts for times in part], seconds)
 
 
-async def _send_in_turn(
-    client: EngineClient, waiting: Iterator[tuple[int, GenerateRequest]]
-) -> list[RequestTimes]:
+async def _send_in_turn(client: EngineClient, waiting: Iterator[tuple[int, GenerateRequest]]) -> list[RequestTimes]:
     times = []
     for number, request in waiting:
         started, first, last, num_tokens = time.perf_counter(), 0.0, 0.0, 0
@@ -144,9 +138,7 @@ async def _send_in_turn(
             last = time.perf_counter() - started
             first = first or last
         if num_tokens != request.max_new_tokens:
-            raise RuntimeError(
-                f"request {number} was answered with {num_tokens} of {request.max_new_tokens} tokens"
-            )
+            raise RuntimeError(f"request {number} was answered with {num_tokens} of {request.max_new_tokens} tokens")
         times.append(RequestTimes(first, last, num_tokens))
     return times
 

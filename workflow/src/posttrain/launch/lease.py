@@ -107,7 +107,9 @@ class Lease:
         try:
             os.link(offer, _epoch_path(self._folder, mine.epoch))
         except FileExistsError as error:
-            raise RuntimeError(f"{self._folder.parent}: another supervisor was faster; run again to follow it") from error
+            raise RuntimeError(
+                f"{self._folder.parent}: another supervisor was faster; run again to follow it"
+            ) from error
         finally:
             offer.unlink()
         artifacts.sync_folder(self._folder)

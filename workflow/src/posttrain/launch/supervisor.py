@@ -1,4 +1,4 @@
-"""One supervisor per node: starts engines and trainer ranks, watches them, restarts them, and is the only one to end them.
+"""One supervisor per node: starts engines and trainer ranks, watches them, restarts them, and alone ends them.
 
 When any process ends before the training is done, the others are ended and all start again from the newest checkpoint;
 finished sample groups are replayed. A crash that makes no progress is not repeated for ever: after `MAX_IDLE_ATTEMPTS`
@@ -80,7 +80,10 @@ def _attempt(job: TrainingJob, lease: Lease) -> str | None:
     started = time.time()
     reason: str | None = "the supervisor was ended"
     try:
-        with running_engines(job.config, job.rollout_weights, folder) as engines, _ranks(job, lease, engines, folder) as ranks:
+        with (
+            running_engines(job.config, job.rollout_weights, folder) as engines,
+            _ranks(job, lease, engines, folder) as ranks,
+        ):
             reason = _watch(engines, ranks, folder)
     finally:
         _record_attempt(job.run_folder, number, lease.epoch, started, reason)
@@ -103,7 +106,9 @@ def _watch(engines: list[EngineProcess], ranks: list[subprocess.Popen], folder: 
 
 
 @contextmanager
-def _ranks(job: TrainingJob, lease: Lease, engines: list[EngineProcess], folder: Path) -> Iterator[list[subprocess.Popen]]:
+def _ranks(
+    job: TrainingJob, lease: Lease, engines: list[EngineProcess], folder: Path
+) -> Iterator[list[subprocess.Popen]]:
     """Start one trainer process per rank of this node and end them with the block."""
     count = job.config.hardware.gpus_per_node
     environment = {

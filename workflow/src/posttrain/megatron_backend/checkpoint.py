@@ -83,8 +83,8 @@ def load_training_state(policy: Policy, folder: Path) -> int:
 class InProcessSave(SaveShardedStrategy):
     """Writes torch_dist in this process.
 
-    Megatron's own strategy forks a writer. A trainer has threads (requests to engines, metrics), and a fork in the midst
-    of them may hang; a forked writer also outlives a trainer that is killed. The files are the same.
+    Megatron's own strategy forks a writer. A trainer has threads (requests to engines, metrics), and a fork in the
+    midst of them may hang; a forked writer also outlives a trainer that is killed. The files are the same.
     """
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:

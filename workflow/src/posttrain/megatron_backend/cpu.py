@@ -115,7 +115,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _answer_transformer_engine_checks() -> None:
-    """`multi_latent_attention` takes its own import guard as proof of Transformer Engine and then tests `isinstance(x, None)`."""
+    """Say that Transformer Engine is absent where the code asks.
+
+    `multi_latent_attention` takes the success of its own import guard as proof that it is there, and then fails on
+    `isinstance(x, None)`.
+    """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 

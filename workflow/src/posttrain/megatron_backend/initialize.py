@@ -17,7 +17,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def initialize(config: Config) -> None:
-    """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from the environment) and lay out the parallel groups.
+    """Join the other ranks and lay out the parallel groups.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment.
 
     Args:
         config: The resolved configuration.

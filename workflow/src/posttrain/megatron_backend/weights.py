@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
 from posttrain.config.schema import Architecture
@@ -144,7 +144,8 @@ def _local_pieces(model: LogprobModel) -> dict[Piece, torch.Tensor]:
     apply_factories(state)
     pieces = {}
     for tensor in nested_values(state):
-        assert isinstance(tensor, ShardedTensor) and tensor.data is not None, f"not a plain shard: {tensor}"
+        assert isinstance(tensor, ShardedTensor), f"not a plain shard: {tensor}"
+        assert tensor.data is not None, f"no data: {tensor}"
         shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
         is_main = set(tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)) == {0}
         piece = Piece(tensor.key, tuple(tensor.global_offset), shape, dist.get_rank(), is_main)

@@ -31,15 +31,11 @@ METRICS: Mapping[str, Metric] = {
     # ---- what the engines made ----
     "rollout/reward_mean": Metric("Mean reward of the step's samples"),
     "rollout/pass_rate": Metric("Share of the step's samples whose reward is at least 1"),
-    "rollout/reward_std_zero_fraction": Metric(
-        "Share of groups whose rewards are all equal: they teach nothing"
-    ),
+    "rollout/reward_std_zero_fraction": Metric("Share of groups whose rewards are all equal: they teach nothing"),
     "rollout/response_tokens_mean": Metric("Mean length of a response", "tokens"),
     "rollout/response_tokens_max": Metric("Longest response of the step", "tokens"),
     "rollout/truncated_fraction": Metric("Share of responses cut at rollout.max_response_tokens"),
-    "rollout/grader_timeouts": Metric(
-        "Samples whose grader missed its deadline; their reward is 0", "samples"
-    ),
+    "rollout/grader_timeouts": Metric("Samples whose grader missed its deadline; their reward is 0", "samples"),
     # ---- what the trainer did ----
     "train/loss": Metric("Policy loss, averaged over the step's updates"),
     "train/grad_norm": Metric("Global gradient norm before clipping"),
@@ -54,16 +50,12 @@ METRICS: Mapping[str, Metric] = {
     "train/num_tokens": Metric("Tokens trained on, prompts included, padding not", "tokens"),
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
-    "train/non_finite_steps": Metric(
-        "Updates left out so far because loss or gradient norm was not finite", "updates"
-    ),
+    "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
     # ---- trainer against engine, on the same tokens ----
     "mismatch/abs_diff_mean": Metric(
         "Mean |trainer - engine| log-probability on the very weights the engine serves, dequantised", "nats"
     ),
-    "mismatch/abs_diff_max": Metric(
-        "Largest |trainer - engine| log-probability on the weights served", "nats"
-    ),
+    "mismatch/abs_diff_max": Metric("Largest |trainer - engine| log-probability on the weights served", "nats"),
     "mismatch/quantised_abs_diff_mean": Metric(
         "Mean |trainer - engine| log-probability with the trainer's own weights: what quantisation adds",
         "nats",
@@ -100,9 +92,7 @@ def check_metrics(values: Mapping[str, float]) -> None:
         ValueError: Listing every unknown name and every bad value.
     """
     unknown = [
-        f"{name}: no such metric (observability/metrics.py holds the table)"
-        for name in values
-        if name not in METRICS
+        f"{name}: no such metric (observability/metrics.py holds the table)" for name in values if name not in METRICS
     ]
     bad = [
         f"{name} = {value!r}: not a finite number"

@@ -71,8 +71,11 @@ class ProgressBar:
     def _log(self) -> None:
         self._last_log = time.monotonic()
         share = 100 * self._done / self._total if self._total else 100.0
-        amount = f"{self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB" if self._unit == "bytes" else (
-            f"{self._done} of {self._total} {self._unit}")  # fmt: skip
+        amount = (
+            f"{self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB"
+            if self._unit == "bytes"
+            else (f"{self._done} of {self._total} {self._unit}")
+        )
         log.info("%s: %s (%.0f %%) %s", self._label, amount, share, self._note)
 
     def _columns(self) -> tuple:

@@ -142,11 +142,7 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
     for verdict in verdicts:
         receipt, count = verdict.artefact.receipt, len(verdict.problems)
         state = f"[bold red]{count} problem{'s' if count > 1 else ''}[/]" if count else "[green]ok[/]"
-        known = (
-            (receipt.step, f"{len(receipt.files):,}", f"{receipt.size_bytes:,}")
-            if receipt
-            else ("?", "?", "?")
-        )
+        known = (receipt.step, f"{len(receipt.files):,}", f"{receipt.size_bytes:,}") if receipt else ("?", "?", "?")
         table.add_row(verdict.artefact.name, *known, state)
     Console(width=110).print(table)
 
@@ -227,9 +223,7 @@ def _unlisted_files(artefact: Artefact) -> list[str]:
         return []
     assert artefact.receipt is not None
     listed = {record.path for record in artefact.receipt.files}
-    found = {
-        path.relative_to(artefact.folder).as_posix() for path in artefact.folder.rglob("*") if path.is_file()
-    }
+    found = {path.relative_to(artefact.folder).as_posix() for path in artefact.folder.rglob("*") if path.is_file()}
     return [f"{artefact.folder / name}: not in the receipt" for name in sorted(found - listed)]
 
 

@@ -67,9 +67,7 @@ def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
         missing=report_figures.missing_metrics(run),
         samples=samples,
         frame=common_frame([pair.prompt for pair in samples]),
-        changes={
-            change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")
-        },
+        changes={change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")},
         shown_characters=SHOWN_CHARACTERS,
         attempts=[describe_attempt(row) for row in run.attempts],
         config_sections=config_rows(run.config, run.origins),
@@ -84,17 +82,13 @@ def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]
         # The two evaluations share a rule; their jobs' names end in before and after.
         when = rule.name.partition(" ")[2]
         seconds = [time.seconds for time in run.times if time.rule == rule.rule and time.job.endswith(when)]
-        is_done = bool(seconds) or rule.rule in {
-            a.receipt.step for a in run.artefacts if a.receipt is not None
-        }
+        is_done = bool(seconds) or rule.rule in {a.receipt.step for a in run.artefacts if a.receipt is not None}
         state = "done" if is_done or rule.name == "render_report" or rule.rule == "evaluate" else "not run"
         states[rule.name] = RuleState(state, sum(seconds) if seconds else None)
     return states
 
 
-def pair_samples(
-    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> list[PromptSamples]:
+def pair_samples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[PromptSamples]:
     """Return the sampled responses by prompt, in the order of the evaluation before training."""
     prompts: dict[str, tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for example in before:

@@ -123,9 +123,7 @@ class _Axes:
         width = WIDE_WIDTH if chart.is_wide else WIDTH
         # A bar is as wide as the distance of two steps, so the outer ones reach half of it beyond their
         # steps.
-        margin = (
-            (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
-        )
+        margin = (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
         return _Axes(min(steps) - margin, max(steps) + margin, _ticks(chart, values), chart.is_log, width)
 
     def x(self, step: float) -> float:
@@ -231,9 +229,7 @@ def _grid(axes: _Axes, unit: str) -> str:
 
 
 def _text(css_class: str, x: float, y: float, content: str, anchor: str) -> str:
-    return (
-        f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
-    )
+    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def _step_ticks(axes: _Axes) -> list[float]:

@@ -54,9 +54,7 @@ def draw_chain(rules: Sequence[RuleNode], states: Mapping[str, RuleState]) -> Ma
 
 def _direct_inputs(rules: Sequence[RuleNode]) -> dict[str, list[str]]:
     """Return rule -> the rules it waits for, without those that another of them waits for already."""
-    named = {
-        rule.name: [name for name in rule.after if name in {other.name for other in rules}] for rule in rules
-    }
+    named = {rule.name: [name for name in rule.after if name in {other.name for other in rules}] for rule in rules}
     before: dict[str, set[str]] = {}
     for rule in rules:
         before[rule.name] = set(named[rule.name]).union(*(before[name] for name in named[rule.name]))
@@ -87,13 +85,9 @@ def _rows(columns: Mapping[str, int], inputs: Mapping[str, list[str]]) -> dict[s
     rows = dict.fromkeys(spine, 0)
     taken = {(0, columns[name]) for name in spine}
     reach = {name: max(_reader_columns(name, columns, inputs), default=columns[name] + 1) for name in inputs}
-    for name in sorted(
-        (name for name in inputs if name not in rows), key=lambda name: reach[name] - columns[name]
-    ):
+    for name in sorted((name for name in inputs if name not in rows), key=lambda name: reach[name] - columns[name]):
         cells = range(columns[name], reach[name])
-        rows[name] = next(
-            row for row in range(len(inputs)) if all((row, column) not in taken for column in cells)
-        )
+        rows[name] = next(row for row in range(len(inputs)) if all((row, column) not in taken for column in cells))
         taken |= {(rows[name], column) for column in cells}
     return rows
 
@@ -124,9 +118,7 @@ def _node(rule: RuleNode, state: RuleState, place: tuple[float, float], longest:
     jobs = f" ×{rule.num_jobs}" if rule.num_jobs > 1 else ""
     took = format_seconds(state.seconds) if state.seconds is not None else state.state
     share = (state.seconds or 0.0) / longest if longest else 0.0
-    title = escape(
-        f"{rule.name}: {rule.does} ({state.state}{', ' + took if state.seconds is not None else ''})"
-    )
+    title = escape(f"{rule.name}: {rule.does} ({state.state}{', ' + took if state.seconds is not None else ''})")
     bar = (
         f'<rect class="share" x="{x + 8:g}" y="{y + NODE_HEIGHT - 7:g}" height="3" rx="1.5" '
         f'width="{max(3.0, share * (NODE_WIDTH - 16)):.1f}"/>'

@@ -23,8 +23,15 @@ from posttrain.observability.provenance import Artefact, find_artefacts
 from posttrain.observability.sinks import read_rows
 
 SHOWN_PACKAGES = (
-    "torch", "megatron-core", "transformers", "safetensors", "huggingface_hub", "numpy", "snakemake", "wandb",
-)  # fmt: skip
+    "torch",
+    "megatron-core",
+    "transformers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "snakemake",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,7 @@ def read_run(inputs: ReportInputs) -> RunData:
     _check_complete(train / "metrics.jsonl", rows, num_steps)
     export = read_receipt(inputs.export_receipt)
     if "final_weights_sha256" not in export.settings:
-        raise CheckpointError(
-            f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again"
-        )
+        raise CheckpointError(f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again")
     artefacts = find_artefacts(paths)
     return RunData(
         config=config,
@@ -170,9 +175,7 @@ def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artefact]) -> list[RuleTime]:
     """Return what each job took: from Snakemake's benchmark files, else from a receipt's history."""
-    times = [
-        _read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)
-    ]
+    times = [_read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)]
     measured = {time.rule for time in times}
     for artefact in artefacts:
         if artefact.receipt is not None and artefact.receipt.step not in measured:
@@ -211,9 +214,7 @@ def _check_complete(path: Path, rows: Sequence[Mapping[str, float]], num_steps: 
     steps = [int(row["step"]) for row in rows]
     if len(steps) != num_steps or steps != list(range(steps[0], steps[0] + num_steps)):
         found = f"{len(steps)} rows" + (f", steps {steps[0]} to {steps[-1]}" if steps else "")
-        raise CheckpointError(
-            f"{path}: {found}; done.json says {num_steps} steps; restore the file or train again"
-        )
+        raise CheckpointError(f"{path}: {found}; done.json says {num_steps} steps; restore the file or train again")
 
 
 def _belongs_to(path: Path, paths: Paths) -> bool:
@@ -258,13 +259,9 @@ def _read_json(path: Path, required: set[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); run the step that writes it again"
-        ) from error
+        raise CheckpointError(f"{path}: cannot be read ({error}); run the step that writes it again") from error
     if missing := required - set(content):
-        raise CheckpointError(
-            f"{path}: has no {', '.join(sorted(missing))}; run the step that writes it again"
-        )
+        raise CheckpointError(f"{path}: has no {', '.join(sorted(missing))}; run the step that writes it again")
     return content
 
 

@@ -117,9 +117,7 @@ def _reward_chart(run: RunData) -> Chart | None:
     else:
         lines.insert(0, Line("rollout/reward_mean", "mean reward", 2, smooth=True))
     low, high = min([0.0, *reward]), max([1.0, *reward])
-    return _chart(
-        run, "Reward and pass rate", "reward, share", lines, note, evaluated, low, high, is_wide=True
-    )
+    return _chart(run, "Reward and pass rate", "reward, share", lines, note, evaluated, low, high, is_wide=True)
 
 
 def _grad_norm_chart(run: RunData) -> Chart | None:

@@ -50,9 +50,7 @@ def _source_rules(config: Config) -> list[RuleNode]:
         *made,
         RuleNode("download_hf_checkpoint", "fetches the model, every file verified", fetched_after),
         RuleNode("download_dataset", "fetches or generates the prompts", ()),
-        RuleNode(
-            "patch_hf_config", "checks config and tensors, links the weights", ("download_hf_checkpoint",)
-        ),
+        RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("download_hf_checkpoint",)),
     ]
 
 
@@ -87,9 +85,7 @@ def _training_rules(config: Config) -> list[RuleNode]:
     trainer_gpus = config.nodes * config.hardware.gpus_per_node if on_gpus else 0
     engine_gpus = config.engine.gpus_per_engine if on_gpus else 0
     engine_nodes = -(-engine_gpus // config.hardware.gpus_per_node) or 1
-    before = (
-        ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
-    )
+    before = ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
     evaluated = {"nodes": engine_nodes, "gpus": engine_gpus}
     return [
         RuleNode(
@@ -107,8 +103,6 @@ def _training_rules(config: Config) -> list[RuleNode]:
             trainer_gpus,
         ),
         RuleNode("export_hf", "writes the trained model in Hub layout", ("train_grpo",)),
-        RuleNode(
-            "evaluate after", "pass rate of the trained model", ("export_hf", "download_dataset"), **evaluated
-        ),
+        RuleNode("evaluate after", "pass rate of the trained model", ("export_hf", "download_dataset"), **evaluated),
         RuleNode("render_report", "writes this page", ("evaluate before", "evaluate after")),
     ]

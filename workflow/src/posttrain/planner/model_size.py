@@ -76,9 +76,7 @@ def layer_weights(arch: Architecture, is_moe: bool) -> tuple[Weight, ...]:
 
 def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
     """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
-    return [
-        layer_weights(arch, index >= arch.first_k_dense_replace) for index in range(arch.num_hidden_layers)
-    ]
+    return [layer_weights(arch, index >= arch.first_k_dense_replace) for index in range(arch.num_hidden_layers)]
 
 
 def edge_weights(arch: Architecture) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
@@ -124,11 +122,7 @@ def count_active_parameters(arch: Architecture) -> int:
         GLM-5: 40,833,126,912.
     """
     parts = parameters_by_component(model_weights(arch))
-    idle = (
-        parts.get("routed_experts", 0)
-        * (arch.n_routed_experts - arch.num_experts_per_tok)
-        // arch.n_routed_experts
-    )
+    idle = parts.get("routed_experts", 0) * (arch.n_routed_experts - arch.num_experts_per_tok) // arch.n_routed_experts
     return sum(parts.values()) - idle - parts["embedding"]
 
 

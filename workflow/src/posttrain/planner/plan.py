@@ -97,9 +97,7 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     }
 
 
-def find_problems(
-    config: Config, stages: Sequence[memory.StageMemory], served: engine.EngineMemory
-) -> list[Problem]:
+def find_problems(config: Config, stages: Sequence[memory.StageMemory], served: engine.EngineMemory) -> list[Problem]:
     """Return what the plan's numbers rule out on this hardware."""
     return [*_check_trainer(config, stages), *_check_engine(config, served), *_check_engine_count(config)]
 

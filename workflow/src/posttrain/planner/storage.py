@@ -15,9 +15,7 @@ from posttrain.planner.model_size import count_parameters, model_weights, mtp_we
 
 # What Megatron saves per parameter beside the weight: FP32 master copy, first and second moment.
 OPTIMIZER_STATE_BYTES = 12
-NOT_MODELLED = (
-    "storage: datasets, logs, persisted rollouts, file headers; the NVFP4 checkpoint, made on demand",
-)
+NOT_MODELLED = ("storage: datasets, logs, persisted rollouts, file headers; the NVFP4 checkpoint, made on demand",)
 
 
 @dataclass(frozen=True)

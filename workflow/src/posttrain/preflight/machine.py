@@ -27,18 +27,14 @@ def check_devices(config: Config) -> Finding:
     if found >= wanted:
         return ok("devices", f"{found} CUDA devices, first {torch.cuda.get_device_name(0)}")
     remedy = "run on a machine with GPUs, or choose hardware=cpu with a small model"
-    return failed(
-        "devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy
-    )
+    return failed("devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy)
 
 
 def check_engine_interpreter(config: Config) -> Finding:
     """Check that the engine's interpreter starts and can import the engine."""
     engine = config.engine
     if engine.kind == "embedded":
-        return check_interpreter(
-            "engine.python", engine.python or sys.executable, "posttrain.engines.embedded"
-        )
+        return check_interpreter("engine.python", engine.python or sys.executable, "posttrain.engines.embedded")
     return check_interpreter("engine.python", engine.python or sys.executable, "sglang")
 
 

@@ -27,9 +27,7 @@ def check_hub_sources(paths: Paths) -> list[Finding]:
         source = config.model.source
         sources.append(("model.source", "model", source.repo_id, source.revision, receipt_of(paths.hf)))
     if config.data.kind == "hub":
-        sources.append(
-            ("data", "dataset", config.data.repo_id, config.data.revision, receipt_of(paths.dataset))
-        )
+        sources.append(("data", "dataset", config.data.repo_id, config.data.revision, receipt_of(paths.dataset)))
     findings = []
     for key, kind, repo_id, revision, receipt in sources:
         if receipt.exists():
@@ -63,9 +61,7 @@ def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Findin
         return failed(name, f"{key}.repo_id", found, allowed, remedy)
     except RepositoryNotFoundError:
         remedy = "correct the name, or set HF_TOKEN in the environment if it is private"
-        return failed(
-            name, f"{key}.repo_id", f"{repo_id}: not found", f"a {kind} repository on {endpoint}", remedy
-        )
+        return failed(name, f"{key}.repo_id", f"{repo_id}: not found", f"a {kind} repository on {endpoint}", remedy)
     except (HTTPError, OSError) as error:
         found, allowed = (
             f"{type(error).__name__}: {error}".splitlines()[0],
@@ -83,6 +79,4 @@ def check_wandb(config: Config) -> Finding:
     if os.environ.get("WANDB_API_KEY"):
         return ok("W&B", "online, WANDB_API_KEY is set")
     remedy = "set WANDB_API_KEY in the environment, or set='logging.wandb_mode=offline'"
-    return failed(
-        "W&B", "logging.wandb_mode", "online without WANDB_API_KEY", "a key in the environment", remedy
-    )
+    return failed("W&B", "logging.wandb_mode", "online without WANDB_API_KEY", "a key in the environment", remedy)

@@ -64,9 +64,7 @@ def check_writable(key: str, folder: Path) -> Finding:
             pass
     except OSError as error:
         remedy = f"choose another folder with set='{key}=...' or change its permissions"
-        return failed(
-            key, key, f"{folder}: {error.strerror} (at {existing})", "a folder that can be written", remedy
-        )
+        return failed(key, key, f"{folder}: {error.strerror} (at {existing})", "a folder that can be written", remedy)
     return ok(key, f"{folder} can be written")
 
 
@@ -102,10 +100,7 @@ def _missing_in_store(paths: Paths, needed: Storage) -> int:
         paths.torch_dist: needed.torch_dist,
         paths.rollout_fp8: needed.rollout_fp8,
     }
-    return sum(
-        max(0, size - bytes_below(folder) - bytes_below(partial_of(folder)))
-        for folder, size in planned.items()
-    )
+    return sum(max(0, size - bytes_below(folder) - bytes_below(partial_of(folder))) for folder, size in planned.items())
 
 
 def _check_disk(needs: list[Need]) -> Finding:
@@ -118,7 +113,9 @@ def _check_disk(needs: list[Need]) -> Finding:
         return ok(name, f"{format_bytes(free)} free, {format_bytes(wanted)} needed")
     parts = ", ".join(f"{need.key} {format_bytes(need.missing_bytes)}" for need in needs)
     return failed(
-        name, keys, f"{format_bytes(free)} free on the disk of {folder}",
+        name,
+        keys,
+        f"{format_bytes(free)} free on the disk of {folder}",
         f"at least {format_bytes(wanted)} ({parts}, and {format_bytes(SPARE_BYTES)} to spare)",
         "free some space, or put a root on another disk with set='site.store=...' (see plan.html)",
-    )  # fmt: skip
+    )

@@ -128,9 +128,7 @@ class RolloutCoordinator:
         return groups, timeouts
 
 
-def _sample(
-    prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float
-) -> Sample:
+def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float) -> Sample:
     return Sample(
         prompt_id=prompt.prompt_id,
         sample_index=index,
@@ -148,4 +146,6 @@ def _check_versions(step: int, answers: list[GenerateResult]) -> None:
     expected = (None, 0) if step == 0 else (step,)
     wrong = {answer.weight_version for answer in answers} - set(expected)
     if wrong:
-        raise RuntimeError(f"engine served weight version {sorted(map(str, wrong))} in step {step}; expected {expected}")
+        raise RuntimeError(
+            f"engine served weight version {sorted(map(str, wrong))} in step {step}; expected {expected}"
+        )

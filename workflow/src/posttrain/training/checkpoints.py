@@ -1,8 +1,8 @@
 """The checkpoints of a training run on disk: written aside, made visible by one rename, the newest few kept.
 
 A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, and while it is deleted
-it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The number
-of finished steps is the state: seeds, prompts and learning rate follow from it.
+it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The
+number of finished steps is the state: seeds, prompts and learning rate follow from it.
 """
 
 from __future__ import annotations

@@ -56,5 +56,3 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     if is_due:
         run.commit_checkpoint(finished)
     return metrics
-
-

@@ -275,9 +275,7 @@ def open_run(
         yield TrainingRun(config, policy, weights, torch_dist, checkpoints, publisher, runner, head)
 
 
-def _open_client(
-    config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack
-) -> EngineClient:
+def _open_client(config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack) -> EngineClient:
     client = EngineClient(
         engine_urls,
         config.engine.request_timeout_seconds,

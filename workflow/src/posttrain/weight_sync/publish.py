@@ -1,4 +1,4 @@
-"""New weights for the engines after a step: gathered, quantised by the one quantiser, sent in buckets, with a version."""
+"""New weights for the engines after a step: gathered, quantised by the one quantiser, sent in buckets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class WeightPublisher:
                 file = f"model-{number:05d}.safetensors"
                 save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, partial / file)
                 weight_map |= {name: file for name, _ in bucket}
-                specs |= {name: TensorSpec(info.shape, info.dtype) for name, info in read_header(partial / file).items()}
+                specs |= {
+                    name: TensorSpec(info.shape, info.dtype) for name, info in read_header(partial / file).items()
+                }
             write_index(partial, weight_map, specs)
         return folder
 

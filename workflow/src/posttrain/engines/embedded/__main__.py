@@ -73,25 +73,17 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
         remedy = "choose another port, or end what listens there"
-        problem = Problem(
-            "--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy
-        )
+        problem = Problem("--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy)
         raise ConfigError([problem]) from error
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m posttrain.engines.embedded", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--model-path", type=Path, required=True, help="checkpoint folder in Hub layout, BF16 or FP8"
-    )
+    parser = argparse.ArgumentParser(prog="python -m posttrain.engines.embedded", description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", type=Path, required=True, help="checkpoint folder in Hub layout, BF16 or FP8")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="precision of weights and activations"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="precision of weights and activations")
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
@@ -100,9 +92,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-running-requests", type=int, default=512, help="rows of a merged batch")
     parser.add_argument("--weight-version", default="default", help="name of the weights in --model-path")
-    parser.add_argument(
-        "--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies"
-    )
+    parser.add_argument("--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies")
     return parser.parse_args()
 
 

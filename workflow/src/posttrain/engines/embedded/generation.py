@@ -95,9 +95,7 @@ class _Batch:
         prompts = list(dict.fromkeys(response.row.input_ids for response in self._live))
         longest = max(map(len, prompts))
         tokens = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
-        self._real = torch.tensor(
-            [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts]
-        )
+        self._real = torch.tensor([[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts])
         self._positions = (self._real.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(tokens)
         place = {prompt: index for index, prompt in enumerate(prompts)}
@@ -114,9 +112,7 @@ class _Batch:
     def sample(self, logits: torch.Tensor) -> None:
         """Sample a token for every row; finished rows that are still in the batch discard theirs."""
         self._tokens, logprobs = self._sampler.sample(logits)
-        for response, token, logprob in zip(
-            self._live, self._tokens.tolist(), logprobs.tolist(), strict=True
-        ):
+        for response, token, logprob in zip(self._live, self._tokens.tolist(), logprobs.tolist(), strict=True):
             if response.finish_reason is None:
                 response.append(token, logprob)
 

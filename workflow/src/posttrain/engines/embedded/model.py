@@ -111,9 +111,7 @@ def _build(config_file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any
     model_class = getattr(importlib.import_module(module), name)
     model_config = model_class.config_class.from_pretrained(config_file.parent)
     if model_config.tie_word_embeddings:
-        raise CheckpointError(
-            f"{config_file}: tie_word_embeddings is true; the embedded engine keeps lm_head apart"
-        )
+        raise CheckpointError(f"{config_file}: tie_word_embeddings is true; the embedded engine keeps lm_head apart")
     model_config._attn_implementation = ATTENTION_IMPLEMENTATION
     model_config._experts_implementation = EXPERTS_IMPLEMENTATION
     default = torch.get_default_dtype()

@@ -122,9 +122,7 @@ def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
         raise RequestError("the body must be a JSON object")
     prompts = body.get("input_ids")
     if not isinstance(prompts, list):
-        raise RequestError(
-            "input_ids: a list of token ids, or a list of such lists, is needed (text is not served)"
-        )
+        raise RequestError("input_ids: a list of token ids, or a list of such lists, is needed (text is not served)")
     is_batch = bool(prompts) and isinstance(prompts[0], list)
     prompts = prompts if is_batch else [prompts]
     parameters = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts), dict)
@@ -133,15 +131,12 @@ def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
     if stream and is_batch:
         raise RequestError("stream: one prompt per request, not a batch")
     rows = tuple(
-        _parse_row(index, prompt, parameters[index], request_ids[index], limits)
-        for index, prompt in enumerate(prompts)
+        _parse_row(index, prompt, parameters[index], request_ids[index], limits) for index, prompt in enumerate(prompts)
     )
     return ParsedRequest(rows, is_batch, stream)
 
 
-def _parse_row(
-    index: int, prompt: Any, parameters: dict[str, Any], request_id: str, limits: ModelLimits
-) -> Row:
+def _parse_row(index: int, prompt: Any, parameters: dict[str, Any], request_id: str, limits: ModelLimits) -> Row:
     where = f"prompt {index}"
     _check_prompt(where, prompt, limits)
     _check_parameters(where, parameters)
@@ -173,14 +168,11 @@ def _check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
 
 def _check_parameters(where: str, parameters: dict[str, Any]) -> None:
     if unknown := sorted(parameters.keys() - KNOWN_PARAMETERS):
-        raise RequestError(
-            f"{where}: sampling parameter {', '.join(unknown)} is not supported by the embedded engine"
-        )
+        raise RequestError(f"{where}: sampling parameter {', '.join(unknown)} is not supported by the embedded engine")
     for name, allowed in NEUTRAL_VALUES.items():
         if name in parameters and parameters[name] not in (None, *allowed):
             raise RequestError(
-                f"{where}: {name} = {parameters[name]!r} is not supported by the embedded engine, "
-                f"only {allowed[0]!r}"
+                f"{where}: {name} = {parameters[name]!r} is not supported by the embedded engine, only {allowed[0]!r}"
             )
     seed = parameters.get("sampling_seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):

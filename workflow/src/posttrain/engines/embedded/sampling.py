@@ -30,9 +30,7 @@ class RowSampler:
     def __init__(self, seeds: Sequence[int | None], temperatures: Sequence[float]):
         self._generators = [np.random.Generator(np.random.PCG64(_entropy(seed))) for seed in seeds]
         self._greedy = torch.tensor([temperature == 0 for temperature in temperatures])
-        self._divisors = torch.tensor(
-            [temperature or 1.0 for temperature in temperatures], dtype=torch.float32
-        )
+        self._divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=torch.float32)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order."""

@@ -58,8 +58,12 @@ class Endpoints:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of this part."""
-        informing = {"/get_server_info": self.server_info, "/server_info": self.server_info,
-                     "/get_model_info": self.model_info, "/model_info": self.model_info}  # fmt: skip
+        informing = {
+            "/get_server_info": self.server_info,
+            "/server_info": self.server_info,
+            "/get_model_info": self.model_info,
+            "/model_info": self.model_info,
+        }
         return [
             web.post("/generate", self.generate),
             web.get("/health", self.health),
@@ -145,9 +149,7 @@ class Endpoints:
         self._worker.abort(str(body.get("rid", "")), everything=bool(body.get("abort_all", False)))
         return web.Response(status=200)
 
-    async def _stream(
-        self, request: web.Request, parsed: ParsedRequest, with_logprobs: bool
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, parsed: ParsedRequest, with_logprobs: bool) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         async for chunk in self._chunks(parsed, with_logprobs):
@@ -199,9 +201,7 @@ async def _refuse_clearly(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
     except (RuntimeError, ArithmeticError, MemoryError) as error:
-        return web.json_response(
-            {"error": {"message": f"{type(error).__name__}: {error}", "code": 500}}, status=500
-        )
+        return web.json_response({"error": {"message": f"{type(error).__name__}: {error}", "code": 500}}, status=500)
 
 
 async def _unknown_endpoint(request: web.Request) -> web.Response:

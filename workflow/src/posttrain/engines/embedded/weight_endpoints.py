@@ -64,9 +64,7 @@ class WeightEndpoints:
             raise WeightError(NO_UPDATE_OPEN)
         payloads = body.get("serialized_named_tensors")
         if not isinstance(payloads, list) or not payloads or body.get("load_format") is not None:
-            raise RequestError(
-                "serialized_named_tensors: a list with one payload, and no load_format, is needed"
-            )
+            raise RequestError("serialized_named_tensors: a list with one payload, and no load_format, is needed")
         self._update.add(deserialize_bucket(payloads[0]))
         self._update.version = body.get("weight_version") or self._update.version
         return {}
@@ -118,9 +116,7 @@ class WeightEndpoints:
     def _serve(self, update: WeightUpdate, version: str | None) -> None:
         with self._worker.weights_may_change():
             self._weights.serve(update, version)
-        log.info(
-            "serving weight version %s (%d tensors of the MTP layer left out)", version, update.num_skipped
-        )
+        log.info("serving weight version %s (%d tensors of the MTP layer left out)", version, update.num_skipped)
 
     def _handler(self, call: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
         """Return a handler that runs `call` outside the event loop and tells success as SGLang does."""

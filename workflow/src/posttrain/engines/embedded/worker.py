@@ -65,9 +65,7 @@ class Worker:
         max_batch_rows: Rows of a merged batch; a single request may be larger.
     """
 
-    def __init__(
-        self, model: Any, weight_version: Callable[[], str | None], merge_requests: bool, max_batch_rows: int
-    ):
+    def __init__(self, model: Any, weight_version: Callable[[], str | None], merge_requests: bool, max_batch_rows: int):
         self._model, self._weight_version = model, weight_version
         self._merge_requests, self._max_batch_rows = merge_requests, max_batch_rows
         self._queue: deque[Work] = deque()
@@ -207,9 +205,7 @@ class Worker:
                 self._changed.wait_for(lambda: not self._paused or self._abort_all)
                 self._waiting_between_tokens = False
             for response in responses:
-                if response.finish_reason is None and (
-                    self._abort_all or response.row.request_id in self._abort_ids
-                ):
+                if response.finish_reason is None and (self._abort_all or response.row.request_id in self._abort_ids):
                     response.finish_reason = ABORTED
 
     def _batch_ended(self, works: Sequence[Work], error: Exception) -> None:
@@ -223,9 +219,7 @@ class Worker:
                 work.done.set_exception(error)
 
 
-def _shares(
-    works: Sequence[Work], responses: Sequence[Response]
-) -> Iterator[tuple[Work, Sequence[Response]]]:
+def _shares(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[tuple[Work, Sequence[Response]]]:
     start = 0
     for work in works:
         yield work, responses[start : start + len(work.rows)]

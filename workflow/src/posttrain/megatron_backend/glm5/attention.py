@@ -108,7 +108,8 @@ class Glm5SelfAttention(MLASelfAttention):
             [T or T / TP, 1, H], and the bias (None).
         """
         asked = [name for name, argument in unused.items() if argument is not None]
-        assert not asked and attention_mask is None, f"not supported by packed sparse attention: {asked}"
+        assert not asked, f"not supported by packed sparse attention: {asked}"
+        assert attention_mask is None, "packed sparse attention makes its own mask"
         assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
         query, key, value, q_latent, _ = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params

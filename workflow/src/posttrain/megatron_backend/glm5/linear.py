@@ -10,9 +10,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class ReplicatedLinear(torch.nn.Module):
     """x W^T on this rank's part of the sequence.
 
-    For MLA's small down-projections. Megatron's local spec splits them over tensor-parallel ranks and gathers the result,
-    and the backward pass of that gather keeps each rank's own gradient of the shared rotary key, which only knows the
-    rank's own heads. Replicated, the gradient is summed where it has to be: over the ranks' parts of the sequence.
+    For MLA's small down-projections. Megatron's local spec splits them over tensor-parallel ranks and gathers the
+    result, and the backward pass of that gather keeps each rank's own gradient of the shared rotary key, which only
+    knows the rank's own heads. Replicated, the gradient is summed where it has to be: over the ranks' parts of the
+    sequence.
 
     Args:
         config: Megatron's configuration.

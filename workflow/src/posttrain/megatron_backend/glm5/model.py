@@ -1,7 +1,7 @@
 """The trained model: Megatron's GPTModel that answers with log-probabilities instead of logits.
 
-Logits of [T, V] are the largest activation of a step (32,768 tokens x 154,880 words in FP32 are 18.9 GiB). They are made
-for `log_probs_chunk_size` tokens at a time and recomputed in the backward pass.
+Logits of [T, V] are the largest activation of a step (32,768 tokens x 154,880 words in FP32 are 18.9 GiB). They are
+made for `log_probs_chunk_size` tokens at a time and recomputed in the backward pass.
 """
 
 from __future__ import annotations
