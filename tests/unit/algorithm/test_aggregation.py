@@ -38,12 +38,13 @@ def test_a_response_without_tokens_is_refused():
 
 @st.composite
 def _batches(draw: st.DrawFn) -> tuple[list[Sample], int, int, int]:
+    ranks = draw(st.sampled_from((1, 2, 4)))
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=4, max_size=12))
+    lengths = lengths[: len(lengths) // ranks * ranks]  # the configuration sees to it
     samples = [
         Sample(i, 0, (1,) * prompt, (2,) * response, (-1.0,) * response, "stop", 0, 0.0)
         for i, (prompt, response) in enumerate(lengths)
     ]
-    ranks = draw(st.sampled_from((1, 2, 4)))
     return samples, draw(st.integers(15, 60)), ranks, draw(st.sampled_from((1, 2, 4)))
 
 

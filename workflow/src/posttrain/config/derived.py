@@ -196,6 +196,16 @@ def _check_batches(config: Config) -> list[Problem]:
                 "change it, rollout_batch_size or num_samples_per_prompt",
             )
         )
+    ranks = data_parallel_size(config)
+    if ranks and batch % ranks:  # no rank at all: the layout is refused already
+        problems.append(
+            Problem(
+                "training.global_batch_size",
+                str(batch),
+                f"a multiple of {ranks}, the data-parallel ranks, which run equally many micro-batches",
+                "raise the batch, or use more tensor or pipeline parallelism",
+            )
+        )
     longest = config.rollout.max_response_tokens
     if config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size < longest:
         problems.append(
