@@ -42,12 +42,8 @@ def test_a_hanging_grader_costs_its_own_sample_only(pool):
 def test_the_hanging_processes_are_gone(pool):
     _grade_all(pool, ["hang", "42"])
     _grade_all(pool, ["42", "42"])
-    children = psutil.Process().children(recursive=True)
-    before = [child.cpu_times().user for child in children]
-    time.sleep(0.3)
-    after = [child.cpu_times().user for child in children if child.is_running()]
-    assert len(after) <= 3
-    assert sum(after) - sum(before) < 0.15
+    spinning = [child for child in psutil.Process().children(recursive=True) if child.cpu_percent(0.3) > 50]
+    assert not spinning, [child.cmdline() for child in spinning]
 
 
 def test_the_pool_goes_on_after_a_miss(pool):
