@@ -6,15 +6,19 @@ import argparse
 import json
 from pathlib import Path
 
-from posttrain.artifacts import write_text
+from posttrain.artifacts import Paths, write_text
 from posttrain.cli import run
 from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.config.rules import check_trainable
+from posttrain.errors import raise_if_any
 
 
 def main() -> None:
-    """Resolve the configuration and write what changed of it."""
+    """Resolve the configuration and write what changed of it; refuse what this version cannot train."""
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
+    if not Paths(resolved).train_done.exists():
+        raise_if_any(list(check_trainable(resolved.config)))
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
     write_if_changed(arguments.resolved, dump_resolved(resolved))
 

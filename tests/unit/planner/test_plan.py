@@ -32,6 +32,8 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert all({"nodes", "gpus", "command"} <= set(rule) for rule in plan["rules"])
     assert plan["flags"]["trainer.save_interval"]["value"] == 20
     assert plan["problems"] == []
+    not_trainable = {problem["key"] for problem in plan["not_trainable"]}
+    assert not_trainable == ({"nodes", "parallel.context_parallel_size"} if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
 

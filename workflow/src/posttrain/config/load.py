@@ -22,7 +22,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import schema
-from posttrain.config.derived import check_consistency
+from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.

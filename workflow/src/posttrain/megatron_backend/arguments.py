@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -21,74 +23,11 @@ def transformer_config(config: Config) -> MLATransformerConfig:
     Args:
         config: The resolved configuration.
     """
-    arch, parallel, trainer = config.model.architecture, config.parallel, config.trainer
-    on_cuda = config.hardware.device == "cuda"
-    full_recompute = trainer.recompute_granularity == "full"
-    num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
     settings = MLATransformerConfig(
-        # model
-        num_layers=arch.num_hidden_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.intermediate_size,
-        num_attention_heads=arch.num_attention_heads,
-        q_lora_rank=arch.q_lora_rank,
-        kv_lora_rank=arch.kv_lora_rank,
-        qk_head_dim=arch.qk_nope_head_dim,
-        qk_pos_emb_head_dim=arch.qk_rope_head_dim,
-        v_head_dim=arch.v_head_dim,
-        qk_layernorm=True,
-        rope_type="rope",
-        rotary_base=arch.rope_theta,
-        apply_rope_fusion=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        # experts
-        num_moe_experts=arch.n_routed_experts,
-        moe_layer_freq=[0] * arch.first_k_dense_replace + [1] * num_moe_layers,
-        moe_ffn_hidden_size=arch.moe_intermediate_size,
-        moe_shared_expert_intermediate_size=arch.moe_intermediate_size * arch.n_shared_experts or None,
-        moe_router_topk=arch.num_experts_per_tok,
-        moe_router_score_function="sigmoid",
-        moe_router_topk_scaling_factor=arch.routed_scaling_factor,
-        moe_router_enable_expert_bias=True,
-        moe_router_bias_update_rate=0.0,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type="flex" if trainer.deepep else "alltoall",
-        moe_flex_dispatcher_backend="deepep",
-        moe_grouped_gemm=on_cuda,
-        moe_permute_fusion=on_cuda,
-        # layout
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage or None,
-        sequence_parallel=parallel.tensor_model_parallel_size > 1,
-        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
-        # precision and memory
-        bf16=trainer.params_dtype == "bf16",
-        params_dtype=params_dtype(config),
-        pipeline_dtype=params_dtype(config),
-        attention_softmax_in_fp32=True,
-        recompute_granularity="full" if full_recompute else None,
-        recompute_method=trainer.recompute_method if full_recompute else None,
-        recompute_num_layers=trainer.recompute_num_layers if full_recompute else None,
-        # weights come from a checkpoint
-        use_cpu_initialization=not on_cuda,
-        perform_initialization=False,
-        # fused kernels are CUDA kernels
-        bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=on_cuda,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        **_attention_and_mlp(config),
+        **_experts(config),
+        **_layout(config),
+        **_precision_and_memory(config),
         # the loss is a weighted sum over all tokens of the global batch; nothing is averaged behind it
         calculate_per_token_loss=True,
     )
@@ -146,3 +85,92 @@ def _add_indexer(settings: MLATransformerConfig, config: Config) -> None:
         settings.dsa_indexer_head_dim = arch.index_head_dim
         settings.dsa_indexer_topk = arch.index_topk
     settings.attention_chunk_tokens = config.trainer.attention_chunk_tokens
+
+
+def _attention_and_mlp(config: Config) -> dict[str, Any]:
+    """Return the settings of the parts that every layer has."""
+    arch = config.model.architecture
+    return {
+        "num_layers": arch.num_hidden_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.intermediate_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "q_lora_rank": arch.q_lora_rank,
+        "kv_lora_rank": arch.kv_lora_rank,
+        "qk_head_dim": arch.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": arch.qk_rope_head_dim,
+        "v_head_dim": arch.v_head_dim,
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "rotary_base": arch.rope_theta,
+        "apply_rope_fusion": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    """Return the settings of router, experts and dispatcher."""
+    arch, on_cuda = config.model.architecture, config.hardware.device == "cuda"
+    num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
+    return {
+        "num_moe_experts": arch.n_routed_experts,
+        "moe_layer_freq": [0] * arch.first_k_dense_replace + [1] * num_moe_layers,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": arch.moe_intermediate_size * arch.n_shared_experts or None,
+        "moe_router_topk": arch.num_experts_per_tok,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": arch.routed_scaling_factor,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "flex" if config.trainer.deepep else "alltoall",
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_grouped_gemm": on_cuda,
+        "moe_permute_fusion": on_cuda,
+    }
+
+
+def _layout(config: Config) -> dict[str, Any]:
+    """Return which ranks hold what."""
+    parallel = config.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage or None,
+        "sequence_parallel": parallel.tensor_model_parallel_size > 1,
+        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1,
+    }
+
+
+def _precision_and_memory(config: Config) -> dict[str, Any]:
+    """Return number formats, recomputation and fused kernels."""
+    trainer, on_cuda = config.trainer, config.hardware.device == "cuda"
+    full_recompute = trainer.recompute_granularity == "full"
+    return {
+        "bf16": trainer.params_dtype == "bf16",
+        "params_dtype": params_dtype(config),
+        "pipeline_dtype": params_dtype(config),
+        "attention_softmax_in_fp32": True,
+        "recompute_granularity": "full" if full_recompute else None,
+        "recompute_method": trainer.recompute_method if full_recompute else None,
+        "recompute_num_layers": trainer.recompute_num_layers if full_recompute else None,
+        # weights come from a checkpoint
+        "use_cpu_initialization": not on_cuda,
+        "perform_initialization": False,
+        # fused kernels are CUDA kernels
+        "bias_activation_fusion": on_cuda,
+        "bias_dropout_fusion": on_cuda,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }

@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
 from posttrain.config.load import Resolved
+from posttrain.config.rules import check_trainable
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.errors import Problem
 from posttrain.observability.report import config_rows
@@ -81,6 +82,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             for key, value in flat_config(config).items()
         },
         "problems": [problem.as_dict() for problem in find_problems(config, stages, served)],
+        "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
         "not_modelled": list(NOT_MODELLED),
     }
 
@@ -93,6 +95,7 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     return {
         **empty,
         "problems": [problem.as_dict() for problem in problems],
+        "not_trainable": [],
         "not_modelled": list(NOT_MODELLED),
     }
 

@@ -22,6 +22,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for problem in plan["problems"]:
         console.print(f"\n[bold red]problem[/] {problem['key']} = {problem['value']}", highlight=False)
         console.print(f"  allowed: {problem['allowed']}\n  remedy:  {problem['remedy']}", highlight=False)
+    for problem in plan["not_trainable"]:
+        console.print(f"\n{problem['key']} = {problem['value']} can be planned; {problem['allowed']}", highlight=False)
     console.print(
         f"\n{len(plan['not_modelled'])} things are not modelled; plan.json and plan.html name them",
         highlight=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.artifacts import Paths
+from posttrain.config.rules import check_trainable
 from posttrain.errors import raise_if_any
 from posttrain.preflight.machine import check_devices, check_engine_interpreter, check_ports
 from posttrain.preflight.report import Finding
@@ -18,6 +19,7 @@ def check_everything(paths: Paths) -> list[Finding]:
     """
     config = paths.resolved.config
     return [
+        *(Finding(problem.key, str(problem), problem) for problem in check_trainable(config)),
         *check_storage(paths),
         check_devices(config),
         check_engine_interpreter(config),
