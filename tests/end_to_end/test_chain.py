@@ -88,6 +88,13 @@ def test_one_step_alone_leaves_the_others_untouched(undisturbed: WorkflowFolder)
     assert receipts == {path: path.stat().st_mtime_ns for path in undisturbed.store.rglob("*.receipt.json")}
 
 
+def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, workflow: WorkflowFolder) -> None:
+    workflow.settings |= {"engine.weight_transport": "disk"}
+    workflow.run("train_grpo")
+    assert list((workflow.run_folder / "train" / "served_weights").glob("version_*/model-*.safetensors"))
+    assert workflow.metrics() == undisturbed.metrics()
+
+
 def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
     undisturbed.run("plan", "check", "benchmark_serving", "quantize_nvfp4")
     plan = json.loads((undisturbed.run_folder / "plan.json").read_text())
