@@ -91,7 +91,9 @@ def test_one_step_alone_leaves_the_others_untouched(undisturbed: WorkflowFolder)
 def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, workflow: WorkflowFolder) -> None:
     workflow.settings |= {"engine.weight_transport": "disk"}
     workflow.run("train_grpo")
-    assert list((workflow.run_folder / "train" / "served_weights").glob("version_*/model-*.safetensors"))
+    train = workflow.run_folder / "train"
+    assert "served_weights/version_000003" in (train / "attempts" / "001" / "engine0.log").read_text()
+    assert not (train / "served_weights").exists(), "they are of no use once the engines hold them"
     assert workflow.metrics() == undisturbed.metrics()
 
 

@@ -61,12 +61,13 @@ class WeightPublisher:
             return
         if self._config.engine.weight_transport == "disk":
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
+            shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
         else:
             buckets = make_buckets(self._served_tensors(), self._bucket_bytes)
             self._runner.run(self._client.update_weights(version, buckets))
 
     def _write_folder(self, version: int) -> Path:
-        """Write a checkpoint in Hub layout that the engines can load; older versions are deleted."""
+        """Write a checkpoint in Hub layout that the engines can load; what a dead attempt left there is deleted."""
         folder = self._disk_folder / f"version_{version:06d}"
         shutil.rmtree(self._disk_folder, ignore_errors=True)
         with artifacts.building(folder) as partial:
