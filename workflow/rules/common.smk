@@ -2,12 +2,14 @@
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.artifacts import Paths, part_receipt_of, receipt_of
+from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.load import resolve
 from posttrain.errors import ConfigError
 from posttrain.launch.child import name_driver
@@ -21,10 +23,14 @@ CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))
+    PATHS = Paths(RESOLVED)
+    if PATHS.train.exists():
+        refuse_other_experiment(PATHS.experiment, RESOLVED)
 except ConfigError as error:
-    raise WorkflowError(str(error)) from None
+    # An exception would be shown with its place in this file, which is not where the mistake is.
+    logger.error(str(error))
+    sys.exit(1)
 CFG = RESOLVED.config
-PATHS = Paths(RESOLVED)
 ARCHITECTURE = json.dumps(dataclasses.asdict(CFG.model.architecture))
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name

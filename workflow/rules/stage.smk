@@ -27,7 +27,12 @@ rule stage_to_node_local:
 # Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
 rule stage_all_nodes:
     input:
-        [PATHS.node_local_testimony(node) for node in CFG.site.node_names],
+        # A finished run keeps the nodes it had: other ones are no reason to copy anything.
+        lambda wildcards: (
+            sorted(PATHS.node_local_testimony("any").parent.glob("*.json"))
+            if PATHS.train_done.exists()
+            else [PATHS.node_local_testimony(node) for node in CFG.site.node_names]
+        ),
     output:
         touch(PATHS.run / "node_local.staged"),
     localrule: True

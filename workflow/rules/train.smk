@@ -1,13 +1,18 @@
 # GRPO: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
 
 
+# On one machine the first simulated node is this one. Not params, for which a finished run would be trained again.
+THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
+NODE_LOCAL, TESTIMONY = PATHS.node_local(THIS_NODE), PATHS.node_local_testimony(THIS_NODE)
+
+
 rule train_grpo:
     input:
-        experiment=PATHS.experiment,
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
-        # Not a reason to train again: topology and engineering may change between attempts.
+        # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
+        experiment=ancient(PATHS.experiment),
         resolved=ancient(PATHS.config),
         staged=ancient(PATHS.run / "node_local.staged"),
     output:
@@ -25,14 +30,11 @@ rule train_grpo:
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
-        # On one machine the first simulated node is this one.
-        node_local=PATHS.node_local(CFG.site.node_names[0] if CFG.site.node_names else "this_node"),
-        testimony=PATHS.node_local_testimony(CFG.site.node_names[0] if CFG.site.node_names else "this_node"),
     message:
         f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {CFG.nodes} node(s) of {CFG.hardware.name}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
-        " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {params.node_local:q}"
-        " --testimony {params.testimony:q} --done {output:q}"
+        " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
+        " --testimony {TESTIMONY:q} --done {output:q}"

@@ -33,6 +33,7 @@ VIOLATIONS = (
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
+    ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
 )
 
 

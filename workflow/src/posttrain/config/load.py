@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import re
 import shlex
 import typing
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from posttrain.config import schema
 from posttrain.config.rules import check_consistency
@@ -60,19 +61,18 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
         ConfigError: With every problem found: unknown keys (with the nearest known one), wrong types, values out of
             range, and rules that join several keys.
     """
-    raise_if_any(_check_workflow_keys(workflow))
     merger = _Merger(config_dir)
+    merger.problems += _check_workflow_keys(workflow)
     merger.add_file("base.yaml")
     merger.add_choice("models", "model", workflow.get("model"))
-    overrides = _parse_overrides(workflow.get("set"))
-    nodes = workflow.get("nodes") or merger.get("defaults.nodes")
-    hardware = workflow.get("hardware") or merger.get("defaults.hardware")
-    merger.add_value("nodes", nodes, "--config nodes" if workflow.get("nodes") else "the model's default")
-    merger.add_optional_file(f"nodes/{workflow['model']}_{nodes}.yaml")
-    merger.add_choice("hardware", "hardware", hardware)
+    # A wrong count is a problem by now; the model's own lets the other checks go on.
+    given = workflow.get("nodes") if _is_count(workflow.get("nodes")) else None
+    nodes = given or merger.get("defaults.nodes") or 1
+    merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
+    merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
+    merger.add_choice("hardware", "hardware", workflow.get("hardware") or merger.get("defaults.hardware"))
     merger.add_choice("sites", "site", workflow.get("site"))
-    for key, value in overrides.items():
-        merger.add_value(key, value, "set=")
+    merger.add_overrides(workflow.get("set"))
     config = merger.finish()
     return Resolved(config, dict(merger.origins), _run_name(workflow, config))
 
@@ -91,6 +91,18 @@ def digest8(content: Any) -> str:
 def dump_yaml(content: Mapping[str, Any]) -> str:
     """Return `content` as YAML in its own order."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(content)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read what `dump_yaml` wrote."""
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
+    return {str(key): value for key, value in content.items()}
+
+
+def leaves_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the values of a nested mapping by their dotted keys."""
+    return {dotted: value for _, _, dotted, value in _walk(tree) if not isinstance(value, dict)}
 
 
 def dump_resolved(resolved: Resolved) -> str:
@@ -123,6 +135,7 @@ class _Merger:
         self._dir = config_dir
         self._values: dict[str, Any] = {}
         self._types = _leaf_types(schema.Config)
+        self._lacks_a_layer = False
         self.origins: dict[str, str] = {}
         self.problems: list[Problem] = []
 
@@ -131,11 +144,10 @@ class _Merger:
         known = sorted(path.stem for path in (self._dir / folder).glob("*.yaml"))
         if str(name) in known:
             self.add_file(f"{folder}/{name}.yaml")
-        else:
-            self.problems.append(
-                Problem(key, repr(name), ", ".join(known), _did_you_mean(str(name), known) or f"choose one of {known}")
-            )
-            raise ConfigError(self.problems)
+        elif name is not None or key != "hardware" or not self._lacks_a_layer:
+            remedy = _did_you_mean(str(name), known) or f"choose one of {', '.join(known)}"
+            self.problems.append(Problem(key, repr(name), ", ".join(known), remedy))
+            self._lacks_a_layer = True
 
     def add_optional_file(self, name: str) -> None:
         """Add a layer if its file exists."""
@@ -152,6 +164,26 @@ class _Merger:
             # A mapping is walked into; only one that the schema does not know is reported as a whole.
             if not isinstance(value, dict) or not self._is_section(dotted):
                 self.add_value(dotted, value, f"{self._dir.name}/{name}")
+
+    def add_overrides(self, text: Any) -> None:
+        """Add the values of `set=`: words like a shell's, each `key=value`."""
+        try:
+            words = shlex.split("" if text is None else str(text))
+            bad = [word for word in words if "=" not in word]
+            if bad:
+                raise ValueError(f"{bad[0]!r} has no '='")
+            parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+        except (ValueError, OmegaConfBaseException) as error:
+            remedy = f"{error}; quote the whole list"
+            self.problems.append(Problem("set", repr(text), "set='key=value key=value'", remedy))
+            return
+        assert isinstance(parsed, dict)
+        for key, value in leaves_of(parsed).items():
+            if key in WORKFLOW_KEYS:
+                remedy = f"it chooses files, so give it outside of set=: --config {key}={value}"
+                self.problems.append(Problem(f"set: {key}", repr(value), "keys of the configuration's files", remedy))
+            else:
+                self.add_value(key, value, "set=")
 
     def add_value(self, key: str, value: Any, origin: str) -> None:
         """Set one leaf, after checking its name and type."""
@@ -173,16 +205,20 @@ class _Merger:
 
     def finish(self) -> schema.Config:
         """Return the typed configuration, or raise with all problems."""
-        known = schema_defaults() | self._values
+        known = {key: value for key, value in (schema_defaults() | self._values).items() if value != "???"}
+        refused = {problem.key for problem in self.problems}
+        # With a layer missing, what it would have set is not the user's omission.
+        omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
         self.problems += [
             Problem(key, "not set", _TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
             for key, kind in self._types.items()
-            if known.get(key, "???") == "???"
+            if key in omitted
         ]
+        self.problems += _check_ranges(known)
         raise_if_any(self.problems)
         merged = OmegaConf.merge(OmegaConf.structured(schema.Config), _nested(self._values))
         config = typing.cast(schema.Config, OmegaConf.to_object(merged))
-        raise_if_any([*_check_ranges(config), *check_consistency(config)])
+        raise_if_any(check_consistency(config))
         return config
 
     def _is_section(self, dotted: str) -> bool:
@@ -201,7 +237,7 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
         if key not in WORKFLOW_KEYS
     ]
     nodes = workflow.get("nodes")
-    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1):
+    if nodes is not None and not _is_count(nodes):
         problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
     run = workflow.get("run")
     if run is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", str(run)):
@@ -211,20 +247,8 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _parse_overrides(text: Any) -> dict[str, Any]:
-    if text in (None, ""):
-        return {}
-    try:
-        words = shlex.split(str(text))
-        bad = [word for word in words if "=" not in word]
-        if bad:
-            raise ValueError(f"{bad[0]!r} has no '='")
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
-    except (ValueError, OmegaConfBaseException) as error:
-        problem = Problem("set", repr(text), "set='key=value key=value'", f"{error}; quote the whole list")
-        raise ConfigError([problem]) from error
-    assert isinstance(parsed, dict)
-    return {dotted: value for _, _, dotted, value in _walk(parsed) if not isinstance(value, dict)}
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _run_name(workflow: Mapping[str, Any], config: schema.Config) -> str:
@@ -240,22 +264,25 @@ def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator
             yield from _walk(value, f"{dotted}.", depth + 1)
 
 
-def _leaf_types(section: type, prefix: str = "") -> dict[str, Any]:
+def _leaf_types(section: type) -> dict[str, Any]:
+    return {key: kind for key, kind, _ in _fields(section)}
+
+
+def _fields(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield (dotted key, type, limits) of every value of a section."""
     hints = typing.get_type_hints(section)
-    leaves: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(hints[field.name]):
-            leaves |= _leaf_types(hints[field.name], f"{prefix}{field.name}.")
+            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
         else:
-            leaves[f"{prefix}{field.name}"] = hints[field.name]
-    return leaves
+            yield f"{prefix}{field.name}", hints[field.name], field.metadata
 
 
 def schema_defaults() -> dict[str, Any]:
     """Return the default of every leaf by its dotted key; "???" where there is none."""
     plain = OmegaConf.to_container(OmegaConf.structured(schema.Config))
     assert isinstance(plain, dict)
-    return {dotted: value for _, _, dotted, value in _walk(plain) if not isinstance(value, dict)}
+    return leaves_of(plain)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,18 +311,17 @@ def _typed(value: Any, kind: Any) -> Any:
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
         return [_typed(item, str) for item in items]
+    if kind is bool and isinstance(value, int) and value not in (0, 1):
+        raise ValidationError(f"{value} is neither true nor false")
     return _NODES[kind](value=value, is_optional=False)._value()
 
 
-def _check_ranges(config: Any, prefix: str = "") -> list[Problem]:
+def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
     problems: list[Problem] = []
-    for field in dataclasses.fields(config):
-        value, key = getattr(config, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            problems += _check_ranges(value, f"{key}.")
-        elif (allowed := _violated(value, field.metadata)) is not None:
-            remedy = _did_you_mean(str(value), field.metadata.get("choices", ())) or f"choose {allowed}"
-            problems.append(Problem(key, repr(value), allowed, remedy))
+    for key, _, limits in _fields(schema.Config):
+        if key in values and (allowed := _violated(values[key], limits)) is not None:
+            remedy = _did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
+            problems.append(Problem(key, repr(values[key]), allowed, remedy))
     return problems
 
 
@@ -303,6 +329,8 @@ def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
     """Return what is allowed when `value` breaks one of a field's limits."""
     if "choices" in limits and value not in limits["choices"]:
         return "one of " + ", ".join(map(str, limits["choices"]))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
     low, above, high = (limits.get(name) for name in ("minimum", "exclusive_minimum", "maximum"))
     broken = (
         (low is not None and value < low)
@@ -329,5 +357,6 @@ def _unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) ->
 
 
 def _did_you_mean(word: str, known: Any) -> str | None:
-    matches = difflib.get_close_matches(word, list(map(str, known)), n=1)
+    # Two swapped letters of four ("tyni") make a ratio of 0.5.
+    matches = difflib.get_close_matches(word, list(map(str, known)), n=1, cutoff=0.5)
     return f"did you mean {matches[0]!r}?" if matches else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from posttrain.config.derived import (
@@ -15,6 +16,8 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
+# A node's name becomes a folder's.
+NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def check_consistency(config: Config) -> list[Problem]:
@@ -164,6 +167,13 @@ def _hardware(config: Config) -> Problems:
         yield Problem("trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
 
 
+def _node_names(config: Config) -> Problems:
+    names = config.site.node_names
+    if len(set(names)) < len(names) or not all(re.fullmatch(NODE_NAME, name) for name in names):
+        allowed = "different names of letters, digits, '.', '_' and '-' that start with a letter or digit"
+        yield Problem("site.node_names", repr(names), allowed, "give each node's host name once")
+
+
 RULES: tuple[Callable[[Config], Problems], ...] = (
     _model_source,
     _data_source,
@@ -175,4 +185,5 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _batches,
     _token_budget,
     _hardware,
+    _node_names,
 )

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.begun import refuse_other_experiment
+from posttrain.config.load import dump_yaml, resolve
+from posttrain.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+
+
+def resolved_with(settings, model="tiny"):
+    return resolve({"model": model, "site": "local", "run": "mine", "set": settings}, CONFIG_DIR)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The experiment file of a run that has begun."""
+    path = tmp_path / "mine" / "experiment.yaml"
+    path.parent.mkdir()
+    path.write_text(dump_yaml(resolved_with("").experiment))
+    return path
+
+
+def test_the_same_experiment_goes_on_with_other_engineering(begun):
+    refuse_other_experiment(begun, resolved_with("engine.num_engines=2 trainer.keep_checkpoints=5"))
+
+
+def test_a_run_that_has_not_begun_may_learn_anything(tmp_path):
+    refuse_other_experiment(tmp_path / "experiment.yaml", resolved_with("optimizer.lr=1e-3"))
+
+
+def test_every_changed_value_is_named(begun):
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_experiment(begun, resolved_with("optimizer.lr=1e-3 training.seed=1"))
+    assert [(p.key, p.value) for p in caught.value.problems] == [("optimizer.lr", "0.001"), ("training.seed", "1")]
+    assert caught.value.problems[0].allowed == "0.0002, with which the run mine began"
+    assert str(begun.parent) in caught.value.problems[0].remedy
+
+
+def test_the_file_holds_every_value_exactly(tmp_path):
+    """Revisions of digits, tiny numbers and empty texts survive YAML."""
+    resolved = resolved_with("optimizer.lr=1.2345678901234567e-7 data.revision=" + "1" * 40, "glm5")
+    path = tmp_path / "experiment.yaml"
+    path.write_text(dump_yaml(resolved.experiment))
+    refuse_other_experiment(path, resolved)
