@@ -18,11 +18,11 @@ help:  ## list the targets
 env: $(VENV)/.ready  ## the virtual environment, with the tested versions
 
 # The stamp is written last, so a half-made environment is made again.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@$(PYTHON) -c '$(IS_RIGHT)' || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
 	touch $@
 
 demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores)

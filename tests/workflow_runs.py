@@ -26,6 +26,16 @@ FAST = {
 }
 
 
+def run_snakemake(
+    folder: Path, *words: str, snakefile: Path = ROOT / "Snakefile", python_options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run snakemake in a folder and return how it ended; what it prints, errors included, is `stdout`."""
+    command = [sys.executable, *python_options, "-m", "snakemake", "--snakefile", str(snakefile), *words]
+    return subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
+
+
 @dataclass
 class WorkflowFolder:
     """A working directory of the workflow.
@@ -60,8 +70,9 @@ class WorkflowFolder:
 
     @property
     def env(self) -> dict[str, str]:
-        scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return {**os.environ, "PATH": scripts, "OMP_WAIT_POLICY": "PASSIVE", **self.environment}
+        # As in a shell that has not activated the environment.
+        folders = [f for f in os.environ["PATH"].split(os.pathsep) if Path(f) != Path(sys.executable).parent]
+        return {**os.environ, "PATH": os.pathsep.join(folders), "OMP_WAIT_POLICY": "PASSIVE", **self.environment}
 
     def start(self, *targets: str, **arguments) -> subprocess.Popen:
         """Start a run and return its process, the driver."""

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from posttrain.launch.child import name_driver
 name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Steps run in the environment that runs Snakemake, whether or not a shell has activated it (envs/README.md).
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 # Short in printed commands, and right from any working directory.
-SCRIPTS = os.path.relpath(os.path.join(workflow.basedir, "scripts"))
+SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
 CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
 try:
