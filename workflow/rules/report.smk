@@ -33,6 +33,8 @@ rule verify:
         PATHS.run / "verified.json",
     log:
         PATHS.run_log("verify"),
+    benchmark:
+        PATHS.run_log("verify").with_suffix(".benchmark.tsv")
     params:
         workflow=WORKFLOW,
     message:

@@ -1,0 +1,70 @@
+"""Every branch that a dry run is made of, and the compact form in which its jobs are kept."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+from tests.workflow_runs import ROOT, run_snakemake
+
+from posttrain.config.load import resolve
+from posttrain.errors import ConfigError
+
+CONFIG_DIR = ROOT / "config"
+NODE_COUNTS = (1, 2, 16)
+
+
+def names_of(kind: str) -> list[str]:
+    """Return the names of a kind of configuration file."""
+    return sorted(path.stem for path in (CONFIG_DIR / kind).glob("*.yaml"))
+
+
+def sort_by_validity() -> tuple[dict[str, dict[str, object]], dict[str, list[str]]]:
+    """Return every model on every hardware with every node count: the valid ones, and why the others are refused."""
+    valid, refused = {}, {}
+    for model, hardware, nodes in product(names_of("models"), names_of("hardware"), NODE_COUNTS):
+        choice = {"model": model, "hardware": hardware, "nodes": nodes}
+        try:
+            resolve({**choice, "site": "local"}, CONFIG_DIR)
+            valid[f"{model}_{hardware}_{nodes}"] = choice
+        except ConfigError as error:
+            refused[f"{model}_{hardware}_{nodes}"] = [problem.key for problem in error.problems]
+    return valid, refused
+
+
+# Settings that change which rules there are, or what they read.
+OTHER_BRANCHES: dict[str, dict[str, object]] = {
+    "tiny_bf16_rollout": {"set": "rollout.fp8=false"},
+    "tiny_deepseek_alias": {"set": "model.patch.target=deepseek_v32"},
+    "tiny_four_nodes": {"set": "site.node_names=[a,b,c,d] convert.num_parts=3"},
+    "tiny_from_folder": {"set": "model.source.kind=folder model.source.folder=somewhere"},
+    "tiny_from_hub": {
+        "set": f"model.source.kind=hub model.source.repo_id=owner/name model.source.revision={'a' * 40}",
+        "run": "mine",
+    },
+}
+
+
+def dry_run(folder: Path, config: dict[str, object], *options: str) -> tuple[int, str]:
+    """Run a plain `snakemake -n` in a folder and return exit code and output."""
+    pairs = [f"{key}={value}" for key, value in config.items()]
+    ended = run_snakemake(folder, "-n", *options, *(["--config", *pairs] if pairs else []))
+    return ended.returncode, ended.stdout
+
+
+def job_table(output: str) -> str:
+    """Return the jobs of a dry run: rules with counts, then what each job says it does."""
+    rows = re.search(r"^job +count\n[- ]+\n(.*?)\n\n", output, re.MULTILINE | re.DOTALL)
+    assert rows, output
+    counts = sorted(" ".join(line.split()) for line in rows[1].splitlines())
+    messages = Counter(re.findall(r"^Job \d+: (.*)$", output, re.MULTILINE))
+    return "\n".join([*counts, "", *(f"{count} x {message}" for message, count in sorted(messages.items()))]) + "\n"
+
+
+def jobs_of(output: str) -> set[str]:
+    """Return the rules that a dry run would run; empty when there is nothing to do."""
+    if "Nothing to be done" in output:
+        return set()
+    return {line.split()[0] for line in job_table(output).split("\n\n")[0].splitlines()} - {"all", "total"}

@@ -1,0 +1,89 @@
+"""Plain `snakemake -n` of every branch: what it would do, and what it must not do."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+from benchmarks.dry_run import measure
+from tests.workflow.branches import OTHER_BRANCHES, dry_run, job_table, sort_by_validity
+from tests.workflow_runs import ROOT, run_snakemake
+
+GOLDEN = Path(__file__).parent / "golden"
+VALID, REFUSED = sort_by_validity()
+BRANCHES = VALID | OTHER_BRANCHES
+
+
+def compare(path: Path, text: str) -> None:
+    """Compare with a golden file; UPDATE_GOLDEN=1 writes it instead, for review with `git diff`."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; UPDATE_GOLDEN=1 pytest tests/workflow writes it anew"
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_jobs_of_a_branch(name: str, tmp_path: Path) -> None:
+    code, output = dry_run(tmp_path, BRANCHES[name])
+    assert code == 0, output
+    compare(GOLDEN / f"{name}.txt", job_table(output))
+    assert [path.name for path in tmp_path.iterdir()] == [".snakemake"], "a dry run makes no files"
+
+
+def test_combinations_that_are_refused() -> None:
+    compare(GOLDEN / "refused.json", json.dumps(REFUSED, indent=2) + "\n")
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(BRANCHES)
+
+
+def test_the_default_is_the_tiny_model(tmp_path: Path) -> None:
+    code, output = dry_run(tmp_path, {})
+    assert code == 0
+    assert job_table(output) == (GOLDEN / "tiny_cpu_1.txt").read_text()
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_nothing_heavy_is_imported(model: str, tmp_path: Path) -> None:
+    """The interpreter itself lists what it imports."""
+    ended = run_snakemake(tmp_path, "-n", "--config", f"model={model}", python_options=["-X", "importtime"])
+    rows = [line for line in ended.stdout.splitlines() if line.startswith("import time:")]
+    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in rows}
+    assert {"snakemake", "posttrain", "omegaconf"} <= packages
+    heavy = {"torch", "transformers", "megatron", "safetensors", "huggingface_hub", "wandb", "aiohttp"}
+    assert not packages & heavy
+
+
+def test_from_another_folder_and_a_path_with_a_space(tmp_path: Path) -> None:
+    """Commands stay right: the first rule runs, with the workflow's folder under another name."""
+    (tmp_path / "a workflow").symlink_to(ROOT)
+    work = tmp_path / "work here"
+    work.mkdir()
+    snakefile = tmp_path / "a workflow" / "Snakefile"
+    ended = run_snakemake(work, "--cores", "1", "resolve_config", snakefile=snakefile)
+    assert ended.returncode == 0, ended.stdout
+    (run,) = (work / "results").iterdir()
+    assert sorted(path.name for path in run.iterdir()) == ["config.resolved.yaml", "experiment.yaml"]
+
+
+def test_the_name_of_a_run(tmp_path: Path) -> None:
+    """It follows from the experiment alone; a user may give another."""
+    named = dry_run(tmp_path, {"run": "mine"})[1]
+    assert "write the configuration of mine" in named
+    default = job_table(dry_run(tmp_path, {})[1])
+    assert job_table(dry_run(tmp_path, {"set": "engine.num_engines=2 site.results=elsewhere"})[1]) == default
+    run = next(line.split()[-1] for line in default.splitlines() if "write the configuration" in line)
+    other = job_table(dry_run(tmp_path, {"set": "optimizer.lr=3e-4"})[1])
+    assert run not in other
+    assert default.count("tiny-") == other.count("tiny-")
+
+
+def test_a_dry_run_is_fast(tmp_path: Path) -> None:
+    """At most 2.5 times a one-rule workflow; benchmarks/dry_run.py has the exact figure on a quiet machine."""
+    seconds = measure(tmp_path, {"tiny": {}, "glm5": {"model": "glm5"}}, repeats=3)
+    one_rule = statistics.median(seconds.pop("one rule"))
+    for name, times in seconds.items():
+        assert statistics.median(times) < 2.5 * one_rule, (name, times)

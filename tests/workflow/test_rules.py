@@ -1,0 +1,72 @@
+"""The rules as such: each with its script, log, benchmark and message, and no lint without a reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.workflow_runs import ROOT, run_snakemake
+
+# They run nothing: one names the results, the other joins the nodes.
+WITHOUT_WORK = {"all", "stage_all_nodes"}
+# It writes nothing, and looks at the machine for a second.
+WITHOUT_BENCHMARK = {"check"}
+ACCEPTED_LINTS = {
+    # It is extended for the steps, and every shell has one.
+    "Environment variable PATH used but not asserted with envvars directive",
+    # `make env` is the one environment of all rules; the SGLang engine has its own and is started by a process, not a rule.
+    "Specify a conda environment or container for each rule",
+    # Folders of the code, as the working directory sees them: they must not be params, or moving a clone runs all again.
+    "Shell command directly uses variable SCRIPTS from outside of the rule",
+    "Shell command directly uses variable CONFIG_DIR from outside of the rule",
+    # This node's disk: as a param, another node would train a finished run again.
+    "Shell command directly uses variable NODE_LOCAL from outside of the rule",
+    "Shell command directly uses variable TESTIMONY from outside of the rule",
+}
+
+
+def rules_of_the_workflow() -> dict[str, str]:
+    """Return every rule's name and text."""
+    rules = {}
+    for path in [ROOT / "Snakefile", *(ROOT / "workflow" / "rules").glob("*.smk")]:
+        for block in re.split(r"^ *(?=rule \w+:$)", path.read_text(), flags=re.MULTILINE)[1:]:
+            name, _, text = block.removeprefix("rule ").partition(":")
+            rules[name] = text
+    return rules
+
+
+RULES = rules_of_the_workflow()
+
+
+def test_every_rule_was_found() -> None:
+    assert {"all", "make_tiny_model", "train_grpo", "verify"} <= RULES.keys()
+    assert len(RULES) == sum(
+        len(re.findall(r"^\s*rule ", path.read_text(), re.MULTILINE))
+        for path in [ROOT / "Snakefile", *(ROOT / "workflow" / "rules").glob("*.smk")]
+    )
+
+
+def test_rules_and_scripts_share_their_names() -> None:
+    assert RULES.keys() - WITHOUT_WORK == {path.stem for path in (ROOT / "scripts").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"all"}))
+def test_a_rule_is_complete(name: str) -> None:
+    text = RULES[name]
+    assert re.search(r"^\s*message:$", text, re.MULTILINE)
+    if name in WITHOUT_WORK:
+        return
+    assert f'"POSTTRAIN_LOG={{log:q}} python {{SCRIPTS}}/{name}.py ' in text, "a rule runs the script of its name"
+    assert re.search(rf'^\s*log:\n\s+.*"{name}"', text, re.MULTILINE), "a rule's logs lie in the folder of its name"
+    if name not in WITHOUT_BENCHMARK:
+        assert re.search(r"^\s*benchmark:$", text, re.MULTILINE)
+
+
+def test_no_lint_without_a_reason(tmp_path: Path) -> None:
+    for config in ([], ["--config", "model=glm5"]):
+        output = run_snakemake(tmp_path, "--lint", *config).stdout
+        found = Counter(re.findall(r"^    \* (.*?)(?: in line \d+)?\.?:$", output, re.MULTILINE))
+        assert sum(found.values()) >= len(RULES) - 2, output
+        assert found.keys() == ACCEPTED_LINTS
