@@ -4,8 +4,8 @@ Each tensor of the Hub is one rectangular chunk of one of Megatron's tensors. Mo
 Megatron joins two kinds: the gate and up projections of an MLP are the upper and lower rows of `linear_fc1`,
 and the experts of a layer are stacked along a first dimension of their own:
 
-    mlp.experts.experts.linear_fc1.weight  [E, 2F, H]    expert e: gate_proj at [e, 0:F, :], up_proj at [e,
-    F:2F, :] mlp.experts.experts.linear_fc2.weight  [E, H, F]     expert e: down_proj at [e, :, :]
+    mlp.experts.experts.linear_fc1.weight  [E, 2F, H]    expert e: gate_proj at [e, 0:F, :], up_proj at [e, F:2F, :]
+    mlp.experts.experts.linear_fc2.weight  [E, H, F]     expert e: down_proj at [e, :, :]
 
 (The second `experts` is Megatron's: its name for the stack inside the module of that name.)
 

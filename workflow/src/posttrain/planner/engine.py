@@ -1,10 +1,9 @@
 """Memory of a serving engine: weights per GPU, and how many tokens of KV cache are left.
 
-A token's KV cache in each layer is MLA's latent with its rotary part, BF16, and the indexer's key: one FP8
-code per dimension and one FP32 scale:
+A token's KV cache in each layer is MLA's latent with its rotary part, BF16, and the indexer's key: one FP8 code per
+dimension and one FP32 scale:
 
-    bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))      GLM-5: 78 ((512 + 64) 2 + 132) =
-    100,152
+    bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))      GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
 
 It is handed out in pages of 64 tokens. The latent has no heads to cut, so a tensor-parallel engine keeps the
 same cache on every GPU; with data-parallel attention each GPU keeps the cache of its own requests.

@@ -3,9 +3,9 @@
 Counted, per rank: weights, the gradient buffer, and the optimizer's state under Megatron's distributed
 optimizer.
 
-    bf16   weight 2 B   gradient 4 B (accumulated in FP32)   FP32 master copy, first and second moment 12 B /
-    shards fp32   weight 4 B   gradient 4 B                         first and second moment 8 B / shards
-    (weight = master copy)
+    bf16   weight 2 B   gradient 4 B (accumulated in FP32)   FP32 master copy, first and second moment 12 B / shards
+    fp32   weight 4 B   gradient 4 B                         first and second moment 8 B / shards
+                                                             (the weight is its own master copy)
 
 Tensor parallelism (TP) cuts what has heads, dense and shared MLPs, embedding and output matrix; latent
 projections, norms, router and indexer stand on every rank. Expert parallelism (EP) spreads the experts,

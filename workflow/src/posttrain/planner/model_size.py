@@ -6,10 +6,11 @@ One decoder layer of GLM-5 (`glm_moe_dsa`) holds
 
     attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
-    indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias), weights_proj
-    [heads, H] two RMSNorms      2 H dense MLP         gate, up [F_dense, H], down [H, F_dense]
-    in the first layers or MoE            router [E, H], E experts and the shared ones, each 3 F H     in the
-    others
+    indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
+                      weights_proj [heads, H]
+    two RMSNorms      2 H
+    dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers
+    or MoE            router [E, H], E experts and the shared ones, each 3 F H, in the others
 
 Router biases (one FP32 number per expert) are not counted as parameters: no gradient reaches them. Bytes
 include them. An MTP layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in
