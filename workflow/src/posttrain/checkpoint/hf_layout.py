@@ -20,9 +20,8 @@ def check_layout(folder: Path) -> CheckpointReader:
         A reader of its tensors.
 
     Raises:
-        CheckpointError: `config.json` is missing or no JSON object; the index names an absent file, a
-        truncated
-            one (both sizes are named), or a tensor that is not in the file named.
+        CheckpointError: `config.json` is missing or no JSON object; the index names an absent file, a truncated one
+            (both sizes are named), or a tensor that is not in the file named.
     """
     read_json(folder / "config.json")
     return CheckpointReader(folder)
