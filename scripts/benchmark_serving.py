@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.cli import run
-from posttrain.config.load import load_resolved
+from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
@@ -21,7 +22,7 @@ from posttrain.evaluation.serving import Level, format_table, measure_serving
 def main() -> None:
     """Serve the checkpoint, measure every concurrency, print the table and write it."""
     args = parse_arguments()
-    config = load_resolved(args.config)
+    config = resolve(args.workflow, args.config_dir).config
     checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
     tokenizer = ChatTokenizer(args.checkpoint)
     rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
@@ -52,7 +53,8 @@ async def measure(
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")

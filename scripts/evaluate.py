@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.cli import run
-from posttrain.config.load import load_resolved
+from posttrain.config.load import resolve
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
 
@@ -16,7 +16,7 @@ from posttrain.evaluation.heldout import evaluate_checkpoint
 def main() -> None:
     """Check what is measured and on what, measure, write the result last."""
     args = parse_arguments()
-    config = load_resolved(args.config)
+    config = resolve(args.workflow, args.config_dir).config
     checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
     dataset = require_files(args.dataset, args.dataset_receipt)
     prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
@@ -30,7 +30,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, type=Path, help="config.resolved.yaml")
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")

@@ -1,4 +1,4 @@
-"""A random checkpoint with tokenizer, a dataset and a resolved configuration, each with its receipt."""
+"""A random checkpoint with tokenizer, a dataset, each with its receipt, and a configuration."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from tests.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
-from posttrain.config.load import dump_resolved, resolve
 from posttrain.data.sort_digits import generate_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +15,7 @@ NUM_PROMPTS = 20
 
 def make_inputs(folder: Path, overrides: str) -> list[object]:
     """Write everything below `folder`; return the arguments that evaluate and benchmark_serving share."""
-    checkpoint, dataset, config = folder / "hf", folder / "dataset", folder / "config.resolved.yaml"
+    checkpoint, dataset = folder / "hf", folder / "dataset"
     make_random_checkpoint(checkpoint, TINY, seed=0)
     make_tokenizer(TINY.max_position_embeddings).save_pretrained(checkpoint)
     dataset.mkdir()
@@ -24,9 +23,9 @@ def make_inputs(folder: Path, overrides: str) -> list[object]:
     (dataset / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in heldout))
     for step, made in (("patch_hf_config", checkpoint), ("download_dataset", dataset)):
         write_receipt(receipt_of(made), Receipt(step, record_files(made), {}, {}))
-    resolved = resolve({"model": "tiny", "site": "local", "set": overrides}, ROOT / "config")
-    config.write_text(dump_resolved(resolved))
+    workflow = json.dumps({"model": "tiny", "site": "local", "set": overrides})
     return [
-        *("--config", config, "--checkpoint", checkpoint, "--checkpoint-receipt", receipt_of(checkpoint)),
+        *("--workflow", workflow, "--config-dir", ROOT / "config"),
+        *("--checkpoint", checkpoint, "--checkpoint-receipt", receipt_of(checkpoint)),
         *("--dataset", dataset),
     ]

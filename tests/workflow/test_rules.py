@@ -16,11 +16,13 @@ WITHOUT_BENCHMARK = {"check"}
 ACCEPTED_LINTS = {
     # It is extended for the steps, and every shell has one.
     "Environment variable PATH used but not asserted with envvars directive",
-    # `make env` is the one environment of all rules; the SGLang engine has its own and is started by a process, not a rule.
+    # `make env` is the one environment of all rules; SGLang has its own, and a process starts it, not a rule.
     "Specify a conda environment or container for each rule",
-    # Folders of the code, as the working directory sees them: they must not be params, or moving a clone runs all again.
+    # Folders of the code, as the working directory sees them: as params, a clone that moves would run all again.
     "Shell command directly uses variable SCRIPTS from outside of the rule",
     "Shell command directly uses variable CONFIG_DIR from outside of the rule",
+    # The configuration as a whole: as a param of rules that use a part of it, any change of it would run them again.
+    "Shell command directly uses variable WORKFLOW from outside of the rule",
     # This node's disk: as a param, another node would train a finished run again.
     "Shell command directly uses variable NODE_LOCAL from outside of the rule",
     "Shell command directly uses variable TESTIMONY from outside of the rule",

@@ -1,4 +1,7 @@
 # The model on held-out prompts, before and after training, and its serving speed.
+#
+# No rule here waits for the run's config files: Snakemake does not look for other reasons to run a job (changed params)
+# once one that it waits for runs, even when that file is `ancient` to it.
 
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 
@@ -7,7 +10,6 @@ rule evaluate:
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
         dataset=receipt_of(PATHS.dataset),
-        config=ancient(PATHS.config),
     output:
         PATHS.evaluation("{when}"),
     log:
@@ -22,14 +24,14 @@ rule evaluate:
     message:
         f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/evaluate.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/evaluate.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        " --checkpoint {params.checkpoint:q}"
         " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}"
         " --when {wildcards.when} --output {output:q}"
 
 
 rule benchmark_serving:
     input:
-        config=ancient(PATHS.config),
         checkpoint=receipt_of(PATHS.hf_export),
         dataset=receipt_of(PATHS.dataset),
     output:
@@ -45,5 +47,6 @@ rule benchmark_serving:
     message:
         "measure the serving speed of the trained model at several concurrencies"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/benchmark_serving.py --config {input.config:q} --checkpoint {params.checkpoint:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/benchmark_serving.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        " --checkpoint {params.checkpoint:q}"
         " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {output:q}"

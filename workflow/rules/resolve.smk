@@ -9,6 +9,8 @@ rule resolve_config:
         PATHS.run_log("resolve_config"),
     benchmark:
         PATHS.run_log("resolve_config").with_suffix(".benchmark.tsv")
+    # What cannot be trained is refused before hours of other work.
+    priority: 100
     localrule: True
     params:
         workflow=WORKFLOW,

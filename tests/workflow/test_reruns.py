@@ -1,0 +1,112 @@
+"""What a change of the configuration runs again after a finished run, and what it must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.workflow.branches import jobs_of
+from tests.workflow_runs import WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+# The run's files that show the configuration; everything else stands.
+SHOWN = {"resolve_config", "render_report"}
+# The store was made in another working folder, whose records Snakemake keeps there: see test_hub.py for its own steps.
+PATCHED = {"patch_hf_config"}
+CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
+QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8"}
+STAGED = {"stage_to_node_local", "stage_all_nodes"}
+TRAINED = {"train_grpo", "export_hf", "evaluate", "render_report"}
+
+
+def jobs_with(undisturbed: WorkflowFolder, settings: dict[str, object], **config: object) -> set[str]:
+    """Return what a dry run would do with some settings changed."""
+    changed = WorkflowFolder(undisturbed.folder, undisturbed.store, undisturbed.settings | settings)
+    return jobs_of(changed.dry_run(config=config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({}, {"nodes": 2}),
+        ({}, {"nodes": 2, "hardware": "h200"}),
+        ({"site.node_names": "[node0,node1,node2]"}, {}),
+        ({"site.node_names": "[other]"}, {}),
+        ({"site.node_names": "[]"}, {}),
+        ({"engine.num_engines": 2, "engine.port": 30000}, {}),
+        ({"trainer.keep_checkpoints": 5, "trainer.save_interval": 1}, {}),
+        ({"trainer.num_threads": 2, "logging.wandb_project": "other"}, {}),
+        ({"hardware.gpus_per_node": 2, "parallel.tensor_model_parallel_size": 2}, {}),
+    ],
+    ids=str,
+)
+def test_topology_and_engineering_train_nothing_again(
+    undisturbed: WorkflowFolder, settings: dict[str, object], config: dict[str, object]
+) -> None:
+    if "parallel.tensor_model_parallel_size" in settings:
+        settings = settings | {"parallel.expert_tensor_parallel_size": 2}
+    assert jobs_with(undisturbed, settings, **config) == SHOWN
+
+
+def test_nothing_is_done_without_a_change(undisturbed: WorkflowFolder) -> None:
+    assert jobs_with(undisturbed, {}) == set()
+
+
+def test_another_experiment_is_another_run(undisturbed: WorkflowFolder) -> None:
+    before = sorted(path.name for path in undisturbed.results.iterdir())
+    changed = WorkflowFolder(undisturbed.folder, undisturbed.store, undisturbed.settings | {"optimizer.lr": 1e-4})
+    output = changed.dry_run()
+    assert jobs_of(output) == {"resolve_config"} | STAGED | TRAINED, "the store's checkpoints serve both"
+    assert undisturbed.run_folder.name not in output
+    assert sorted(path.name for path in undisturbed.results.iterdir()) == before
+
+
+def test_another_experiment_under_the_same_name_is_refused(undisturbed: WorkflowFolder) -> None:
+    settings = undisturbed.settings | {"optimizer.lr": 1e-4}
+    changed = WorkflowFolder(undisturbed.folder, undisturbed.store, settings)
+    code, output = changed.attempt(config={"run": undisturbed.run_folder.name})
+    assert code == 1
+    assert "optimizer.lr = 0.0001" in output
+    assert "0.0002, with which the run" in output
+    assert "Traceback" not in output
+
+
+def test_a_named_run_is_the_same_run(undisturbed: WorkflowFolder) -> None:
+    assert jobs_with(undisturbed, {}, run=undisturbed.run_folder.name) == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Patch and precision belong to the experiment: the run is another one, the origin's files stay.
+        ({"model.patch.target": "deepseek_v32"}, PATCHED | CONVERTED | QUANTISED | STAGED | TRAINED | SHOWN),
+        ({"rollout.fp8": "false"}, STAGED | TRAINED | SHOWN),
+        ({"data.seed": 8}, {"download_dataset"} | STAGED | TRAINED | SHOWN),
+        ({"evaluation.seed": 99}, {"evaluate"} | SHOWN),
+    ],
+    ids=str,
+)
+def test_a_setting_runs_its_dependants_and_nothing_else(
+    undisturbed: WorkflowFolder, settings: dict[str, object], expected: set[str]
+) -> None:
+    assert jobs_with(undisturbed, settings) == expected
+
+
+def test_changed_topology_keeps_the_results(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    """A real run: the two jobs that are left do their work, and nothing else is touched."""
+    receipts = {path: path.stat().st_mtime_ns for path in receipts_of(undisturbed)}
+    changed = WorkflowFolder(
+        undisturbed.folder, undisturbed.store, undisturbed.settings | {"trainer.keep_checkpoints": 3}
+    )
+    output = changed.run()
+    assert "GRPO" not in output
+    assert receipts == {path: path.stat().st_mtime_ns for path in receipts_of(undisturbed)}
+    assert "keep_checkpoints: 3  # set=" in (undisturbed.run_folder / "config.resolved.yaml").read_text()
+    undisturbed.run()
+
+
+def receipts_of(workflow: WorkflowFolder) -> list[Path]:
+    """Return everything that says a step is done, in the run and in the store."""
+    found = [*workflow.store.rglob("*.receipt.json"), *workflow.run_folder.rglob("*.receipt.json")]
+    return [*found, workflow.run_folder / "train" / "done.json", *(workflow.run_folder / "evaluation").glob("*.json")]
