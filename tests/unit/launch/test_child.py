@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
+
+from posttrain.launch.child import die_with_parent
 
 STEP = """
 import time
@@ -25,6 +29,14 @@ shell = subprocess.Popen(["bash", "-c", f"{sys.executable} {sys.argv[1]}; true"]
 shell.stdout.readline()
 print(shell.pid, flush=True)
 shell.wait()
+"""
+PARENT = """
+import os, subprocess
+from functools import partial
+from posttrain.launch.child import die_with_parent
+child = subprocess.Popen(["sleep", "60"], preexec_fn=partial(die_with_parent, os.getpid()))
+print(child.pid, flush=True)
+child.wait()
 """
 
 
@@ -55,3 +67,20 @@ def test_a_driver_on_another_host_is_not_followed(tmp_path: Path) -> None:
     environment = {**os.environ, "POSTTRAIN_DRIVER": "elsewhere:1"}
     step = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
     assert step.stdout == b"up\n"
+
+
+def test_a_child_ends_with_the_parent_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    _, alive = psutil.wait_procs([child], timeout=5)
+    assert not alive
+
+
+def test_a_parent_that_died_too_early_is_noticed() -> None:
+    """The kernel tells of deaths to come only: whoever is somebody else's child by then ends itself."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    orphan = subprocess.Popen(["sleep", "60"], preexec_fn=partial(die_with_parent, gone.pid))
+    assert orphan.wait(timeout=5) == -signal.SIGKILL

@@ -37,9 +37,15 @@ def follow_driver() -> None:
     threading.Thread(target=_wait_and_end, args=(descriptor, pid), daemon=True).start()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends; for `preexec_fn` of a child."""
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; for `preexec_fn` of a child.
+
+    Args:
+        parent_pid: Who starts it; one that has died before the kernel was asked would never be noticed.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        _end_with(f"parent {parent_pid} is gone")
 
 
 def _wait_and_end(descriptor: int, pid: str) -> None:

@@ -7,7 +7,6 @@ attempts without a new checkpoint or rollout the supervisor gives up and says wh
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -17,8 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from posttrain import artifacts
 from posttrain.config.schema import Config
 from posttrain.engines.process import EngineProcess, check_all_alive, choose_free_ports, running_engines
 from posttrain.launch.child import die_with_parent
@@ -92,16 +93,17 @@ def _attempt(job: TrainingJob, lease: Lease) -> str | None:
 
 def _watch(engines: list[EngineProcess], ranks: list[subprocess.Popen], folder: Path) -> str | None:
     while True:
-        for number, rank in enumerate(ranks):
-            if rank.poll() not in (None, 0):
-                tail = _tail(folder / f"trainer{number}.log")
-                return f"trainer rank {number} {_describe_exit(rank.returncode)}; its log ends with:\n{tail}"
         if all(rank.poll() == 0 for rank in ranks):
             return None
+        # First the engines: where both have ended, the trainer did because its engine had.
         try:
             check_all_alive(engines)
         except RuntimeError as error:
             return str(error)
+        for number, rank in enumerate(ranks):
+            if rank.poll() not in (None, 0):
+                tail = _tail(folder / f"trainer{number}.log")
+                return f"trainer rank {number} {_describe_exit(rank.returncode)}; its log ends with:\n{tail}"
         time.sleep(POLL_SECONDS)
 
 
@@ -146,7 +148,7 @@ def _start_rank(command: list[str], environment: dict[str, str], rank: int, fold
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=None if rank == 0 else sink,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
 
 
@@ -183,5 +185,4 @@ def _next_attempt(run_folder: Path) -> int:
 
 def _record_attempt(run_folder: Path, number: int, epoch: int, started: float, reason: str | None) -> None:
     row = {"attempt": number, "epoch": epoch, "started_unix": started, "ended_unix": time.time()}
-    with open(run_folder / "attempts.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({**row, "reason": reason or "done"}) + "\n")
+    artifacts.append_json_line(run_folder / "attempts.jsonl", {**row, "reason": reason or "done"})

@@ -34,12 +34,14 @@ def main() -> None:
     """Join the other ranks and train to the end."""
     arguments = parse_arguments()
     from posttrain.config.load import load_resolved
+
+    config = load_resolved(arguments.config)
     from posttrain.training.loop import train
     from posttrain.training.run import open_run
 
     may_commit = partial(check_epoch, arguments.lease_folder, arguments.epoch) if arguments.lease_folder else _always
     with open_run(
-        load_resolved(arguments.config),
+        config,
         run_name=arguments.run_name,
         run_folder=arguments.run_folder,
         torch_dist=arguments.torch_dist,

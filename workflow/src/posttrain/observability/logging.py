@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
+from types import TracebackType
 
 LOG_VARIABLE = "POSTTRAIN_LOG"
 
@@ -12,7 +14,8 @@ LOG_VARIABLE = "POSTTRAIN_LOG"
 def configure_logging(role: str | None = None) -> None:
     """Send records of level INFO and above to stderr, and to the file that `POSTTRAIN_LOG` names.
 
-    The workflow names its rule's log there. stderr itself stays the terminal, so that progress bars are live.
+    The workflow names its rule's log there. stderr itself stays the terminal, so that progress bars are live. The
+    traceback of what nobody catches goes the same way, and the stack of a crash in native code into the file.
 
     Args:
         role: Who speaks, when several processes share a log ("trainer 0", "engine 1").
@@ -21,7 +24,9 @@ def configure_logging(role: str | None = None) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_file := os.environ.get(LOG_VARIABLE):
         os.makedirs(os.path.dirname(log_file) or ".", exist_ok=True)
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        file_handler = logging.FileHandler(log_file, encoding="utf-8")
+        handlers.append(file_handler)
+        faulthandler.enable(file_handler.stream)
     logging.basicConfig(
         level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"),
         format=f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s",
@@ -32,3 +37,8 @@ def configure_logging(role: str | None = None) -> None:
     # What these libraries say at INFO is about themselves, and buries what we say.
     for noisy in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("ended by %s", kind.__name__, exc_info=(kind, error, trace))

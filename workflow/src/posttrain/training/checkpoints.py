@@ -3,21 +3,31 @@
 A checkpoint exists when its folder `step_000020` does. Until then it is `step_000020.partial`, and while it is deleted
 it is `step_000020.expired`: nobody reads either, and what a dead attempt left of them is reported and removed. The
 number of finished steps is the state: seeds, prompts and learning rate follow from it.
+
+A manifest in each checkpoint holds the hash of every file. Readers of torch's format do not notice a changed byte: the
+manifest is compared before a checkpoint is used. Ranks share the work, each hashes what it wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from posttrain import artifacts
+from posttrain.artifacts import FileRecord, Receipt
+from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+MANIFEST_NAME = "manifest.json"
 _COMMITTED = re.compile(r"step_(\d+)")
+# torch's writer names the shards of rank 3 `__3_0.distcp`, `__3_1.distcp`, ...
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointFolder:
@@ -57,6 +67,34 @@ class CheckpointFolder:
         """Make that folder; it must not exist."""
         self.partial(step).mkdir()
 
+    def record_share(self, step: int, rank: int) -> list[FileRecord]:
+        """Hash what a rank wrote into the unfinished folder; rank 0 also what is no rank's shard."""
+        folder = self.partial(step)
+        names = sorted(path.name for path in folder.iterdir())
+        return [artifacts.record_file(folder, name) for name in names if _writer_of(name) == rank]
+
+    def write_manifest(self, step: int, records: Iterable[FileRecord]) -> None:
+        """Put the hashes of all files into the unfinished folder; rank 0 does."""
+        rows = [dataclasses.asdict(record) for record in sorted(records, key=lambda record: record.path)]
+        artifacts.write_json(self.partial(step) / MANIFEST_NAME, rows)
+
+    def check_content(self, step: int, rank: int = 0, num_ranks: int = 1) -> None:
+        """Make sure that a committed checkpoint is what was written; each rank reads its share.
+
+        Raises:
+            CheckpointError: Naming what is missing or changed, and what to do: an older one is never taken silently.
+        """
+        folder = self.path(step)
+        try:
+            rows = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+            share = Receipt("train_grpo", tuple(FileRecord(**row) for row in rows[rank::num_ranks]), {}, {})
+            found = artifacts.check_files(folder, share, content=True)
+        except (OSError, ValueError, TypeError) as error:
+            found = [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
+        if found:
+            listed, remedy = "\n  ".join(found), f"rm -r {folder}, and training goes on from the checkpoint before"
+            raise CheckpointError(f"{folder} is not what was written:\n  {listed}\n  remedy: {remedy}")
+
     def commit(self, step: int) -> None:
         """Make the checkpoint visible, and delete the oldest beyond those kept.
 
@@ -80,3 +118,8 @@ class CheckpointFolder:
     def _committed(self) -> list[tuple[int, Path]]:
         found = ((_COMMITTED.fullmatch(path.name), path) for path in self._folder.iterdir())
         return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _writer_of(name: str) -> int:
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else 0

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher, served_value
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -106,6 +107,7 @@ class TrainingRun:
         finished = self._checkpoints.newest_step()
         if finished:
             log.info("resuming after step %d", finished)
+            self._checkpoints.check_content(finished, dist.get_rank(), dist.get_world_size())
             checkpoint.load_training_state(self._policy, self._checkpoints.path(finished))
             self._publisher.publish(finished)
         else:
@@ -180,6 +182,9 @@ class TrainingRun:
         checkpoint.barrier()
         checkpoint.save_training_state(self._policy, finished, self._checkpoints.partial(finished))
         checkpoint.barrier()
+        records = _from_all_ranks(self._checkpoints.record_share(finished, dist.get_rank()))
+        if self._head:
+            self._checkpoints.write_manifest(finished, records)
 
     def commit_checkpoint(self, finished: int) -> None:
         """Make the state visible; the metrics of its steps are on disk by now."""
@@ -228,12 +233,16 @@ class TrainingRun:
             for batch, row in zip(update.batches, rows, strict=False):
                 for index, values in batch.response_values(row.cpu()).items():
                     pairs.append((values, torch.tensor(update.samples[index].rollout_logprobs)))
-        everybody: list[Any] = [None] * dist.get_world_size()
         # Tensor-parallel ranks hold the same values: one of them reports.
-        mine = pairs if parallel_state.get_tensor_model_parallel_rank() == 0 else []
-        dist.all_gather_object(everybody, mine)
-        gathered = [pair for ranks in everybody for pair in ranks]
+        gathered = _from_all_ranks(pairs if parallel_state.get_tensor_model_parallel_rank() == 0 else [])
         return compare_logprobs(torch.cat([t for t, _ in gathered]), torch.cat([e for _, e in gathered]))
+
+
+def _from_all_ranks(mine: list[Item]) -> list[Item]:
+    """Return the items of all ranks, in the order of ranks; collective."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return [item for items in everybody for item in items]
 
 
 @contextmanager
