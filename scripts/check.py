@@ -9,8 +9,8 @@ from pathlib import Path
 from posttrain.artifacts import Paths, write_json
 from posttrain.cli import run
 from posttrain.config.load import resolve
-from posttrain.preflight.checks import check_everything, raise_problems
-from posttrain.preflight.report import print_findings
+from posttrain.preflight.checks import check_everything
+from posttrain.preflight.report import print_findings, raise_problems
 
 
 def main() -> None:

@@ -10,7 +10,9 @@ from posttrain.artifacts import Paths, write_text
 from posttrain.cli import run
 from posttrain.config.load import dump_resolved, dump_yaml, resolve
 from posttrain.config.rules import check_trainable
+from posttrain.config.schema import Config
 from posttrain.errors import raise_if_any
+from posttrain.preflight.services import check_wandb
 
 
 def main() -> None:
@@ -18,9 +20,15 @@ def main() -> None:
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
     if not Paths(resolved).train_done.exists():
-        raise_if_any(list(check_trainable(resolved.config)))
+        refuse_early(resolved.config)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
     write_if_changed(arguments.resolved, dump_resolved(resolved))
+
+
+def refuse_early(config: Config) -> None:
+    """Refuse what would stop the training job, before hours of other work."""
+    missing_key = check_wandb(config).problem
+    raise_if_any([*check_trainable(config), *([missing_key] if missing_key else [])])
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -16,6 +16,8 @@ from posttrain.checkpoint.node_local import Origin, ensure_local_copy
 from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.supervisor import TrainingJob, supervise
+from posttrain.preflight.report import raise_problems
+from posttrain.preflight.services import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     arguments = parse_arguments()
     started = time.time()
     config = load_resolved(arguments.config)
+    raise_problems([check_wandb(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
     origins = [
         Origin(arguments.torch_dist, read_receipt(arguments.torch_dist_receipt)),

@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 import torch
@@ -108,3 +109,20 @@ def test_total_size_is_bytes_not_rows(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 60 + 14 + 4
     assert list(index["weight_map"]) == ["b", "a", "c"]
+
+
+def test_a_full_disk_is_told_and_not_what_torch_makes_of_it(tmp_path):
+    """torch.save ends with an error of its own about positions in the file; the caller needs the system's."""
+
+    def save(path):
+        with HashingFile(path) as file:
+            torch.save(torch.zeros(100_000), file)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save(tmp_path / "file")

@@ -55,15 +55,24 @@ def test_every_tensor_lies_where_the_table_says(tmp_path, arch):
 
 
 def test_values_survive_bit_by_bit(tmp_path):
-    """NaN payloads, negative zeros, infinities and subnormal numbers are data like any other."""
+    """Negative zeros, subnormal numbers and the largest ones are data like any other."""
     tensors = random_tensors(TINY, seed=0)
-    odd = torch.tensor([0x7FC1, 0xFFFF, 0x8000, 0x0001, 0x7F80, 0xFF80], dtype=torch.uint16)
+    odd = torch.tensor([0x8000, 0x0001, 0x8001, 0x007F, 0x7F7F, 0xFF7F], dtype=torch.uint16)
     tensors["lm_head.weight"].view(torch.uint16)[0, :6] = odd
     write_shards(tmp_path, tensors, 2)
     folder = convert(tmp_path, tmp_path / "torch_dist")
     assert verify_torch_dist(tmp_path, folder, TINY) == len(tensors)
     stored = TorchDistReader(folder).read("output_layer.weight")
     assert torch.equal(stored.view(torch.uint16)[0, :6], odd)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_refused(tmp_path, value):
+    tensors = random_tensors(TINY, seed=0)
+    tensors["lm_head.weight"][1, 2:4] = value
+    write_shards(tmp_path, tensors, 2)
+    with pytest.raises(CheckpointError, match=r"safetensors: lm_head.weight: 2 of \d+ values are NaN or infinite"):
+        convert(tmp_path, tmp_path / "torch_dist")
 
 
 def test_copies_in_the_mtp_layer_do_not_disturb(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 from posttrain.artifacts import Paths
 from posttrain.config.load import resolve
 from posttrain.errors import ConfigError
-from posttrain.preflight.checks import check_everything, raise_problems
-from posttrain.preflight.report import print_findings
+from posttrain.preflight.checks import check_everything
+from posttrain.preflight.report import print_findings, raise_problems
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 

@@ -367,9 +367,10 @@ def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Re
     receipt = read_receipt(receipt_path)
     if found := check_files(folder, receipt, content):
         listed = "\n  ".join(found)
-        raise CheckpointError(
-            f"{folder} is not what its receipt says:\n  {listed}\n  remedy: rm {receipt_path} and run again"
-        )
+        # Parts check what they made by its hash, and make only what is wrong anew.
+        parts = part_receipt_of(folder, "*")
+        remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
+        raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")
     return receipt
 
 

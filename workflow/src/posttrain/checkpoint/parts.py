@@ -25,6 +25,7 @@ from posttrain.artifacts import (
     FileRecord,
     Receipt,
     hash_file,
+    part_receipt_of,
     partial_of,
     read_receipt,
     receipt_of,
@@ -272,7 +273,7 @@ def _described(folder: Path, record: FileRecord) -> Description:
         found = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
             f"{path}: {found}, expected {record.size_bytes} bytes with hash {record.xxh3_128}; "
-            f"delete {description_path(folder, '').parent} and run again"
+            f"rm {part_receipt_of(folder, '*')} and run again"
         )
     return known
 

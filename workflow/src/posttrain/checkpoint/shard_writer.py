@@ -48,18 +48,28 @@ class HashingFile:
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._state = xxhash.xxh3_128()
         self._on_bytes = on_bytes
+        self._failure: OSError | None = None
         self.size_bytes = 0
 
     def __enter__(self) -> HashingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        """Close the file; a write that failed is what is raised, not what torch.save makes of it."""
+        try:
+            self._file.close()
+        finally:
+            if self._failure:
+                raise self._failure
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; returns its length, as torch.save expects of a file."""
         num_bytes = memoryview(data).nbytes
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
         self._state.update(data)
         self.size_bytes += num_bytes
         self._on_bytes(num_bytes)

@@ -130,9 +130,21 @@ def _write_chunks(reader: CheckpointReader, placements: Sequence[Placement], fil
     for placement in placements:
         start = file.size_bytes
         # The clone owns its bytes: torch.save of a view would write the whole file behind it.
-        torch.save(reader.tensor(placement.hf_name).reshape(placement.sizes).clone(), file)
+        tensor = _require_finite(reader, placement.hf_name)
+        torch.save(tensor.reshape(placement.sizes).clone(), file)
         chunks.append({**_chunk_row(placement), "start": start, "length": file.size_bytes - start})
     return {"chunks": chunks}
+
+
+def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Return a tensor, or refuse it: trained on, one NaN would spread to all weights."""
+    tensor = reader.tensor(name)
+    if bad := int((~torch.isfinite(tensor)).sum()):
+        raise CheckpointError(
+            f"{reader.folder / reader.file_of(name)}: {name}: {bad} of {tensor.numel()} values are NaN or infinite; "
+            "get the file anew from its source, or another revision of the model"
+        )
+    return tensor
 
 
 # ---- the last step ----

@@ -22,6 +22,8 @@ import psutil
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.parent_watch import end_process_tree
+from posttrain.preflight.machine import check_ports
+from posttrain.preflight.report import raise_problems
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +110,11 @@ def running_engines(
         model_folder: Checkpoint in Hub layout.
         log_folder: Gets `engine{i}.log`.
         merge_requests: See `render_engine_command`.
+
+    Raises:
+        ConfigError: Something else listens on a port that the configuration fixes.
     """
+    raise_problems(check_ports(config))
     count = config.engine.num_engines
     ports = [config.engine.port + index for index in range(count)] if config.engine.port else choose_free_ports(count)
     with ExitStack() as stack:

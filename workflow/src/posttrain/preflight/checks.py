@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from posttrain.artifacts import Paths
 from posttrain.config.rules import check_trainable
-from posttrain.errors import raise_if_any
 from posttrain.preflight.machine import check_devices, check_engine_interpreter, check_ports
 from posttrain.preflight.report import Finding
 from posttrain.preflight.services import check_hub_sources, check_wandb
@@ -27,8 +26,3 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_hub_sources(paths),
         check_wandb(config),
     ]
-
-
-def raise_problems(findings: list[Finding]) -> None:
-    """Raise one `ConfigError` with every problem found, if there is any."""
-    raise_if_any([finding.problem for finding in findings if finding.problem is not None])

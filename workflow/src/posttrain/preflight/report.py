@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from posttrain.errors import Problem
+from posttrain.errors import Problem, raise_if_any
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def skipped(name: str, reason: str) -> Finding:
 def failed(name: str, key: str, value: str, allowed: str, remedy: str) -> Finding:
     """Return a finding with a problem."""
     return Finding(name, value, Problem(key, value, allowed, remedy))
+
+
+def raise_problems(findings: Sequence[Finding]) -> None:
+    """Raise one `ConfigError` with every problem found, if there is any."""
+    raise_if_any([finding.problem for finding in findings if finding.problem is not None])
 
 
 def print_findings(findings: list[Finding]) -> None:
