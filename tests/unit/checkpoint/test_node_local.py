@@ -165,7 +165,7 @@ def read_files(monkeypatch):
         read.append(path.name)
         return hash_file(path)
 
-    monkeypatch.setattr("posttrain.artifacts.hash_file", hash_and_note)
+    monkeypatch.setattr("posttrain.artifacts.receipts.hash_file", hash_and_note)
     return read
 
 

@@ -35,8 +35,9 @@ with Lease(Path(sys.argv[1])):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
+    before = set(psutil.Process().children(recursive=True))
     yield
-    assert not psutil.Process().children(recursive=True), "the supervisor left a process behind"
+    assert not set(psutil.Process().children(recursive=True)) - before, "the supervisor left a process behind"
 
 
 def make_job(folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL) -> TrainingJob:

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from posttrain.algorithm.mismatch import Mismatch, compare_logprobs
 from posttrain.config.load import experiment_of
@@ -29,6 +27,12 @@ from posttrain.engines.client import EngineClient
 from posttrain.megatron_backend import checkpoint, train_step
 from posttrain.megatron_backend.initialize import initialize, shut_down
 from posttrain.megatron_backend.model import Policy, build_policy
+from posttrain.megatron_backend.ranks import (
+    data_parallel_rank,
+    is_first_of_tensor_parallel,
+    seed_random_state,
+    sum_over_data_parallel,
+)
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.sinks import MetricSinks
 from posttrain.reward.graders import GraderPool
@@ -121,8 +125,7 @@ class TrainingRun:
 
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
-        torch.manual_seed(self.config.training.seed + step)
-        model_parallel_cuda_manual_seed(self.config.training.seed + step, force_reset_rng=True)
+        seed_random_state(self.config.training.seed + step)
 
     # ---- a step ----
 
@@ -137,7 +140,7 @@ class TrainingRun:
 
     def make_updates(self, groups: Sequence[SampleGroup]) -> list[Update]:
         """Return the optimizer updates of a rollout, packed for this data-parallel rank."""
-        return make_updates(self.config, groups, parallel_state.get_data_parallel_rank())
+        return make_updates(self.config, groups, data_parallel_rank())
 
     def with_old_logprobs(self, update: Update) -> Update:
         """Return the update with the log-probabilities that the present weights give."""
@@ -223,7 +226,7 @@ class TrainingRun:
         counts = torch.tensor([float(sum(b.num_padding for b in batches)), float(sum(len(b.tokens) for b in batches))])
         if torch.cuda.is_available():
             counts = counts.cuda()
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        sum_over_data_parallel(counts)
         return float(counts[0]), float(counts[1])
 
     def _compare(self, updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
@@ -234,7 +237,7 @@ class TrainingRun:
                 for index, values in batch.response_values(row.cpu()).items():
                     pairs.append((values, torch.tensor(update.samples[index].rollout_logprobs)))
         # Tensor-parallel ranks hold the same values: one of them reports.
-        gathered = _from_all_ranks(pairs if parallel_state.get_tensor_model_parallel_rank() == 0 else [])
+        gathered = _from_all_ranks(pairs if is_first_of_tensor_parallel() else [])
         return compare_logprobs(torch.cat([t for t, _ in gathered]), torch.cat([e for _, e in gathered]))
 
 

@@ -1,0 +1,79 @@
+"""The house's order: parts import only parts above them, vendors stay behind their door, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "workflow" / "src" / "posttrain"
+ORDER = (
+    *("config", "artifacts", "observability", "planner", "preflight", "types", "checkpoint", "data", "reward"),
+    *("algorithm", "batching", "engines", "rollout", "megatron_backend", "weight_sync", "training", "launch"),
+    "evaluation",
+)
+# Programs: they set up logging and end like a script, and nothing imports them.
+PROGRAMS = {"engines/embedded/__main__.py", "launch/trainer_rank.py"}
+MODULES = {path.relative_to(LIBRARY).as_posix(): ast.parse(path.read_text()) for path in LIBRARY.rglob("*.py")}
+ALL_FILES = sorted(path for folder in (LIBRARY, ROOT / "scripts", ROOT / "tests") for path in folder.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """Return the part of the library that a file or a dotted name belongs to."""
+    return module.partition("/")[0].removesuffix(".py")
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports, `posttrain.artifacts` for `from posttrain import artifacts`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module
+            yield from [f"posttrain.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part_of(module) for module in MODULES} == {*ORDER, "errors", "cli", "__init__"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_part_imports_only_parts_above_it(module: str) -> None:
+    mine, tree = part_of(module), MODULES[module]
+    ours = {name.split(".")[1] for name in imports_of(tree) if name.startswith("posttrain.")} - {"__version__"}
+    allowed = {*ORDER[: ORDER.index(mine) + 1], "errors"} if mine in ORDER else {"errors", "launch", "observability"}
+    assert ours <= allowed | ({"cli"} if module in PROGRAMS else set())
+    packages = {name.partition(".")[0] for name in imports_of(tree)}
+    assert "scripts" not in packages
+    assert "megatron" not in packages or mine == "megatron_backend", "the only door to Megatron"
+    if mine == "algorithm":
+        assert ours <= {"algorithm", "types"}
+        assert packages - set(sys.stdlib_module_names) <= {"torch", "posttrain"}
+
+
+@pytest.mark.parametrize("part", ["config", "artifacts", "planner"])
+def test_a_part_that_every_dry_run_reads_imports_no_torch(part: str) -> None:
+    names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in MODULES]
+    wanted = [f"import posttrain.{name}" for name in names if part_of(name.replace(".", "/")) == part]
+    code = "; ".join(["import sys", *wanted, "sys.exit('torch' in sys.modules)"])
+    assert wanted
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_files_and_functions_are_small() -> None:
+    found = []
+    for path in ALL_FILES:
+        text = path.read_text()
+        if len(text.splitlines()) >= 400:
+            found.append(f"{path.name}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                found += [f"{path.name}: {node.name} has {length} lines"] if length > 60 else []
+    assert not found

@@ -1,0 +1,66 @@
+"""Every path of a run, the receipt that proves a step done, and durable writes.
+
+A step is done when its receipt exists. The receipt is written last: the data is on disk (fsync), the receipt is on disk
+under a temporary name, one rename makes it visible, and the folder that holds it is synced. So a kill or a power cut
+leaves either no receipt or a true one.
+
+A folder is built under `{name}.partial`, where a later attempt finds what an earlier one finished, and gets its final
+name when it is complete. A receipt is deterministic: it names files with sizes and content hashes, the digests of the
+receipts it was made from, and the settings that matter. Times, host and attempts go into a log file beside it.
+"""
+
+from posttrain.artifacts.durable import (
+    HASH_CHUNK_BYTES,
+    append_json_line,
+    hash_file,
+    sync_folder,
+    sync_tree,
+    write_atomic,
+    write_json,
+    write_text,
+)
+from posttrain.artifacts.paths import (
+    FORMAT_VERSIONS,
+    Paths,
+    building,
+    part_receipt_of,
+    partial_of,
+    receipt_of,
+)
+from posttrain.artifacts.receipts import (
+    FileRecord,
+    Receipt,
+    check_files,
+    read_receipt,
+    record_file,
+    record_files,
+    require_files,
+    write_receipt,
+)
+from posttrain.config.load import digest8
+
+__all__ = [
+    "FORMAT_VERSIONS",
+    "HASH_CHUNK_BYTES",
+    "FileRecord",
+    "Paths",
+    "Receipt",
+    "append_json_line",
+    "building",
+    "check_files",
+    "digest8",
+    "hash_file",
+    "part_receipt_of",
+    "partial_of",
+    "read_receipt",
+    "receipt_of",
+    "record_file",
+    "record_files",
+    "require_files",
+    "sync_folder",
+    "sync_tree",
+    "write_atomic",
+    "write_json",
+    "write_receipt",
+    "write_text",
+]

@@ -1,0 +1,230 @@
+"""Where everything of a run lies; no other module spells a path."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.config.load import Resolved, digest8
+
+log = logging.getLogger(__name__)
+
+# Raised by one when a step writes something else than before for the same input: its receipts are then remade.
+FORMAT_VERSIONS: Mapping[str, int] = {
+    "make_tiny_model": 1,
+    "download_hf_checkpoint": 1,
+    "download_dataset": 1,
+    "patch_hf_config": 1,
+    "convert_hf_to_torch_dist": 1,
+    "finalize_torch_dist": 1,
+    "quantize_rollout_fp8": 1,
+    "finalize_rollout_fp8": 1,
+    "quantize_nvfp4": 1,
+    "stage_to_node_local": 1,
+    "train_grpo": 1,
+    "export_hf": 1,
+    "evaluate": 1,
+}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where everything of one resolved run lies.
+
+    Args:
+        resolved: The configuration of the run.
+    """
+
+    resolved: Resolved
+
+    # ---- the store: made once per model, revision and setting, shared by runs ----
+
+    @property
+    def store(self) -> Path:
+        """Root of what does not depend on a run."""
+        return Path(self.resolved.config.site.store)
+
+    @property
+    def revision12(self) -> str:
+        """First 12 characters of the source's identity: the pinned commit, or a digest for other kinds of source."""
+        model = self.resolved.config.model
+        if model.source.kind == "hub":
+            return model.source.revision[:12]
+        if model.source.kind == "folder":
+            return f"folder{digest8(os.path.abspath(model.source.folder))[:6]}"
+        return f"made{digest8(self._made_from())}"
+
+    @property
+    def model_root(self) -> Path:
+        """All checkpoint states of one model revision."""
+        return self.store / self.resolved.config.model.name / self.revision12
+
+    @property
+    def made_model(self) -> Path:
+        """The model that make_tiny_model makes, in the layout of a Hub repository."""
+        return self.store / "made" / f"{self.resolved.config.model.name}-{digest8(self._made_from())}"
+
+    @property
+    def hf(self) -> Path:
+        """The model's files as the source has them."""
+        return self.model_root / "hf"
+
+    @property
+    def hf_patched(self) -> Path:
+        """The same with the config patch applied; weights are links."""
+        return self.model_root / f"hf_patched-{digest8(self._patch_settings())}"
+
+    @property
+    def torch_dist(self) -> Path:
+        """Megatron's distributed checkpoint."""
+        return self.model_root / f"torch_dist-{digest8(self._convert_settings())}"
+
+    @property
+    def rollout_fp8(self) -> Path:
+        """FP8 weights for the engines."""
+        return self.model_root / f"rollout_fp8-{digest8(self._quantize_settings())}"
+
+    @property
+    def rollout_nvfp4(self) -> Path:
+        """NVFP4 expert weights for serving."""
+        return self.model_root / f"rollout_nvfp4-{digest8(self._quantize_settings())}"
+
+    @property
+    def rollout_weights(self) -> Path:
+        """What the engines load first: FP8, or the patched checkpoint itself."""
+        return self.rollout_fp8 if self.resolved.config.rollout.fp8 else self.hf_patched
+
+    @property
+    def dataset(self) -> Path:
+        """Prompts, one JSON line each, in `train.jsonl` and `heldout.jsonl`."""
+        data = dataclasses.asdict(self.resolved.config.data)
+        return self.store / "datasets" / f"{data['kind']}-{digest8(data)}"
+
+    # ---- the run ----
+
+    @property
+    def run(self) -> Path:
+        """Root of the run's results."""
+        return Path(self.resolved.config.site.results) / self.resolved.run
+
+    @property
+    def experiment(self) -> Path:
+        """What is learned: training's only config input."""
+        return self.run / "experiment.yaml"
+
+    @property
+    def config(self) -> Path:
+        """All values with their origin."""
+        return self.run / "config.resolved.yaml"
+
+    @property
+    def train(self) -> Path:
+        """The training run's folder: checkpoints, rollouts, metrics, attempts."""
+        return self.run / "train"
+
+    @property
+    def train_done(self) -> Path:
+        """Written when the last step's checkpoint is committed."""
+        return self.train / "done.json"
+
+    @property
+    def hf_export(self) -> Path:
+        """The trained model in Hub layout."""
+        return self.run / "hf"
+
+    def evaluation(self, when: str) -> Path:
+        """Return the result of an evaluation; `when` is "before" or "after"."""
+        return self.run / "evaluation" / f"{when}.json"
+
+    def node_local_testimony(self, node: str) -> Path:
+        """Return the record that says what a node's own disk holds."""
+        return self.run / "node_local" / f"{node}.json"
+
+    def node_local(self, node: str) -> Path:
+        """Return the folder on a node's own disk that mirrors this model's root."""
+        site = self.resolved.config.site
+        return Path(site.node_local) / node / self.resolved.config.model.name / self.revision12
+
+    # ---- logs: one folder per rule ----
+
+    def store_log(self, rule: str, suffix: str = "") -> Path:
+        """Return the log of a step in the store."""
+        return Path("logs") / rule / f"{self.resolved.config.model.name}-{self.revision12}{suffix}.log"
+
+    def run_log(self, rule: str, suffix: str = "") -> Path:
+        """Return the log of a step of the run."""
+        return Path("logs") / rule / f"{self.resolved.run}{suffix}.log"
+
+    # ---- the settings that give an artefact its name ----
+
+    def _made_from(self) -> dict[str, Any]:
+        config = self.resolved.config
+        return {
+            "format": FORMAT_VERSIONS["make_tiny_model"],
+            "architecture": dataclasses.asdict(config.model.architecture),
+            "num_digits": config.data.num_digits,
+        }
+
+    def _patch_settings(self) -> dict[str, Any]:
+        patch = dataclasses.asdict(self.resolved.config.model.patch)
+        return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch}
+
+    def _convert_settings(self) -> dict[str, Any]:
+        versions = [FORMAT_VERSIONS[step] for step in ("convert_hf_to_torch_dist", "finalize_torch_dist")]
+        return {"format": versions, "patched": self._patch_settings()}
+
+    def _quantize_settings(self) -> dict[str, Any]:
+        versions = [FORMAT_VERSIONS[step] for step in ("quantize_rollout_fp8", "finalize_rollout_fp8")]
+        return {"format": versions, "patched": self._patch_settings(), "strategy": "block128"}
+
+
+def receipt_of(folder: Path) -> Path:
+    """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
+    return folder.with_name(folder.name + ".receipt.json")
+
+
+def part_receipt_of(folder: Path, part: int | str) -> Path:
+    """Return the receipt of one independent part of a folder's content."""
+    return folder.with_name(f"{folder.name}.parts") / f"{part}.receipt.json"
+
+
+def partial_of(folder: Path) -> Path:
+    """Return the name under which a folder is built."""
+    return folder.with_name(folder.name + ".partial")
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """Build `folder` under its `.partial` name; it gets its own name when the block ends without an error.
+
+    What an earlier attempt left there is kept for the step to check and use. A finished folder without a receipt (its
+    step must run again) becomes the partial one. No attempt leaves both; where two writers did, the finished folder is
+    the better start.
+
+    Raises:
+        RuntimeError: When somebody else finished the folder meanwhile; theirs stays.
+    """
+    partial = partial_of(folder)
+    if folder.exists():
+        if partial.exists():
+            log.warning("removing %s: %s is complete, and only a second writer can have left both", partial, folder)
+            shutil.rmtree(partial)
+        folder.rename(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    yield partial
+    sync_tree(partial)
+    try:
+        partial.rename(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"{folder}: another process finished it while this one did; run again to check it"
+        ) from error
+    sync_folder(folder.parent)

@@ -1,0 +1,169 @@
+"""The receipt that proves a step done: written last, read by every step that uses what it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain import __version__
+from posttrain.artifacts.durable import append_json_line, hash_file, write_json
+from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of
+from posttrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of an artefact.
+
+    Args:
+        path: Relative to the artefact's folder, with "/".
+        size_bytes: Its length.
+        xxh3_128: Hash of its content, 32 hex digits.
+        sha256: The Hub's hash of it, where the Hub gives one; checked when the file was fetched.
+    """
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a finished step made, from what, and with which settings.
+
+    Args:
+        step: Name of the rule.
+        files: What it wrote, sorted by path.
+        inputs: Name -> digest of the receipt it was made from.
+        settings: What else decides the content.
+    """
+
+    step: str
+    files: tuple[FileRecord, ...]
+    inputs: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the receipt's content: equal digests mean equal bytes made in the same way."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size_bytes for record in self.files)
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "format_version": FORMAT_VERSIONS[self.step],
+            "files": [dataclasses.asdict(record) for record in sorted(self.files, key=lambda r: r.path)],
+            "inputs": dict(self.inputs),
+            "settings": dict(self.settings),
+        }
+
+
+def write_receipt(path: Path, receipt: Receipt, started: float | None = None) -> None:
+    """Make a step count as done. Call it last, after the data is on disk.
+
+    Args:
+        path: See `receipt_of`.
+        receipt: What was made.
+        started: `time.time()` at the start of the step; goes into the log beside the receipt, not into the receipt.
+    """
+    seconds = None if started is None else round(time.time() - started, 3)
+    history = {
+        "step": receipt.step,
+        "finished_unix": round(time.time(), 3),
+        "seconds": seconds,
+        "host": socket.gethostname(),
+        "posttrain": __version__,
+        "bytes": receipt.size_bytes,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log_path = path.with_name(path.name.removesuffix(".receipt.json").removesuffix(".json") + ".history.jsonl")
+    append_json_line(log_path, history)
+    write_json(path, {**receipt._content(), "digest": receipt.digest})
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read a receipt and check that nobody changed it.
+
+    Raises:
+        CheckpointError: When it is missing, unreadable, or its digest does not fit its content.
+    """
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        files = tuple(FileRecord(**record) for record in row["files"])
+        receipt = Receipt(row["step"], files, row["inputs"], row["settings"])
+        version, digest = row["format_version"], row["digest"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such receipt; the step before has not finished") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a receipt ({error}); delete it and run again") from error
+    if version != FORMAT_VERSIONS.get(receipt.step) or digest != receipt.digest:
+        raise CheckpointError(
+            f"{path}: written by another version or changed by hand (format {version}, digest {digest[:12]}, "
+            f"computed {receipt.digest[:12]}); delete it and run again"
+        )
+    return receipt
+
+
+def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:
+    """Read a file of `folder` and return its record."""
+    path = folder / name
+    return FileRecord(name, path.stat().st_size, hash_file(path), sha256)
+
+
+def record_files(folder: Path, names: Iterable[str] | None = None) -> tuple[FileRecord, ...]:
+    """Return the records of `names`, by default of all regular files below `folder`, sorted by path."""
+    if names is None:
+        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return tuple(record_file(folder, name) for name in sorted(names))
+
+
+def check_files(folder: Path, receipt: Receipt, content: bool = False) -> list[str]:
+    """Compare a folder with its receipt.
+
+    Args:
+        folder: The artefact.
+        receipt: What it should hold.
+        content: Also read every byte and compare the hashes.
+
+    Returns:
+        One line per file that is missing, of another size or of other content; empty when all is well.
+    """
+    found = []
+    for record in receipt.files:
+        path = folder / record.path
+        if not path.is_file():
+            found.append(f"{path}: missing, expected {record.size_bytes} bytes")
+        elif path.stat().st_size != record.size_bytes:
+            found.append(f"{path}: {path.stat().st_size} bytes, expected {record.size_bytes}")
+        elif content and hash_file(path) != record.xxh3_128:
+            found.append(f"{path}: content differs from its receipt (xxh3_128 {record.xxh3_128})")
+    return found
+
+
+def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Receipt:
+    """Return the receipt of `folder` after `check_files`.
+
+    Raises:
+        CheckpointError: Listing every file that is not as the receipt says, and what to do.
+    """
+    receipt = read_receipt(receipt_path)
+    if found := check_files(folder, receipt, content):
+        listed = "\n  ".join(found)
+        # Parts check what they made by its hash, and make only what is wrong anew.
+        parts = part_receipt_of(folder, "*")
+        remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
+        raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")
+    return receipt

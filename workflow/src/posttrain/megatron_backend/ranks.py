@@ -1,0 +1,29 @@
+"""This rank's place among the parallel groups, and its random state."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+
+def seed_random_state(seed: int) -> None:
+    """Set all random state of this process, Megatron's for each parallel group included."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def data_parallel_rank() -> int:
+    """Return which share of the samples is this rank's."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def is_first_of_tensor_parallel() -> bool:
+    """Tell whether this rank speaks for the ranks that hold the same samples."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def sum_over_data_parallel(values: torch.Tensor) -> None:
+    """Add up `values` of all data-parallel ranks, in place; collective."""
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
