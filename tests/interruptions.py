@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 from tests.workflow_runs import WorkflowFolder
+
+from posttrain.artifacts import FileRecord, partial_of, read_receipt, require_files
+from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 
 POLL_SECONDS = 0.003
 # A process that follows a dead driver ends at once; this is what the kernel and a busy machine may take.
@@ -21,6 +26,8 @@ GONE_SECONDS = 2.0
 SUPERVISOR = "scripts/train_grpo.py"
 TRAINER = "posttrain.launch.trainer_rank"
 ENGINE = "posttrain.engines.embedded"
+# Rules with more than one job in the tests' configuration.
+NUM_JOBS = {"convert_hf_to_torch_dist": 2, "quantize_rollout_fp8": 2, "stage_to_node_local": 2, "evaluate": 2}
 
 
 @dataclass
@@ -50,10 +57,9 @@ class Driver:
             assert time.monotonic() < deadline, f"the point was not reached:\n{self.output[-4000:]}"
             time.sleep(POLL_SECONDS)
 
-    def wait_for(self, role: str) -> psutil.Process:
-        """Return the first process of a role as soon as there is one."""
-        self.wait_until(lambda: find_processes(self.workflow, role))
-        return find_processes(self.workflow, role)[0]
+    def wait_for_file(self, pattern: str) -> None:
+        """Return when the training run's folder holds a file or folder of this name."""
+        self.wait_until(lambda: any(self.workflow.results.glob(f"*/train/{pattern}")))
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the driver alone, and wait for its end."""
@@ -87,6 +93,83 @@ def start(workflow: WorkflowFolder, *targets: str, options: tuple[str, ...] = ()
     return Driver(workflow, process, log_path)
 
 
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL of a rule's script.
+
+    Args:
+        rule: Its name.
+        seconds: After the start of the process.
+    """
+
+    rule: str
+    seconds: float
+
+
+def kill_at_times(
+    workflow: WorkflowFolder, points: Mapping[str, Sequence[float]], *targets: str, options: tuple[str, ...] = ()
+) -> list[Kill]:
+    """Give the same command again and again until it succeeds, and kill scripts at chosen times on the way.
+
+    Args:
+        workflow: Where to run.
+        points: For each rule, after how many seconds each next process of its script is killed; when they are used up,
+            its processes are left alone. A process that ends before its time uses its point up, too.
+        targets: What to make.
+        options: Further options of Snakemake.
+
+    Returns:
+        The kills that hit.
+    """
+    left = {rule: list(times) for rule, times in points.items()}
+    kills: list[Kill] = []
+    for _ in range(1 + sum(map(len, points.values()))):
+        driver = start(workflow, *targets, options=options)
+        due: dict[psutil.Process, Kill] = {}
+        while driver.process.poll() is None:
+            for process, rule in scripts_of(workflow):
+                if process not in due and left.get(rule):
+                    due[process] = Kill(rule, left[rule].pop(0))
+            kills += _kill_what_is_due(due)
+            time.sleep(POLL_SECONDS)
+        if driver.process.returncode == 0:
+            return kills
+        assert "Traceback" not in driver.output, driver.output[-4000:]
+    raise AssertionError(f"more failures than kills:\n{driver.output[-4000:]}")
+
+
+def _kill_what_is_due(due: dict[psutil.Process, Kill]) -> list[Kill]:
+    """Kill every process whose time has come; returns those that were still there."""
+    hit = []
+    for process, kill in due.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            is_due = time.time() - process.create_time() >= kill.seconds
+            if is_due and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                hit.append(kill)
+    return hit
+
+
+def scripts_of(workflow: WorkflowFolder) -> list[tuple[psutil.Process, str]]:
+    """Return the running scripts of a workflow, each with its rule."""
+    rules = {}
+    for process in processes_of(workflow):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = process.cmdline()
+            if len(command) > 1 and Path(command[1]).parent.name == "scripts":
+                rules[process] = Path(command[1]).stem
+    return [(process, rules[process]) for process in _without_forks(list(rules))]
+
+
+def seconds_by_rule(logs: Path) -> dict[str, float]:
+    """Return how long the longest job of each rule took, from Snakemake's benchmark files."""
+    seconds: dict[str, float] = {}
+    for path in logs.glob("*/*.benchmark.tsv"):
+        measured = float(path.read_text().splitlines()[1].split("\t")[0])
+        seconds[path.parent.name] = max(seconds.get(path.parent.name, 0.0), measured)
+    return seconds
+
+
 def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
     """Return every living process that works in the workflow's folder, whoever started it."""
     return [process for process in psutil.process_iter() if _works_in(process, workflow.folder)]
@@ -94,7 +177,7 @@ def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
 
 def find_processes(workflow: WorkflowFolder, word: str) -> list[psutil.Process]:
     """Return the Python processes of a workflow whose command line holds a word, a script or a module."""
-    return [process for process in processes_of(workflow) if _runs(process, word)]
+    return _without_forks([process for process in processes_of(workflow) if _runs(process, word)])
 
 
 def assert_gone(workflow: WorkflowFolder, seconds: float = GONE_SECONDS) -> None:
@@ -105,23 +188,66 @@ def assert_gone(workflow: WorkflowFolder, seconds: float = GONE_SECONDS) -> None
         time.sleep(POLL_SECONDS)
 
 
-def tree_state(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and modification time of everything below a folder: two equal states, and nobody wrote."""
-    state = {}
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            status = path.lstat()
-            state[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
-    return state
+def finished_jobs(workflow: WorkflowFolder) -> Counter[str]:
+    """Count, over all drivers of a workflow, how often a job of each rule was brought to its end."""
+    logs = [path.read_text(errors="replace") for path in workflow.folder.glob("driver*.log")]
+    return Counter(rule for log in logs for rule in re.findall(r"^Finished jobid: \d+ \(Rule: (\w+)\)", log, re.M))
 
 
-def digest_of(folder: Path) -> str:
-    """Return a hash of the names and bytes of all files below a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder)}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def check_claims(workflow: WorkflowFolder) -> int:
+    """Compare every receipt of a workflow with what it is about, byte by byte; returns how many there are."""
+    receipts = [*workflow.store.rglob("*.receipt.json"), *workflow.results.rglob("*.receipt.json")]
+    for receipt in receipts:
+        require_files(_folder_of(receipt), receipt, content=True)
+    done = list(workflow.results.glob("*/train/done.json"))
+    for receipt in done:
+        require_files(receipt.parent, receipt, content=True)
+    return len(receipts) + len(done)
+
+
+def files_made(workflow: WorkflowFolder) -> dict[str, tuple[FileRecord, ...]]:
+    """Return what every receipt says was made, by its place in store and results."""
+    return {
+        path.relative_to(root).as_posix(): read_receipt(path).files
+        for root in (workflow.store, workflow.results)
+        for path in root.rglob("*.receipt.json")
+    }
+
+
+def training_state(workflow: WorkflowFolder, step: int) -> dict[str, torch.Tensor]:
+    """Return weights, main weights and moments of a checkpoint."""
+    reader = TorchDistReader(workflow.run_folder / "train" / "checkpoints" / f"step_{step:06d}")
+    return {key: reader.read(key) for key in reader.keys}
+
+
+def assert_same_training(workflow: WorkflowFolder, other: WorkflowFolder) -> None:
+    """Compare two finished trainings: metrics without timings, and every bit of the last checkpoint."""
+    rows = other.metrics()
+    assert workflow.metrics() == rows
+    last = int(rows[-1]["step"])
+    ours, theirs = training_state(workflow, last), training_state(other, last)
+    assert ours.keys() == theirs.keys()
+    assert any("exp_avg_sq" in key for key in ours), "the optimizer's moments are among them"
+    assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
+
+
+def _without_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Leave out children of others in the list: between fork and exec a child has its parent's command line."""
+    pids = {process.pid for process in processes}
+    alone = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.ppid() not in pids:
+                alone.append(process)
+    return alone
+
+
+def _folder_of(receipt: Path) -> Path:
+    """Return the folder that a receipt, or the receipt of a part, is about; unfinished ones have another name."""
+    name = receipt.name.removesuffix(".receipt.json")
+    parent = receipt.parent
+    folder = parent.with_name(parent.name.removesuffix(".parts")) if parent.suffix == ".parts" else parent / name
+    return folder if folder.exists() else partial_of(folder)
 
 
 def _works_in(process: psutil.Process, folder: Path) -> bool:

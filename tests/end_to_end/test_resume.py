@@ -1,0 +1,272 @@
+"""Each kind of interruption once: the same command again, and the run is bit for bit the one that nobody disturbed.
+
+Points are conditions that can be seen from outside (a file appears), never a time. The full counts at random points are
+in test_faults.py, damage to single steps is in tests/scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.interruptions import (
+    ENGINE,
+    NUM_JOBS,
+    POLL_SECONDS,
+    SUPERVISOR,
+    TRAINER,
+    Driver,
+    assert_gone,
+    assert_same_training,
+    check_claims,
+    files_made,
+    find_processes,
+    finished_jobs,
+    kill_at_times,
+    seconds_by_rule,
+    start,
+    training_state,
+)
+from tests.workflow_runs import FAST, WorkflowFolder
+
+from posttrain.launch.supervisor import MAX_IDLE_ATTEMPTS
+
+pytestmark = pytest.mark.slow
+
+IN_FIRST_ROLLOUT = "rollouts/step_000000/chunk_0000.json"
+# Both chunks are there: log-probabilities, update and weight sync follow.
+IN_AN_UPDATE = "rollouts/step_000001/chunk_0001.json"
+IN_A_CHECKPOINT = "checkpoints/step_000004.partial"
+FIRST_CHECKPOINT = "checkpoints/step_000002"
+
+
+def start_until(workflow: WorkflowFolder, point: str, *targets: str) -> Driver:
+    """Start the workflow and return when its training has reached a point."""
+    driver = start(workflow, *(targets or ("train_grpo",)))
+    driver.wait_for_file(point)
+    return driver
+
+
+def finish(workflow: WorkflowFolder, *targets: str) -> str:
+    """Give the same command again, to the end."""
+    code, output = start(workflow, *targets).finish()
+    assert code == 0, output[-4000:]
+    return output
+
+
+def attempts_of(workflow: WorkflowFolder) -> list[dict]:
+    return [json.loads(line) for line in (workflow.run_folder / "train" / "attempts.jsonl").read_text().splitlines()]
+
+
+def end(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def bystander() -> Iterator[subprocess.Popen]:
+    """Somebody else's server, by its name one of ours; ending ours by name would end it."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)", "-m", ENGINE, "sglang::scheduler", TRAINER]
+    process = subprocess.Popen(["sglang", *command[1:]], executable=sys.executable)
+    try:
+        yield process
+        assert process.poll() is None, "a process that is not ours was ended"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    made_once = {path: path.stat().st_mtime_ns for path in workflow.store.rglob("*") if path.is_file()}
+    for point in (IN_FIRST_ROLLOUT, IN_AN_UPDATE, IN_A_CHECKPOINT):
+        driver = start_until(workflow, point, "all")
+        driver.end(signal.SIGKILL)
+        assert_gone(workflow)
+        check_claims(workflow)
+    finish(workflow)
+    assert_same_training(workflow, undisturbed)
+    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    assert {path: path.stat().st_mtime_ns for path in made_once} == made_once
+    assert set(finished_jobs(workflow).values()) == {1, 2}, "evaluation and staging have two jobs, all others one"
+    assert finished_jobs(workflow)["train_grpo"] == 1
+    epochs = [json.loads(p.read_text())["epoch"] for p in sorted(workflow.run_folder.glob("train/lease/epoch-*.json"))]
+    assert epochs == [1, 2, 3, 4]
+    assert "Nothing to be done" in finish(workflow)
+
+
+def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """The supervisor restarts what died; when it dies itself, all of its processes go and Snakemake says so."""
+    with bystander():
+        driver = start_until(workflow, IN_FIRST_ROLLOUT)
+        end(find_processes(workflow, ENGINE)[0])
+        driver.wait_for_file(FIRST_CHECKPOINT)
+        end(find_processes(workflow, TRAINER)[0])
+        driver.wait_for_file("attempts/003/trainer0.log")
+        (supervisor,) = find_processes(workflow, SUPERVISOR)
+        driver.wait_until(lambda: len(find_processes(workflow, TRAINER)) == 1)
+        end(supervisor)
+        code, output = driver.finish()
+        assert code != 0
+        assert "Error in rule train_grpo" in output
+        assert_gone(workflow)
+        finish(workflow, "train_grpo")
+        assert_gone(workflow)
+    assert_same_training(workflow, undisturbed)
+    died, killed, last = attempts_of(workflow)
+    assert "engine 0 ended with exit code -9" in died["reason"]
+    assert "trainer rank 0 was ended by SIGKILL" in killed["reason"]
+    assert (last["attempt"], last["epoch"], last["reason"]) == (4, 2, "done")
+
+
+def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """A closed terminal and Ctrl-C end everything at once; SIGTERM lets the running job finish, as Snakemake has it."""
+    for point, number in ((IN_FIRST_ROLLOUT, signal.SIGHUP), (IN_AN_UPDATE, signal.SIGINT)):
+        driver = start_until(workflow, point)
+        os.killpg(driver.process.pid, number)
+        assert driver.finish(timeout=10)[0] != 0
+        assert_gone(workflow)
+    driver = start_until(workflow, FIRST_CHECKPOINT, "export_hf")
+    driver.process.send_signal(signal.SIGTERM)
+    driver.finish()
+    assert_gone(workflow)
+    assert (workflow.run_folder / "train/done.json").exists()
+    assert not (workflow.run_folder / "hf.receipt.json").exists()
+    finish(workflow, "export_hf")
+    assert_same_training(workflow, undisturbed)
+    assert finished_jobs(workflow)["train_grpo"] == 1
+
+
+def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    first = start_until(workflow, IN_FIRST_ROLLOUT)
+    code, output = start(workflow, "train_grpo").finish()
+    assert code != 0
+    (holder,) = workflow.run_folder.glob("train/lease/epoch-*.json")
+    assert f"is being written by process {json.loads(holder.read_text())['pid']}" in output
+    assert "Traceback" not in output
+    assert first.finish()[0] == 0, first.output[-4000:]
+    assert_same_training(workflow, undisturbed)
+    assert [row["attempt"] for row in attempts_of(workflow)] == [1]
+    assert check_claims(workflow)
+
+
+def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """Half a checkpoint, torn lines, no node-local copy: the last complete checkpoint is used, and the rest is said."""
+    start_until(workflow, FIRST_CHECKPOINT).end(signal.SIGKILL)
+    assert_gone(workflow)
+    train = workflow.run_folder / "train"
+    half = train / "checkpoints/step_000003.partial"
+    shutil.copytree(train / FIRST_CHECKPOINT, half)
+    (shard,) = half.glob("*.distcp")
+    os.truncate(shard, shard.stat().st_size // 2)
+    for name in ("metrics.jsonl", "attempts.jsonl"):
+        with open(train / name, "a") as file:
+            file.write('{"step": 3, "rew')
+    shutil.rmtree(workflow.folder / "node_local")
+    output = finish(workflow, "train_grpo")
+    assert f"removing {half}" in output
+    assert "staging to node_local/node0" in output
+    assert not half.exists()
+    assert_same_training(workflow, undisturbed)
+    assert [row["reason"] for row in attempts_of(workflow)] == ["done"], "killed attempts wrote no row"
+
+
+def test_a_damaged_checkpoint_is_named_and_not_used(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """A crash that repeats itself ends, with the reason; the remedy that is given works."""
+    start_until(workflow, FIRST_CHECKPOINT).end(signal.SIGKILL)
+    assert_gone(workflow)
+    newest = workflow.run_folder / "train" / FIRST_CHECKPOINT
+    (shard,) = newest.glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1  # in the middle of a tensor or between two: nothing of torch's would notice
+    shard.write_bytes(content)
+    code, output = start(workflow, "train_grpo").finish()
+    assert code != 0
+    assert f"training ended {MAX_IDLE_ATTEMPTS} times without progress" in output
+    assert f"{shard}: content differs" in output
+    assert f"remedy: rm -r {newest}" in output
+    assert len(attempts_of(workflow)) == MAX_IDLE_ATTEMPTS
+    shutil.rmtree(newest)
+    finish(workflow, "train_grpo")
+    assert_same_training(workflow, undisturbed)
+
+
+def test_an_engine_that_hangs(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    workflow.settings |= {"engine.request_timeout_seconds": 5}
+    driver = start_until(workflow, IN_FIRST_ROLLOUT)
+    (engine,) = find_processes(workflow, ENGINE)
+    engine.suspend()
+    code, output = driver.finish()
+    assert code == 0, output[-4000:]
+    assert not engine.is_running()
+    assert "no answer within 5 s" in attempts_of(workflow)[0]["reason"]
+    assert_same_training(workflow, undisturbed)
+
+
+def test_six_steps_equal_three_and_the_rest(store: Path, tmp_path: Path) -> None:
+    """Weights, optimizer, learning rate, prompts, responses and metrics of each step, in one go and in two."""
+    settings = FAST | {"training.num_steps": 6, "trainer.save_interval": 3, "optimizer.lr_warmup_steps": 5}
+    straight, pieces = (WorkflowFolder(tmp_path / name, store, dict(settings)) for name in ("straight", "pieces"))
+    driver = start(straight, "train_grpo")
+    keep_rollouts(driver, tmp_path / "rollouts of one")
+    assert driver.finish()[0] == 0, driver.output[-4000:]
+    driver = start(pieces, "train_grpo")
+    keep_rollouts(driver, tmp_path / "rollouts of two", until="checkpoints/step_000003")
+    driver.end(signal.SIGKILL)
+    assert_gone(pieces)
+    driver = start(pieces, "train_grpo")
+    keep_rollouts(driver, tmp_path / "rollouts of two")
+    assert "resuming after step 3" in driver.output
+    assert_same_training(pieces, straight)
+    one, two = contents(tmp_path / "rollouts of one"), contents(tmp_path / "rollouts of two")
+    assert len(one) == 12, "two requests in each of six steps"
+    assert one == two
+    for step in (3, 6):
+        ours, theirs = training_state(pieces, step), training_state(straight, step)
+        assert not [key for key in theirs if not torch.equal(ours[key], theirs[key])], step
+
+
+def test_every_other_rule_killed_once(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    """At a point of its own, in the time that it took undisturbed; making the model is in test_faults.py alone."""
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
+    shutil.copytree(undisturbed.store / "made", workflow.store / "made")
+    seconds = seconds_by_rule(undisturbed.store.parent / "first/logs") | seconds_by_rule(undisturbed.folder / "logs")
+    rng = random.Random(1)
+    points = {
+        rule: [rng.uniform(0, 0.6 * length) for _ in range(NUM_JOBS.get(rule, 1))]
+        for rule, length in sorted(seconds.items())
+        if rule not in ("make_tiny_model", "train_grpo")
+    }
+    kills = kill_at_times(workflow, points, "all")
+    assert {kill.rule for kill in kills} == points.keys(), "every rule was killed"
+    assert check_claims(workflow)
+    assert files_made(workflow).items() <= files_made(undisturbed).items(), "the store serves other tests too"
+    assert_same_training(workflow, undisturbed)
+    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    finished = finished_jobs(workflow)
+    assert {rule: finished[rule] for rule in points} == {rule: len(times) for rule, times in points.items()}
+
+
+def keep_rollouts(driver: Driver, folder: Path, until: str = "") -> None:
+    """Link every finished chunk into a folder while the driver runs: training deletes those it needs no longer."""
+    folder.mkdir(exist_ok=True)
+    results = driver.workflow.results
+    while driver.process.poll() is None and not (until and any(results.glob(f"*/train/{until}"))):
+        for chunk in results.glob("*/train/rollouts/step_*/chunk_*.json"):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.link(chunk, folder / f"{chunk.parent.name}-{chunk.name}")
+        time.sleep(POLL_SECONDS)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
