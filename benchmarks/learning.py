@@ -1,8 +1,8 @@
 """Claim: on the demo the held-out pass rate rises from below 0.4 to above 0.8, for three seeds, from the reward alone.
 
-Runs the real workflow with the demo's settings once per seed, about three minutes each on two cores. A seed decides the
-order of the prompts and every sample (`training.seed`); model and prompts are the same, made once. Run from the
-repository's root:
+Runs the real workflow with the demo's settings once per pair of seeds, about three minutes each on two cores. One decides
+every sample (`training.seed`), the other the prompts and their order (`data.seed`); the first pair is the demo's own. The
+model is the same, made once. Run from the repository's root:
 
     python -m benchmarks.learning
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from tests.workflow_runs import WorkflowFolder
 
-SEEDS = (42, 43, 44)
+SEEDS = {42: 7, 43: 8, 44: 9}
 BEFORE_AT_MOST, GOAL = 0.4, 0.8
 
 
 def main() -> None:
     """Run the demo per seed, print the table and the line of JSON."""
     with tempfile.TemporaryDirectory() as folder:
-        summaries = {seed: run_demo(Path(folder), seed) for seed in SEEDS}
+        summaries = {seed: run_demo(Path(folder), seed, data_seed) for seed, data_seed in SEEDS.items()}
     print(f"{'seed':>6} {'before':>8} {'after':>8} {'steps':>6} {'seconds':>8}   limits {BEFORE_AT_MOST}, {GOAL}")
     for seed, row in summaries.items():
         before, after = row["pass_rate_before"], row["pass_rate_after"]
@@ -34,9 +34,10 @@ def main() -> None:
     print(json.dumps({"claim": claim, "value": round(worst_after, 4), "goal": GOAL, "met": met}))
 
 
-def run_demo(folder: Path, seed: int) -> dict:
+def run_demo(folder: Path, seed: int, data_seed: int) -> dict:
     """Return the summary of a whole run; runs share the store, so the model is made once."""
-    workflow = WorkflowFolder(folder / f"seed{seed}", folder / "store", {"training.seed": seed})
+    settings: dict[str, object] = {"training.seed": seed, "data.seed": data_seed}
+    workflow = WorkflowFolder(folder / f"seed{seed}", folder / "store", settings)
     workflow.run(timeout=3600)
     return workflow.summary
 
