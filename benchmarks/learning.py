@@ -1,8 +1,8 @@
 """Claim: on the demo the held-out pass rate rises from below 0.4 to above 0.8, for three seeds, from the reward alone.
 
-Runs the real workflow with the demo's settings once per pair of seeds, about three minutes each on two cores. One decides
-every sample (`training.seed`), the other the prompts and their order (`data.seed`); the first pair is the demo's own. The
-model is the same, made once. Run from the repository's root:
+Runs the real workflow with the demo's settings once per pair of seeds, about three minutes each on two cores. One
+decides every sample (`training.seed`), the other the prompts and their order (`data.seed`); the first pair is the
+demo's own. The model is the same, made once. Run from the repository's root:
 
     python -m benchmarks.learning
 """
