@@ -106,9 +106,7 @@ class Kill:
     seconds: float
 
 
-def kill_at_times(
-    workflow: WorkflowFolder, points: Mapping[str, Sequence[float]], *targets: str, options: tuple[str, ...] = ()
-) -> list[Kill]:
+def kill_at_times(workflow: WorkflowFolder, points: Mapping[str, Sequence[float]], *targets: str) -> list[Kill]:
     """Give the same command again and again until it succeeds, and kill scripts at chosen times on the way.
 
     Args:
@@ -116,7 +114,6 @@ def kill_at_times(
         points: For each rule, after how many seconds each next process of its script is killed; when they are used up,
             its processes are left alone. A process that ends before its time uses its point up, too.
         targets: What to make.
-        options: Further options of Snakemake.
 
     Returns:
         The kills that hit.
@@ -124,7 +121,7 @@ def kill_at_times(
     left = {rule: list(times) for rule, times in points.items()}
     kills: list[Kill] = []
     for _ in range(1 + sum(map(len, points.values()))):
-        driver = start(workflow, *targets, options=options)
+        driver = start(workflow, *targets)
         due: dict[psutil.Process, Kill] = {}
         while driver.process.poll() is None:
             for process, rule in scripts_of(workflow):

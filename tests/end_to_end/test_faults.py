@@ -1,0 +1,219 @@
+"""Full fault counts: every rule, the driver and training killed at random times, 20 times each (`make test-faults`).
+
+After each kill the same command is given again; what comes out in the end is compared with the undisturbed run. Results
+go to `.test-results/faults.json`. `POSTTRAIN_FAULT_KILLS` sets another number of kills.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.interruptions import (
+    ENGINE,
+    NUM_JOBS,
+    POLL_SECONDS,
+    SUPERVISOR,
+    TRAINER,
+    Driver,
+    Kill,
+    assert_gone,
+    assert_same_training,
+    check_claims,
+    files_made,
+    find_processes,
+    finished_jobs,
+    kill_at_times,
+    seconds_by_rule,
+    start,
+)
+from tests.workflow_runs import ROOT, WorkflowFolder
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
+
+NUM_KILLS = int(os.environ.get("POSTTRAIN_FAULT_KILLS", "20"))
+SEED = 20
+# Long enough for training, the longest step, to get somewhere; short enough that kills hit every part of the chain.
+DRIVER_SECONDS = 10.0
+# A step that is still importing when its driver dies has not written yet, and ends when it would begin.
+IMPORT_SECONDS = 30.0
+RESULTS = ROOT / ".test-results" / "faults.json"
+# All but training, which has tests of its own, in the order of the data. With each rule: what makes it count as done,
+# below the store or the results.
+OUTPUTS = {
+    "make_tiny_model": ["made/*.receipt.json"],
+    "download_hf_checkpoint": ["tiny/*/hf.receipt.json"],
+    "download_dataset": ["datasets/*.receipt.json"],
+    "patch_hf_config": ["tiny/*/hf_patched-*.receipt.json"],
+    "convert_hf_to_torch_dist": ["tiny/*/torch_dist-*.parts/*.receipt.json"],
+    "finalize_torch_dist": ["tiny/*/torch_dist-????????.receipt.json"],
+    "quantize_rollout_fp8": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
+    "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
+    "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
+    "stage_to_node_local": ["tiny-*/node_local/*.json"],
+    "export_hf": ["tiny-*/hf.receipt.json"],
+    "evaluate": ["tiny-*/evaluation/*.json"],
+    "render_report": ["tiny-*/summary.json", "tiny-*/report.html"],
+}
+# What to ask for where a rule's own name is no target, because it has several jobs.
+TARGETS = {
+    "convert_hf_to_torch_dist": "finalize_torch_dist",
+    "quantize_rollout_fp8": "finalize_rollout_fp8",
+    "stage_to_node_local": "stage_all_nodes",
+    "evaluate": "all",
+}
+
+
+@pytest.fixture(scope="module")
+def usual_seconds(undisturbed: WorkflowFolder) -> dict[str, float]:
+    """How long each rule takes when nobody disturbs it."""
+    return seconds_by_rule(undisturbed.store.parent / "first/logs") | seconds_by_rule(undisturbed.folder / "logs")
+
+
+class FaultRecord:
+    """What a test killed, and whether the outcome was that of the undisturbed run."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+        self.equal = False
+
+    def add(self, killed: str, kills: Sequence[Kill], seconds: float) -> None:
+        points = [{"process": kill.rule, "seconds": round(kill.seconds, 3)} for kill in kills]
+        self.rows.append({"killed": killed, "count": len(kills), "points": points, "seconds": round(seconds, 1)})
+
+    def write(self) -> None:
+        """Join the rows with those of other tests."""
+        RESULTS.parent.mkdir(exist_ok=True)
+        mine = {row["killed"]: {**row, "equal": self.equal} for row in self.rows}
+        others = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+        rows = [row for row in others if row["killed"] not in mine] + list(mine.values())
+        summary = {"kills": sum(row["count"] for row in rows), "all_equal": all(row["equal"] for row in rows)}
+        RESULTS.write_text(json.dumps({"summary": summary, "rows": rows}, indent=2) + "\n")
+        print("\n".join(f"{row['count']:4d} kills of {row['killed']}, equal: {row['equal']}" for row in rows), summary)
+
+
+@pytest.fixture
+def faults() -> Iterator[FaultRecord]:
+    faults = FaultRecord()
+    yield faults
+    faults.write()
+
+
+def test_every_rule(
+    undisturbed: WorkflowFolder, usual_seconds: dict[str, float], tmp_path: Path, faults: FaultRecord
+) -> None:
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
+    rng = random.Random(SEED)
+    for rule in OUTPUTS:
+        started = time.monotonic()
+        kills = kill_rule(workflow, rule, rng, usual_seconds[rule])
+        assert check_claims(workflow)
+        faults.add(rule, kills, time.monotonic() - started)
+    workflow.run("all")
+    assert files_made(workflow).items() <= files_made(undisturbed).items()
+    assert_same_training(workflow, undisturbed)
+    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    faults.equal = True
+
+
+@pytest.mark.parametrize("whom", ["driver of training", "processes of training"])
+def test_training(
+    workflow: WorkflowFolder,
+    undisturbed: WorkflowFolder,
+    usual_seconds: dict[str, float],
+    whom: str,
+    faults: FaultRecord,
+) -> None:
+    """As many trainings as it takes; each is compared with the undisturbed one."""
+    rng, started = random.Random(SEED), time.monotonic()
+    kills: list[Kill] = []
+    while len(kills) < NUM_KILLS:
+        shutil.rmtree(workflow.folder, ignore_errors=True)
+        kills += disturb_training(workflow, whom, rng, usual_seconds["train_grpo"], NUM_KILLS - len(kills))
+        assert_same_training(workflow, undisturbed)
+    faults.add(whom, kills, time.monotonic() - started)
+    faults.equal = True
+
+
+def test_driver_of_the_whole_chain(undisturbed: WorkflowFolder, tmp_path: Path, faults: FaultRecord) -> None:
+    """From the model to the report; a step that has finished is not done again."""
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
+    shutil.copytree(undisturbed.store / "made", workflow.store / "made")
+    rng, started = random.Random(SEED), time.monotonic()
+    kills: list[Kill] = []
+    driver = start(workflow)
+    while not wait_or_end(driver, seconds := rng.uniform(0, DRIVER_SECONDS) if len(kills) < NUM_KILLS else math.inf):
+        driver.end(signal.SIGKILL)
+        kills.append(Kill("driver", seconds))
+        assert_gone(workflow, IMPORT_SECONDS)
+        check_claims(workflow)
+        driver = start(workflow)
+    faults.add("driver of the whole chain", kills, time.monotonic() - started)
+    assert driver.process.returncode == 0, driver.output[-4000:]
+    finished = finished_jobs(workflow)
+    assert finished == {rule: NUM_JOBS.get(rule, 1) for rule in finished}
+    assert files_made(workflow).items() <= files_made(undisturbed).items()
+    assert_same_training(workflow, undisturbed)
+    faults.equal = True
+
+
+def kill_rule(workflow: WorkflowFolder, rule: str, rng: random.Random, length: float) -> list[Kill]:
+    """Run the chain up to a rule, its script killed at random times; where too few hit, the rule is done again."""
+    kills: list[Kill] = []
+    while len(kills) < NUM_KILLS:
+        for root in (workflow.store, workflow.results):
+            for output in (path for pattern in OUTPUTS[rule] for path in root.glob(pattern)):
+                output.unlink()
+        points = {rule: [rng.uniform(0, length) for _ in range(NUM_KILLS - len(kills))]}
+        kills += kill_at_times(workflow, points, TARGETS.get(rule, rule))
+    return kills
+
+
+def disturb_training(workflow: WorkflowFolder, whom: str, rng: random.Random, length: float, most: int) -> list[Kill]:
+    """Train to the end, with at most so many kills on the way."""
+    kills: list[Kill] = []
+    while True:
+        driver = start(workflow, "train_grpo")
+        while not wait_or_end(driver, rng.uniform(0, length) if len(kills) < most else math.inf):
+            seconds = time.time() - psutil.Process(driver.process.pid).create_time()
+            if whom.startswith("driver"):
+                driver.end(signal.SIGKILL)
+                kills.append(Kill("driver", seconds))
+            elif role := kill_one_of(workflow, rng):
+                kills.append(Kill(role, seconds))
+        if driver.process.returncode == 0:
+            return kills
+        assert_gone(workflow, IMPORT_SECONDS)
+        check_claims(workflow)
+        assert "Traceback" not in driver.output, driver.output[-4000:]
+
+
+def kill_one_of(workflow: WorkflowFolder, rng: random.Random) -> str:
+    """Kill a process of training; returns its role, empty when there is none."""
+    living = {role: find_processes(workflow, role) for role in (SUPERVISOR, TRAINER, ENGINE)}
+    roles = [role for role, processes in living.items() if processes]
+    if not roles:
+        return ""
+    role = rng.choice(roles)
+    try:
+        living[role][0].kill()
+    except psutil.NoSuchProcess:
+        return ""
+    return role
+
+
+def wait_or_end(driver: Driver, seconds: float) -> bool:
+    """Wait so long; returns whether the driver has ended by then."""
+    deadline = time.monotonic() + seconds
+    while driver.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return driver.process.poll() is not None
