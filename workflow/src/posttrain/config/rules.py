@@ -36,10 +36,14 @@ def check_convertible(config: Config) -> Problems:
     model_type, source = config.model.architecture.model_type, config.model.source
     if model_type not in CONVERTIBLE:
         allowed = f"{' or '.join(CONVERTIBLE)} to convert, train or export with this version"
-        yield Problem("model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families")
+        yield Problem(
+            "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
+        )
     if source.kind == "hub" and source.revision == UNPINNED:
         remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
-        yield Problem("model.source.revision", UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy)
+        yield Problem(
+            "model.source.revision", UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy
+        )
 
 
 def check_trainable(config: Config) -> Problems:
