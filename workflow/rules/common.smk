@@ -34,7 +34,7 @@ except ConfigError as error:
     logger.error(str(error))
     sys.exit(1)
 CFG = RESOLVED.config
-ARCHITECTURE = json.dumps(dataclasses.asdict(CFG.model.architecture))
+ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
 

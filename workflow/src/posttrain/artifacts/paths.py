@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Paths:
         config = self.resolved.config
         return {
             "format": FORMAT_VERSIONS["make_tiny_model"],
-            "architecture": dataclasses.asdict(config.model.architecture),
+            "architecture": dimensions(config.model.architecture),
             "num_digits": config.data.num_digits,
         }
 
