@@ -22,18 +22,20 @@ Transformer Engine's fused kernels (CUDA) keep at most this: fused SwiGLU keeps 
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
 4 and 5, for the method; Narayanan et al. (arXiv 2104.04473), section 2.2, for 1F1B; the terms themselves are counted
-from this repository's `megatron_backend/glm5`, `algorithm/logprobs.py` and megatron-core 0.16.1 (`core/transformer/
-{mlp,moe,multi_latent_attention}`), and held against what a trainer keeps in `tests/unit/planner/test_memory_reality.py`.
+from this repository's `megatron_backend/glm5` and `algorithm/logprobs.py`, and from megatron-core 0.16.1
+(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`); `tests/unit/planner/test_memory_reality.py` holds
+them against what a trainer keeps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from posttrain.config.schema import Architecture, Config
+from posttrain.config.schema import Architecture, Config, Trainer
 from posttrain.planner.guesses import Guesses
-from posttrain.planner.memory import BYTES, largest_weight_elements
-from posttrain.planner.model_size import Weight, decoder_weights
+from posttrain.planner.memory import BYTES, largest_weight_elements, layer_kinds
+from posttrain.planner.model_size import Weight
 
 INT64 = 8
 FP32 = 4
@@ -89,7 +91,7 @@ def stage_activations(config: Config, stage: int, layers: range, batch: MicroBat
         guesses: Imbalance of the experts.
     """
     stages = config.parallel.pipeline_model_parallel_size
-    row = _Row(config, batch, guesses.expert_imbalance)
+    row = _row(config, batch, guesses.expert_imbalance)
     of_layers = [row.layer(index) for index in layers]
     saved = saved_bytes(config, stage, layers, batch, guesses.expert_imbalance)
     recomputed = config.trainer.recompute_num_layers if config.trainer.recompute_method == "uniform" else 1
@@ -107,7 +109,7 @@ def stage_activations(config: Config, stage: int, layers: range, batch: MicroBat
 
 def forward_bytes(config: Config, layers: range, batch: MicroBatch, guesses: Guesses) -> int:
     """Return the activations of a pass without backward: at most one layer's tensors exist at a time."""
-    row = _Row(config, batch, guesses.expert_imbalance)
+    row = _row(config, batch, guesses.expert_imbalance)
     return max((row.layer(index) for index in layers), default=0) + max(row.score_chunk(), row.index_chunk())
 
 
@@ -121,7 +123,7 @@ def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, ex
         batch: The micro-batch.
         expert_imbalance: Rows that reach this rank's experts over the mean.
     """
-    row, trainer = _Row(config, batch, expert_imbalance), config.trainer
+    row, trainer = _row(config, batch, expert_imbalance), config.trainer
     inputs, whole = 0, list(layers)
     if trainer.recompute_granularity == "full" and trainer.recompute_method == "uniform":
         inputs, whole = -(-len(layers) // trainer.recompute_num_layers), []
@@ -133,36 +135,58 @@ def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, ex
     return int(saved + (row.last_edge() if stage == config.parallel.pipeline_model_parallel_size - 1 else 0))
 
 
+def _row(config: Config, batch: MicroBatch, expert_imbalance: float) -> _Row:
+    sizes = config.parallel
+    cuts = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_tensor_parallel_size)
+    return _cached_row(config.model.architecture, config.trainer, cuts, batch, expert_imbalance)
+
+
+@lru_cache(maxsize=256)
+def _cached_row(
+    arch: Architecture, trainer: Trainer, cuts: tuple[int, int, int], batch: MicroBatch, expert_imbalance: float
+) -> _Row:
+    """Many layouts share their rows: neither PP nor EP changes what a layer of one rank keeps."""
+    return _Row(arch, trainer, cuts, batch, expert_imbalance)
+
+
 class _Row:
     """The terms of the module's table for one micro-batch on one rank."""
 
-    def __init__(self, config: Config, batch: MicroBatch, expert_imbalance: float):
-        parallel = config.parallel
-        self._config, self._batch, self._imbalance = config, batch, expert_imbalance
-        self.arch: Architecture = config.model.architecture
-        self.hidden = self.arch.hidden_size
-        self.p = BYTES[config.trainer.params_dtype].weight
-        self.tp = parallel.tensor_model_parallel_size
+    def __init__(
+        self,
+        arch: Architecture,
+        trainer: Trainer,
+        cuts: tuple[int, int, int],
+        batch: MicroBatch,
+        expert_imbalance: float,
+    ):
+        self._trainer, self._batch, self._imbalance = trainer, batch, expert_imbalance
+        self.arch = arch
+        self.hidden = arch.hidden_size
+        self.p = BYTES[trainer.params_dtype].weight
+        self.tp, context, self.expert_tensor = cuts
         self.keys = batch.tokens
-        self.t = batch.tokens // parallel.context_parallel_size
+        self.t = batch.tokens // context
         self.s = self.t / self.tp
         self.padded_keys = batch.num_sequences * batch.longest
-        self.padded = self.padded_keys / parallel.context_parallel_size
-        self._layers = decoder_weights(self.arch)
-        self._known: dict[tuple[Weight, ...], float] = {}
+        self.padded = self.padded_keys / context
+        self._kinds, self._kind_of = layer_kinds(self.arch)
+        self._known: dict[int, float] = {}
+        self._scores = self._score_bytes()
 
     def is_moe(self, index: int) -> bool:
         """Tell whether a layer has experts."""
-        return any(weight.split == "expert" for weight in self._layers[index])
+        return _has_experts(self._kinds[self._kind_of[index]])
 
     def layer(self, index: int) -> float:
         """Return what a layer keeps without recomputation."""
-        weights = self._layers[index]
-        if weights not in self._known:
-            feed_forward = self._experts(weights) if self.is_moe(index) else self._mlp(weights, "dense_mlp")
+        kind = self._kind_of[index]
+        if kind not in self._known:
+            weights = self._kinds[kind]
+            feed_forward = self._experts(weights) if _has_experts(weights) else self._mlp(weights, "dense_mlp")
             norm_and_input = self.s * (self._norm(self.hidden) + self.p * self.hidden)
-            self._known[weights] = self._attention(weights) + norm_and_input + feed_forward
-        return self._known[weights]
+            self._known[kind] = self._attention(weights) + norm_and_input + feed_forward
+        return self._known[kind]
 
     def first_edge(self) -> float:
         """Return what the embedding keeps: token ids, and which of them another rank holds."""
@@ -189,7 +213,7 @@ class _Row:
         Counted from `algorithm.logprobs.chunked_logprobs` and Megatron's `vocab_parallel_cross_entropy`, whose softmax
         takes the place of the scaled logits.
         """
-        rows = min(self.t, self._config.trainer.log_probs_chunk_size)
+        rows = min(self.t, self._trainer.log_probs_chunk_size)
         return rows * (self.arch.vocab_size // self.tp) * (2 * FP32 + (self.p if self.p < FP32 else 0))
 
     def dispatch(self) -> float:
@@ -205,17 +229,17 @@ class _Row:
 
     def _chunk_queries(self) -> float:
         """Return the queries whose scores exist at a time (`attend_in_chunks`)."""
-        sequences, wanted = self._batch.num_sequences, self._config.trainer.attention_chunk_tokens
+        sequences, wanted = self._batch.num_sequences, self._trainer.attention_chunk_tokens
         return min(self.padded, max(1, wanted // sequences) * sequences)
 
     def _attention(self, weights: tuple[Weight, ...]) -> float:
-        projections = self._latents() if self.arch.kv_lora_rank else self.s * (
-            self._norm(self.hidden) + self.p * self.hidden
+        projections = (
+            self._latents() if self.arch.kv_lora_rank else self.s * (self._norm(self.hidden) + self.p * self.hidden)
         )
         query, key_value, value = self._widths(weights)
         row = self.t * (query + value) + self.keys * key_value
         block = self.padded * query + self.padded_keys * key_value
-        return projections + self.p * (row + block) + self._scores()
+        return projections + self.p * (row + block) + self._scores
 
     def _latents(self) -> float:
         arch, p = self.arch, self.p
@@ -236,7 +260,7 @@ class _Row:
         total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
         return width, total - 2 * width, width
 
-    def _scores(self) -> float:
+    def _score_bytes(self) -> float:
         """Return softmax and mask of one chunk, or the masks of several, which are recomputed themselves."""
         longest, sequences = self._batch.longest, self._batch.num_sequences
         chunk = self._chunk_queries()
@@ -261,11 +285,15 @@ class _Row:
         arch = self.arch
         router = FP32 * arch.n_routed_experts + (INT64 + FP32) * arch.num_experts_per_tok + FP32
         placing = (1 + FP32) * arch.n_routed_experts + INT64 * arch.num_experts_per_tok
-        width = arch.moe_intermediate_size / self._config.parallel.expert_tensor_parallel_size
+        width = arch.moe_intermediate_size / self.expert_tensor
         rows = self._expert_rows() * (self.p * (self.hidden + 6 * width) + FP32)
         return self._mlp(weights, "shared_experts") + self.s * (router + placing) + rows
 
     def _expert_rows(self) -> float:
         """Return the rows that this rank's experts compute; ranks that share an expert gather each other's."""
-        gathered = self._config.parallel.expert_tensor_parallel_size
+        gathered = self.expert_tensor
         return self.s * self.arch.num_experts_per_tok * gathered * self._imbalance
+
+
+def _has_experts(weights: tuple[Weight, ...]) -> bool:
+    return any(weight.split == "expert" for weight in weights)

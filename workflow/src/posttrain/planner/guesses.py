@@ -33,3 +33,6 @@ class Guesses:
     headroom: float = 0.03
     expert_imbalance: float = 1.5
     prompt_share: float = 0.25
+
+
+GUESSES = Guesses()

@@ -120,10 +120,17 @@ def shards(config: Config) -> tuple[int, int]:
 
 def largest_weight_elements(config: Config) -> int:
     """Return the elements of the largest trained tensor on a rank: its gradient exists once beside the buffer."""
-    first, last = edge_weights(config.model.architecture)
-    weights = [*first, *last, *(weight for layer in decoder_weights(config.model.architecture) for weight in layer)]
-    parts = dict(zip(("tensor", "expert", "none"), _cuts(config), strict=True))
-    parts["expert"] = config.parallel.expert_tensor_parallel_size
+    parallel = config.parallel
+    return _largest_weight(
+        config.model.architecture, parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    )
+
+
+@lru_cache(maxsize=4096)
+def _largest_weight(arch: Architecture, tensor: int, expert_tensor: int) -> int:
+    first, last = edge_weights(arch)
+    weights = [*first, *last, *(weight for kind in layer_kinds(arch)[0] for weight in kind)]
+    parts = {"tensor": tensor, "expert": expert_tensor, "none": 1}
     return max(math.prod(weight.shape) // parts[weight.split] for weight in weights)
 
 
@@ -154,28 +161,29 @@ def _memory_of(config: Config, stage: int, num_layers: int, elements: Mapping[st
     )
 
 
+@lru_cache(maxsize=64)
+def layer_kinds(arch: Architecture) -> tuple[tuple[tuple[Weight, ...], ...], tuple[int, ...]]:
+    """Return the different layers of a model and, for each layer, which of them it is: a model has two or three."""
+    layers = decoder_weights(arch)
+    kinds = tuple(dict.fromkeys(layers))
+    return kinds, tuple(kinds.index(layer) for layer in layers)
+
+
 @lru_cache(maxsize=4096)
 def _stage_elements(
     arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
 ) -> Counter[str]:
     """Return dense, expert, frozen and buffer elements and the parameters of a stage's rank."""
-    per_layer = _layer_elements(arch, cuts)
+    kinds, kind_of = layer_kinds(arch)
     elements: Counter[str] = Counter(dict.fromkeys(("dense", "expert", "frozen", "buffers", "parameters"), 0))
-    for layer in range(start, start + count):
-        elements.update(per_layer[layer])
+    for kind, repeats in Counter(kind_of[start : start + count]).items():
+        of_layer = _elements(kinds[kind], cuts)
+        elements.update({part: repeats * number for part, number in of_layer.items()})
     first, last = edge_weights(arch)
     for is_there, weights in ((is_first, first), (is_last, last)):
         if is_there:
             elements.update(_elements(weights, cuts))
     return elements
-
-
-@lru_cache(maxsize=4096)
-def _layer_elements(arch: Architecture, cuts: tuple[int, int, int]) -> list[Counter[str]]:
-    # Most layers are equal: one count per kind.
-    known: dict[tuple[Weight, ...], Counter[str]] = {}
-    layers = decoder_weights(arch)
-    return [known.setdefault(layer, known.get(layer) or _elements(layer, cuts)) for layer in layers]
 
 
 def _elements(weights: Iterable[Weight], cuts: tuple[int, int, int]) -> Counter[str]:
