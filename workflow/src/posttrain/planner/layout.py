@@ -134,6 +134,21 @@ def layout_problems(config: Config) -> list[Problem]:
     return [problem for problem in check_consistency(config) if problem.key.startswith(LAYOUT_KEYS)]
 
 
+def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
+    """Tell whether `propose_layouts` has one that fits, without ranking what cannot."""
+    served, capacity = engine_memory(config), capacity_gib(config)
+    for variant in _variants(config, pinned or {}):
+        is_held = all(stage.total_gib <= capacity for stage in stage_memory(variant))
+        if is_held and not layout_problems(variant) and assess_layout(variant, served).fits:
+            return True
+    return False
+
+
+def some_layout_is_valid(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
+    """Tell whether `propose_layouts` has any."""
+    return any(not layout_problems(variant) for variant in _variants(config, pinned or {}))
+
+
 def nearly_valid(config: Config, pinned: Mapping[str, int] | None = None) -> Config:
     """Return the configuration under the layout that violates the fewest rules."""
     variants = _variants(config, pinned or {}, any_batch=True)

@@ -21,7 +21,13 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.engine import engine_memory
 from posttrain.planner.guesses import GUESSES
-from posttrain.planner.layout import LayoutProposal, nearly_valid, propose_layouts
+from posttrain.planner.layout import (
+    LayoutProposal,
+    nearly_valid,
+    propose_layouts,
+    some_layout_fits,
+    some_layout_is_valid,
+)
 
 LARGEST_NODES = 128
 ENGINE_KEYS = ("engine.gpus_per_engine", "engine.num_engines")
@@ -60,10 +66,14 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> load.Chosen:
     return load.Chosen(_free_values(best.sizes, pinned) | engine, problems)
 
 
-def choose_engine(config: Config) -> dict[str, int]:
+def choose_engine(config: Config, known: dict[int, bool] | None = None) -> dict[str, int]:
     """Return the smallest engine that holds the weights and one of the longest requests, on all GPUs.
 
     An engine spans whole nodes or parts of one, and its GPUs share the experts evenly.
+
+    Args:
+        config: The configuration.
+        known: Which sizes hold them, filled on the way: it does not depend on the node count.
 
     Example:
         GLM-5 in FP8 on 24 nodes of H200: 12 engines of 16 GPUs.
@@ -71,15 +81,22 @@ def choose_engine(config: Config) -> dict[str, int]:
     if config.hardware.device == "cpu":
         return {}
     ranks, in_node = world_size(config), config.hardware.gpus_per_node
-    longest = config.rollout.max_response_tokens * (1 + GUESSES.prompt_share)
+    known = {} if known is None else known
     for gpus in _powers_of_two(ranks):
         is_placed = ranks % gpus == 0 and (in_node % gpus == 0 or gpus % in_node == 0)
         if not is_placed or config.model.architecture.n_routed_experts % gpus:
             continue
         chosen = {"engine.gpus_per_engine": gpus, "engine.num_engines": ranks // gpus}
-        if (engine_memory(_with_engine(config, chosen)).kv_tokens_per_gpu or 0) >= longest:
+        if gpus not in known:
+            known[gpus] = _holds_a_request(_with_engine(config, chosen))
+        if known[gpus]:
             return chosen
     return {}
+
+
+def _holds_a_request(config: Config) -> bool:
+    longest = config.rollout.max_response_tokens * (1 + GUESSES.prompt_share)
+    return (engine_memory(config).kv_tokens_per_gpu or 0) >= longest
 
 
 def pinned_sizes(config: Config, origins: Mapping[str, str]) -> dict[str, int]:
@@ -97,7 +114,8 @@ def nearest_nodes(config: Config, works: Callable[[Config], bool]) -> list[int]:
     """Return the nearest smaller and larger node counts for which `works` holds; there may be none."""
     below = (count for count in range(config.nodes - 1, 0, -1))
     above = (count for count in range(config.nodes + 1, LARGEST_NODES + 1))
-    found = (next((n for n in counts if works(_on_nodes(config, n))), None) for counts in (below, above))
+    engines: dict[int, bool] = {}
+    found = (next((n for n in counts if works(_on_nodes(config, n, engines))), None) for counts in (below, above))
     return [count for count in found if count is not None]
 
 
@@ -105,7 +123,7 @@ def requests_that_fit(config: Config, pinned: Mapping[str, int]) -> str:
     """Return the nearest requests with a layout that fits, in words."""
 
     def fits(variant: Config) -> bool:
-        return any(proposal.fits for proposal in propose_layouts(variant, pinned))
+        return some_layout_fits(variant, pinned)
 
     counts = nearest_nodes(config, fits)
     found = [f"nodes={count}" for count in counts]
@@ -118,14 +136,14 @@ def _offloaded_requests(config: Config, fits: Callable[[Config], bool]) -> Itera
         return
     offloaded = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, optimizer_cpu_offload=True))
     flag = "trainer.optimizer_cpu_offload=true"
-    if fits(_on_nodes(offloaded, config.nodes)):
+    if fits(_on_nodes(offloaded, config.nodes, {})):
         yield flag
     else:
         yield from (f"nodes={count} with {flag}" for count in nearest_nodes(offloaded, fits))
 
 
 def _no_layout(config: Config, pinned: Mapping[str, int]) -> Problem:
-    counts = nearest_nodes(config, lambda variant: bool(propose_layouts(variant, pinned)))
+    counts = nearest_nodes(config, lambda variant: some_layout_is_valid(variant, pinned))
     nearest = ", ".join(map(str, counts)) or "none"
     allowed = f"a count for which {config.model.name} has a valid layout; the rules that fail are listed"
     return Problem("nodes", _request(config), allowed, f"nearest that work: {nearest}")
@@ -142,9 +160,9 @@ def _request(config: Config) -> str:
     return f"{config.nodes} ({world_size(config)} ranks)"
 
 
-def _on_nodes(config: Config, nodes: int) -> Config:
+def _on_nodes(config: Config, nodes: int, engines: dict[int, bool]) -> Config:
     variant = dataclasses.replace(config, nodes=nodes)
-    return _with_engine(variant, choose_engine(variant))
+    return _with_engine(variant, choose_engine(variant, engines))
 
 
 def _with_engine(config: Config, values: Mapping[str, int]) -> Config:
