@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -70,6 +71,7 @@ def measure(config: Config) -> dict[str, object]:
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": storage_bytes(optimizer_tensors(policy.optimizer)),
         "activations": saved.num_bytes,
+        "gathered_state": storage_bytes(gathered_tensors(policy)),
         "batch": dataclasses.asdict(MicroBatch(sum(lengths), len(lengths), max(lengths))),
     }
     shut_down()
@@ -110,6 +112,23 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if torch.is_tensor(value))
         for group in part.shard_fp32_from_float16_groups:
             yield from group
+
+
+def gathered_tensors(policy) -> list[torch.Tensor]:
+    """Return the optimizer's tensors as a save hands them to the writer, which is not called."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from posttrain.megatron_backend import checkpoint
+
+    found: dict = {}
+    save = checkpoint.dist_checkpointing.save
+    checkpoint.dist_checkpointing.save = lambda state, *_, **__: found.update(state)
+    try:
+        checkpoint.save_training_state(policy, 1, Path())
+    finally:
+        checkpoint.dist_checkpointing.save = save
+    values = (getattr(value, "data", None) for value in nested_values(found["optimizer"]))
+    return [value for value in values if torch.is_tensor(value)]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -67,10 +67,10 @@ class Activations:
         logprobs: Logits of one chunk and their copies; last stage only.
     """
 
-    saved: int
-    working: int
-    dispatch: int
-    logprobs: int
+    saved: float
+    working: float
+    dispatch: float
+    logprobs: float
 
 
 def fullest_micro_batch(config: Config, guesses: Guesses) -> MicroBatch:
@@ -107,7 +107,7 @@ def stage_activations(config: Config, stage: int, layers: range, batch: MicroBat
     )
 
 
-def forward_bytes(config: Config, layers: range, batch: MicroBatch, guesses: Guesses) -> int:
+def forward_bytes(config: Config, layers: range, batch: MicroBatch, guesses: Guesses) -> float:
     """Return the activations of a pass without backward: at most one layer's tensors exist at a time."""
     row = _row(config, batch, guesses.expert_imbalance)
     return max((row.layer(index) for index in layers), default=0) + max(row.score_chunk(), row.index_chunk())

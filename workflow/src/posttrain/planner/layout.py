@@ -136,11 +136,13 @@ def layout_problems(config: Config) -> list[Problem]:
 
 def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
     """Tell whether `propose_layouts` has one that fits, without ranking what cannot."""
-    served, capacity = engine_memory(config), capacity_gib(config)
+    capacity, served = capacity_gib(config), None
     for variant in _variants(config, pinned or {}):
         is_held = all(stage.total_gib <= capacity for stage in stage_memory(variant))
-        if is_held and not layout_problems(variant) and assess_layout(variant, served).fits:
-            return True
+        if is_held and not layout_problems(variant):
+            served = served or engine_memory(config)
+            if assess_layout(variant, served).fits:
+                return True
     return False
 
 

@@ -166,8 +166,12 @@ def _on_nodes(config: Config, nodes: int, engines: dict[int, bool]) -> Config:
 
 
 def _with_engine(config: Config, values: Mapping[str, int]) -> Config:
-    sizes = {key.partition(".")[2]: value for key, value in values.items()}
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, **sizes))
+    engine = dataclasses.replace(
+        config.engine,
+        gpus_per_engine=values.get("engine.gpus_per_engine", config.engine.gpus_per_engine),
+        num_engines=values.get("engine.num_engines", config.engine.num_engines),
+    )
+    return dataclasses.replace(config, engine=engine)
 
 
 def _free_values(sizes: Mapping[str, int], pinned: Mapping[str, int]) -> dict[str, int]:

@@ -16,10 +16,9 @@ GROUPS = (
     ("KV pool", 6, ("kv_pool",)),
     ("reserve", 7, ("reserve",)),
 )
-WIDTH = 640
-LABEL_WIDTH = 92
-ROW_HEIGHT = 22
-BAR_HEIGHT = 14
+WIDTH = 1160
+LABEL_WIDTH = 96
+ROW_HEIGHT = 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def stage_bars(trainer: Mapping[str, Any]) -> list[StageBars]:
     phases, capacity = trainer["phases"], trainer["capacity_gib"]
     fullest = max(phases, key=lambda item: item["gpu_gib"])
     # Room for the figure behind the longest bar.
-    scale = (WIDTH - LABEL_WIDTH - 80) / max(capacity, fullest["gpu_gib"])
+    scale = (WIDTH - LABEL_WIDTH - 140) / max(capacity, fullest["gpu_gib"])
     stages = sorted({item["stage"] for item in phases})
     return [
         StageBars(
