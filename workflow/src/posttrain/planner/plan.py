@@ -116,13 +116,9 @@ def find_problems(
         layouts: `propose_layouts` of it.
         served: `engine_memory` of it.
     """
-    engine_problems = list(_check_engine(config, served))
-    return [
-        *_check_trainer(config, phases, layouts),
-        *engine_problems,
-        *(() if engine_problems else _check_shared(config, phases)),
-        *_check_engine_count(config),
-    ]
+    alone = [*_check_trainer(config, phases, layouts), *_check_engine(config, served)]
+    # What is too large by itself needs no second problem for the phases in which it meets the other.
+    return [*alone, *(() if alone else _check_shared(config, phases)), *_check_engine_count(config)]
 
 
 def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
