@@ -25,7 +25,7 @@ from posttrain.planner.activations import fullest_micro_batch
 from posttrain.planner.engine import EngineMemory, engine_memory
 from posttrain.planner.guesses import GUESSES, Guesses
 from posttrain.planner.layout_cost import Cost, layout_cost
-from posttrain.planner.memory import stage_memory
+from posttrain.planner.memory import iterate_stages, stage_memory
 from posttrain.planner.memory_phases import capacity_gib, fullest_phase
 
 LARGEST_CONTEXT = 16
@@ -138,7 +138,7 @@ def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) ->
     """Tell whether `propose_layouts` has one that fits, without ranking what cannot."""
     capacity, served = capacity_gib(config), None
     for variant in _variants(config, pinned or {}):
-        is_held = all(stage.total_gib <= capacity for stage in stage_memory(variant))
+        is_held = all(stage.total_gib <= capacity for stage in iterate_stages(variant))
         if is_held and not layout_problems(variant):
             served = served or engine_memory(config)
             if assess_layout(variant, served).fits:

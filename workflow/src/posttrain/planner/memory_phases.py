@@ -211,7 +211,7 @@ def save_staging_bytes(config: Config, stage: StageMemory) -> tuple[float, float
         stage: What a rank of the stage holds.
 
     Example:
-        GLM-5 on 16 nodes, middle stages: 45 GiB on the GPU, 193 GiB in host memory.
+        GLM-5 on 16 nodes, middle stages: 45 GiB on the GPU, 194 GiB in host memory.
     """
     on_gpu, beside_state = 0.0, 0.0
     for elements, parts in zip((stage.dense_elements, stage.expert_elements), shards(config), strict=True):
