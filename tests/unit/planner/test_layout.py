@@ -10,9 +10,13 @@ from posttrain.config.derived import world_size
 from posttrain.config.rules import check_consistency
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
+from posttrain.planner.activations import fullest_micro_batch
 from posttrain.planner.engine import engine_memory
+from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import assess_layout, propose_layouts
 from posttrain.planner.layout_choice import choose_layout, nearest_nodes, resolve
+from posttrain.planner.layout_cost import Rates, layout_cost
+from posttrain.planner.memory import stage_memory
 from posttrain.planner.memory_phases import capacity_gib
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
@@ -100,6 +104,24 @@ def test_idle_share_of_a_pipeline(resolved):
     # 64 samples, one per micro-batch, over 4 data-parallel ranks; 16 turns of 78 / 4 layers in 19 turns of 20.
     assert cost.num_micro_batches == 16
     assert cost.idle_fraction == pytest.approx(1 - 16 * 78 / 4 / (19 * 20))
+
+
+def test_bytes_sent_in_an_update_of_the_recipe_by_hand(resolved):
+    config = resolved("glm5").config
+    stages, batch = stage_memory(config), fullest_micro_batch(config, GUESSES)
+    # A byte takes a second anywhere, and computing takes none.
+    rates = Rates(flops=1e40, node_link=1.0, network=1.0, launch_seconds=0.0, latency_seconds=0.0)
+    row, tokens = 2 * 6144, 32768
+    tensor = 4 * (tokens // 2) * row * 3 / 4
+    context = tokens * 2 * (512 + 64) / 2
+    expert = 2 * (tokens // 8) * 8 * row * 31 / 32
+    to_next_stage = 2 * (tokens // 8) * row
+    # Experts are on one rank each; of the dense weights a rank keeps an eighth.
+    exchange = 6 * 7 / 8 * max(stage.dense_elements for stage in stages)
+    expected = 19 * (20 * 3 * (tensor + context + expert) + to_next_stage) + exchange
+    cost = layout_cost(config, stages, batch, rates)
+    assert cost.seconds == pytest.approx(expected, rel=1e-9)
+    assert cost.communication_fraction == pytest.approx(1.0)
 
 
 def test_stages_are_cut_as_evenly_as_they_can_be(resolved):
