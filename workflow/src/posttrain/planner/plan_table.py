@@ -92,7 +92,8 @@ def _layouts(plan: Mapping[str, Any]) -> Table:
         sizes += [row["layers_per_stage"][-1], row["context_parallel_size"]]
         sizes += [row[f"{name}_parallel_size"] for name in ("expert_model", "expert_tensor")]
         sizes += [row["data_parallel_size"]]
-        verdict = "fits" if row["fits"] else "[bold red]does not fit[/]"
+        fitting = "fits" if row["has_headroom"] else "fits, little room"
+        verdict = fitting if row["fits"] else "[bold red]does not fit[/]"
         table.add_row(*map(str, sizes), f"{row['peak_gib']:.4g}", verdict, row["reasons"])
     return table
 
