@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
 from posttrain.cli import run
-from posttrain.config.load import resolve
+from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.checks import check_everything
 from posttrain.preflight.report import print_findings, raise_problems
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from posttrain.artifacts import write_json, write_text
 from posttrain.cli import run
-from posttrain.config.load import resolve
 from posttrain.errors import ConfigError
+from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan import build_plan, plan_of_problems, render_plan
 from posttrain.planner.plan_table import print_plan
 

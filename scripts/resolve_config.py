@@ -8,10 +8,11 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
 from posttrain.cli import run
-from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import raise_if_any
+from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.services import check_wandb
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
 from posttrain.cli import run
-from posttrain.config.load import resolve
 from posttrain.errors import CheckpointError
 from posttrain.observability.provenance import describe, print_verdicts, raise_bad_files, verify
+from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from snakemake.logging import logger
 from posttrain import artifacts
 from posttrain.artifacts import Paths, part_receipt_of, receipt_of
 from posttrain.config.begun import refuse_other_experiment
-from posttrain.config.load import resolve
+from posttrain.planner.layout_choice import resolve
 from posttrain.errors import ConfigError
 from posttrain.launch.child import name_driver
 

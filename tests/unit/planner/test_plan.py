@@ -5,7 +5,9 @@ import sys
 import pytest
 
 from posttrain.errors import Problem
+from posttrain.planner.phases import PHASES
 from posttrain.planner.plan import NOT_MODELLED, build_plan, plan_of_problems, render_plan
+from posttrain.planner.plan_figures import GROUPS, LABEL_WIDTH, stage_bars
 from posttrain.planner.plan_table import print_plan
 
 
@@ -33,7 +35,8 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.save_interval"]["value"] == 20
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    assert not_trainable == ({"nodes", "parallel.context_parallel_size"} if model == "glm5" else set())
+    untrainable = {"nodes", "parallel.context_parallel_size", "trainer.save_interval"}
+    assert not_trainable == (untrainable if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
 
@@ -60,6 +63,52 @@ def test_a_layout_that_does_not_fit_is_a_problem_with_its_numbers(plan_of):
     assert "140.4 GiB" in plan["problems"][0]["allowed"]
 
 
+def test_memory_by_phase_and_stage(plan_of):
+    trainer = plan_of("glm5")["trainer"]
+    rows = {(row["phase"], row["stage"]): row for row in trainer["phases"]}
+    assert set(rows) == {(phase, stage) for phase in (*PHASES, "asleep") for stage in range(4)}
+    assert all(row["gpu_gib"] == pytest.approx(sum(row["gpu"].values()), abs=1e-3) for row in rows.values())
+    assert [rows["train", stage]["fits"] for stage in range(4)] == [True] * 4
+    assert rows["train", 1]["gpu_gib"] > trainer["memory_gib_by_stage"][1]
+    of_node = trainer["host_memory_gib_per_node_by_phase"]
+    assert trainer["host_memory_gib_per_node"] == max(of_node.values()) == of_node["save"]
+    assert of_node["save"] == pytest.approx(8 * max(rows["save", stage]["host_gib"] for stage in range(4)), rel=1e-4)
+
+
+def test_layouts_of_the_plan(plan_of):
+    layouts = plan_of("glm5")["layouts"]
+    assert layouts["configured"]["layers_per_stage"] == [20, 20, 20, 18]
+    assert layouts["configured"] in layouts["proposed"]
+    assert layouts["num_valid"] > layouts["num_fitting"] > 0
+    assert all("free in" in row["reasons"] or "too much in" in row["reasons"] for row in layouts["proposed"])
+
+
+def test_a_layout_that_does_not_fit_gets_one_that_does(plan_of):
+    first, *_ = plan_of("glm5", set="parallel.expert_model_parallel_size=8")["problems"]
+    assert first["key"] == "parallel"
+    best = plan_of("glm5")["layouts"]["proposed"][0]
+    assert f"parallel.expert_model_parallel_size={best['expert_model_parallel_size']}" in first["remedy"]
+
+
+def test_a_pool_that_leaves_no_room_for_the_sync_is_a_problem(plan_of):
+    (problem,) = plan_of("glm5", set="engine.mem_fraction_static=0.85")["problems"]
+    assert problem["key"] == "engine.mem_fraction_static"
+    assert "in weight_sync" in problem["value"]
+    lower = float(problem["remedy"].split()[0])
+    assert plan_of("glm5", set=f"engine.mem_fraction_static={lower}")["problems"] == []
+
+
+def test_bars_add_up_and_stand_against_the_capacity(plan_of):
+    trainer = plan_of("glm5")["trainer"]
+    drawings = stage_bars(trainer)
+    assert [drawing.is_fullest for drawing in drawings] == [False, True, False, False]
+    scale = (drawings[0].capacity_x - LABEL_WIDTH) / trainer["capacity_gib"]
+    for bar in (bar for drawing in drawings for bar in drawing.bars):
+        assert bar.end - LABEL_WIDTH == pytest.approx(scale * bar.gib, abs=0.1)
+        assert (bar.end > drawings[0].capacity_x) == (not bar.fits)
+    assert {part for _, _, parts in GROUPS for part in parts} >= {p for row in trainer["phases"] for p in row["gpu"]}
+
+
 def test_more_engines_than_gpus_is_a_problem(plan_of):
     (problem,) = plan_of("glm5", set="engine.num_engines=3")["problems"]
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
@@ -84,6 +133,8 @@ def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
     for text in (page, printed):
         assert "743,911,199,232" in text
         assert "46,661,632" in text
+        assert "does not fit" in text
+        assert "of a pipeline idle" in text
     assert all(item.split(":")[0] in page for item in NOT_MODELLED)
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 

@@ -15,7 +15,7 @@ import math
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.
 WORKFLOW_KEYS = ("model", "nodes", "hardware", "site", "run", "set")
+# Origin of a value that the planner chose.
+PLANNER = "planner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +53,31 @@ class Resolved:
         return experiment_of(self.config)
 
 
-def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What the planner chose where no recipe does.
+
+    Args:
+        values: Dotted key -> value.
+        problems: Why nothing that it could choose works.
+    """
+
+    values: Mapping[str, Any]
+    problems: tuple[Problem, ...] = ()
+
+
+# (configuration with the schema's layout, origins of the values that a layer has set) -> layout
+ChooseLayout = Callable[[schema.Config, Mapping[str, str]], Chosen]
+
+
+def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLayout | None = None) -> Resolved:
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:
         workflow: `config/workflow.yaml` with the user's `--config` on top: model, nodes, hardware, site, run, set.
         config_dir: The folder `config/`.
+        choose_layout: Chooses the layout when `config/nodes` has no recipe for this model and node count; None leaves
+            the schema's.
 
     Raises:
         ConfigError: With every problem found: unknown keys (with the nearest known one), wrong types, values out of
@@ -70,10 +91,12 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
     given = workflow.get("nodes") if _is_count(workflow.get("nodes")) else None
     nodes = given or merger.get("defaults.nodes") or 1
     merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
-    merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
+    has_recipe = merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
     merger.add_choice("hardware", "hardware", workflow.get("hardware") or merger.get("defaults.hardware"))
     merger.add_choice("sites", "site", workflow.get("site"))
     merger.add_overrides(workflow.get("set"))
+    if choose_layout and not has_recipe:
+        merger.add_chosen(choose_layout)
     config = merger.finish()
     return Resolved(config, dict(merger.origins), _run_name(workflow, config))
 
@@ -139,6 +162,7 @@ class _Merger:
         self._values: dict[str, Any] = {}
         self._types = _leaf_types(schema.Config)
         self._lacks_a_layer = False
+        self._refusals: list[Problem] = []
         self.origins: dict[str, str] = {}
         self.problems: list[Problem] = []
 
@@ -152,10 +176,19 @@ class _Merger:
             self.problems.append(Problem(key, repr(name), ", ".join(known), remedy))
             self._lacks_a_layer = True
 
-    def add_optional_file(self, name: str) -> None:
-        """Add a layer if its file exists."""
+    def add_optional_file(self, name: str) -> bool:
+        """Add a layer if its file exists; tells whether it does."""
         if (self._dir / name).exists():
             self.add_file(name)
+            return True
+        return False
+
+    def add_chosen(self, choose_layout: ChooseLayout) -> None:
+        """Add the planner's layout; called last, because it depends on everything that the other layers set."""
+        chosen = choose_layout(self._typed_config(), dict(self.origins))
+        for key, value in chosen.values.items():
+            self.add_value(key, value, PLANNER)
+        self._refusals += chosen.problems
 
     def add_file(self, name: str) -> None:
         """Add a YAML file as a layer."""
@@ -208,6 +241,12 @@ class _Merger:
 
     def finish(self) -> schema.Config:
         """Return the typed configuration, or raise with all problems."""
+        config = self._typed_config()
+        raise_if_any([*self._refusals, *check_consistency(config)])
+        return config
+
+    def _typed_config(self) -> schema.Config:
+        """Return the typed configuration before its values are held against each other."""
         known = {key: value for key, value in (schema_defaults() | self._values).items() if value != "???"}
         refused = {problem.key for problem in self.problems}
         # With a layer missing, what it would have set is not the user's omission.
@@ -220,9 +259,7 @@ class _Merger:
         self.problems += _check_ranges(known)
         raise_if_any(self.problems)
         merged = OmegaConf.merge(OmegaConf.structured(schema.Config), _nested(self._values))
-        config = typing.cast(schema.Config, OmegaConf.to_object(merged))
-        raise_if_any(check_consistency(config))
-        return config
+        return typing.cast(schema.Config, OmegaConf.to_object(merged))
 
     def _is_section(self, dotted: str) -> bool:
         return any(known.startswith(f"{dotted}.") for known in self._types)

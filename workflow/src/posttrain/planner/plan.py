@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
@@ -22,6 +22,10 @@ from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner import duration, engine, memory, storage
+from posttrain.planner.guesses import GUESSES
+from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
+from posttrain.planner.layout_choice import requests_that_fit
+from posttrain.planner.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
 from posttrain.planner.model_size import (
     count_active_parameters,
     count_parameters,
@@ -29,10 +33,10 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
+from posttrain.planner.plan_figures import GROUPS, stage_bars
 
+SHOWN_LAYOUTS = 12
 NOT_MODELLED = (
-    "layouts for node counts without a file in config/nodes: the configured layout is planned as it is",
-    "memory by phase when trainer and engines share GPUs: each is planned as if it had the GPU to itself",
     "flags: the values of the configuration with their origins; Megatron's and SGLang's own spellings are "
     "rendered when they start",
     *memory.NOT_MODELLED,
@@ -51,17 +55,15 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
     """
     config, rates = resolved.config, duration.Bandwidths()
     needed = storage.storage(config)
-    stages, served = memory.stage_memory(config), engine.engine_memory(config)
+    served, phases = engine.engine_memory(config), phase_memory(config)
+    layouts = propose_layouts(config)
     seconds = duration.durations_seconds(config, needed, rates)
     return {
         "run": resolved.run,
         "model": _model_part(config),
         "parallelism": _parallelism_part(config),
-        "trainer": {
-            "memory_gib_by_stage": [round(stage.total_gib, 4) for stage in stages],
-            "stages": [stage.as_dict() for stage in stages],
-            "host_memory_gib_per_node": round(memory.host_memory_gib_per_node(config), 4),
-        },
+        "layouts": _layouts_part(config, layouts, served),
+        "trainer": _trainer_part(config, phases),
         "engine": {
             **dataclasses.asdict(served),
             "num_engines": config.engine.num_engines,
@@ -75,23 +77,23 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             **dataclasses.asdict(needed),
         },
         "durations_seconds": seconds,
+        "guesses": dataclasses.asdict(GUESSES),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(rates),
         "rules": [_rule_part(rule, workflow) for rule in rule_chain(config)],
         "flags": {
             key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
             for key, value in flat_config(config).items()
         },
-        "problems": [problem.as_dict() for problem in find_problems(config, stages, served)],
-        "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
+        "problems": [problem.as_dict() for problem in find_problems(config, phases, layouts, served)],
+        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *_check_save(config, phases))],
         "not_modelled": list(NOT_MODELLED),
     }
 
 
 def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     """Return the content of `plan.json` for a configuration that did not resolve: the problems only."""
-    empty = dict.fromkeys(
-        ("run", "model", "parallelism", "trainer", "engine", "storage", "durations_seconds", "rules", "flags")
-    )
+    parts = ("run", "model", "parallelism", "layouts", "trainer", "engine", "storage", "durations_seconds", "rules")
+    empty = dict.fromkeys((*parts, "flags"))
     return {
         **empty,
         "problems": [problem.as_dict() for problem in problems],
@@ -100,9 +102,23 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     }
 
 
-def find_problems(config: Config, stages: Sequence[memory.StageMemory], served: engine.EngineMemory) -> list[Problem]:
-    """Return what the plan's numbers rule out on this hardware."""
-    return [*_check_trainer(config, stages), *_check_engine(config, served), *_check_engine_count(config)]
+def find_problems(
+    config: Config,
+    phases: Sequence[PhaseMemory],
+    layouts: Sequence[LayoutProposal],
+    served: engine.EngineMemory,
+) -> list[Problem]:
+    """Return what the plan's numbers rule out on this hardware.
+
+    Args:
+        config: The resolved configuration.
+        phases: `phase_memory` of it.
+        layouts: `propose_layouts` of it.
+        served: `engine_memory` of it.
+    """
+    alone = [*_check_trainer(config, phases, layouts), *_check_engine(config, served)]
+    # What is too large by itself needs no second problem for the phases in which it meets the other.
+    return [*alone, *(() if alone else _check_shared(config, phases)), *_check_engine_count(config)]
 
 
 def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
@@ -121,22 +137,57 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         plan=plan,
         config=resolved.config,
         chain=draw_chain(rules, planned),
+        stage_bars=stage_bars(plan["trainer"]),
+        memory_groups=GROUPS,
+        proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
         config_sections=config_rows(resolved.config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
 
 
-def _check_trainer(config: Config, stages: Sequence[memory.StageMemory]) -> list[Problem]:
-    available, hardware = config.hardware.memory_gib_per_gpu, config.hardware
-    if hardware.device == "cpu":
-        # A CPU's memory is stated per node, and the ranks of a node share it.
-        available /= hardware.gpus_per_node
-    fullest = max(stages, key=lambda stage: stage.total_gib)
-    if fullest.total_gib <= available:
-        return []
-    found = f"{fullest.total_gib:.1f} GiB of weights, gradients and optimizer state in stage {fullest.stage}"
-    remedy = "more nodes, larger expert or pipeline parallelism, or trainer.optimizer_cpu_offload=true"
-    return [Problem("parallel", found, f"less than {available:g} GiB per rank ({hardware.name})", remedy)]
+def _check_trainer(
+    config: Config, phases: Sequence[PhaseMemory], layouts: Sequence[LayoutProposal]
+) -> Iterator[Problem]:
+    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch"))
+    if fullest.gpu_gib <= capacity_gib(config):
+        return
+    fitting = [layout for layout in layouts if layout.fits]
+    if fitting:
+        sizes = " ".join(f"parallel.{name}={size}" for name, size in fitting[0].sizes.items())
+        remedy = f"set='{sizes}', or trainer.optimizer_cpu_offload=true"
+    else:
+        remedy = requests_that_fit(config, {})
+    yield Problem("parallel", _amount(fullest), _limit(config), remedy)
+
+
+def _check_shared(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    """Yield what does not fit while engines are awake."""
+    fullest, fraction = _fullest(phases, ("rollout", "weight_sync")), config.engine.mem_fraction_static
+    excess = fullest.gpu_gib - capacity_gib(config)
+    if excess > 0 and config.hardware.device == "cuda":
+        lower = fraction - excess / config.hardware.memory_gib_per_gpu
+        remedy = f"{max(0.0, lower - 0.005):.2f} or less"
+        yield Problem("engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", _limit(config), remedy)
+
+
+def _check_save(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    """Yield that a save does not fit: its gathering depends on the checkpoint's exchange, not on the layout alone."""
+    fullest = _fullest(phases, ("save",))
+    if fullest.gpu_gib > capacity_gib(config):
+        allowed = f"{_limit(config)} to save with this version, which gathers optimizer state on the GPU"
+        yield Problem("trainer.save_interval", _amount(fullest), allowed, "plan it, or take more nodes")
+
+
+def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory:
+    return max((item for item in phases if item.phase in names), key=lambda item: item.gpu_gib)
+
+
+def _amount(found: PhaseMemory) -> str:
+    return f"{found.gpu_gib:.1f} GiB per rank of stage {found.stage} in {found.phase}"
+
+
+def _limit(config: Config) -> str:
+    return f"at most {capacity_gib(config):g} GiB per rank ({config.hardware.name})"
 
 
 def _check_engine(config: Config, served: engine.EngineMemory) -> list[Problem]:
@@ -168,6 +219,39 @@ def _model_part(config: Config) -> dict[str, Any]:
         "num_active_parameters": count_active_parameters(arch),
         "num_mtp_parameters": count_parameters(mtp_weights(arch)),
         "parameters_by_component": parameters_by_component(weights),
+    }
+
+
+def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:
+    stages, capacity = memory.stage_memory(config), capacity_gib(config)
+    on_host = host_gib_by_phase(config, phases)
+    return {
+        "memory_gib_by_stage": [round(stage.total_gib, 4) for stage in stages],
+        "stages": [stage.as_dict() for stage in stages],
+        "capacity_gib": capacity,
+        "phases": [
+            {
+                "phase": item.phase,
+                "stage": item.stage,
+                "gpu_gib": round(item.gpu_gib, 4),
+                "fits": item.gpu_gib <= capacity,
+                "gpu": {part: round(gib, 4) for part, gib in item.gpu.items()},
+                "host_gib": round(item.host_gib, 4),
+                "host": {part: round(gib, 4) for part, gib in item.host.items()},
+            }
+            for item in phases
+        ],
+        "host_memory_gib_per_node": round(max(on_host.values()), 4),
+        "host_memory_gib_per_node_by_phase": {phase: round(gib, 4) for phase, gib in on_host.items()},
+    }
+
+
+def _layouts_part(config: Config, layouts: list[LayoutProposal], served: engine.EngineMemory) -> dict[str, Any]:
+    return {
+        "configured": assess_layout(config, served).as_dict(),
+        "num_valid": len(layouts),
+        "num_fitting": sum(layout.fits for layout in layouts),
+        "proposed": [layout.as_dict() for layout in layouts[:SHOWN_LAYOUTS]],
     }
 
 

@@ -11,14 +11,16 @@ from rich.table import Table
 from posttrain.observability.report_format import format_bytes, format_number, format_seconds
 
 WIDTH = 110
+SHOWN_LAYOUTS = 5
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers, the rules, and every problem."""
     console = Console(width=WIDTH)
     console.print(_numbers(plan))
-    console.print()
-    console.print(_rules(plan))
+    for table in (_phases(plan), _layouts(plan), _rules(plan)):
+        console.print()
+        console.print(table)
     for problem in plan["problems"]:
         console.print(f"\n[bold red]problem[/] {problem['key']} = {problem['value']}", highlight=False)
         console.print(f"  allowed: {problem['allowed']}\n  remedy:  {problem['remedy']}", highlight=False)
@@ -40,7 +42,6 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         "trainer GiB per rank, by stage",
         "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"]),
     )
-    table.add_row("trainer GiB of host memory per node", f"{plan['trainer']['host_memory_gib_per_node']:.4g}")
     table.add_row("engine GiB of weights per GPU", f"{engine['weights_gib_per_gpu']:.4g}")
     tokens = "not modelled" if engine["kv_tokens"] is None else f"{engine['kv_tokens']:,}"
     table.add_row("KV cache tokens per engine", tokens)
@@ -63,6 +64,38 @@ def _layout(layout: Mapping[str, Any]) -> str:
     sizes = " ".join(f"{short}{layout[f'{name}_parallel_size']}" for short, name in names.items())
     ranks = f"{layout['world_size']} ranks, {layout['data_parallel_size']} data-parallel"
     return f"{sizes} on {layout['nodes']} nodes, {ranks}"
+
+
+def _phases(plan: Mapping[str, Any]) -> Table:
+    trainer = plan["trainer"]
+    table = Table(show_edge=False, header_style="bold")
+    table.add_column("phase")
+    for name in ("GiB of the fullest rank", "its stage", f"of {trainer['capacity_gib']:g}", "host GiB per node"):
+        table.add_column(name, justify="right")
+    for phase, on_host in trainer["host_memory_gib_per_node_by_phase"].items():
+        fullest = max((row for row in trainer["phases"] if row["phase"] == phase), key=lambda row: row["gpu_gib"])
+        verdict = "fits" if fullest["fits"] else "[bold red]does not fit[/]"
+        table.add_row(phase, f"{fullest['gpu_gib']:.4g}", str(fullest["stage"]), verdict, f"{on_host:.4g}")
+    return table
+
+
+def _layouts(plan: Mapping[str, Any]) -> Table:
+    layouts = plan["layouts"]
+    title = f"{layouts['num_valid']} valid layouts, {layouts['num_fitting']} fit"
+    table = Table(show_edge=False, header_style="bold", title=title, title_justify="left", title_style="")
+    for name in ("TP", "PP", "last", "CP", "EP", "ETP", "DP", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_column("why here")
+    for row in layouts["proposed"][:SHOWN_LAYOUTS]:
+        sizes = [row[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model")]
+        sizes += [row["layers_per_stage"][-1], row["context_parallel_size"]]
+        sizes += [row[f"{name}_parallel_size"] for name in ("expert_model", "expert_tensor")]
+        sizes += [row["data_parallel_size"]]
+        fitting = "fits" if row["has_headroom"] else "fits, little room"
+        verdict = fitting if row["fits"] else "[bold red]does not fit[/]"
+        table.add_row(*map(str, sizes), f"{row['peak_gib']:.4g}", verdict, row["reasons"])
+    return table
 
 
 def _rules(plan: Mapping[str, Any]) -> Table:

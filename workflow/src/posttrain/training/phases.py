@@ -1,45 +1,12 @@
-"""The phases of a step: which of the two models is awake in each, and how long each took.
-
-One table, used by the loop (to refuse work in the wrong phase and to take the time) and by the planner (to budget
-memory). On one machine without GPUs nothing is put to sleep: both models stay in host memory.
-"""
+"""How long each phase of a step took; which model is awake in which phase is the table of `planner.phases`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a step.
-
-    Args:
-        name: Its time is the metric `perf/{name}_seconds`.
-        engines_awake: Engine weights and KV cache are in GPU memory.
-        trainer_awake: The trainer's weights are in GPU memory.
-        optimizer_awake: Gradients and optimizer state are too.
-    """
-
-    name: str
-    engines_awake: bool
-    trainer_awake: bool
-    optimizer_awake: bool
-
-
-PHASES = {
-    phase.name: phase
-    for phase in (
-        Phase("rollout", engines_awake=True, trainer_awake=False, optimizer_awake=False),
-        Phase("old_logprobs", engines_awake=False, trainer_awake=True, optimizer_awake=False),
-        Phase("mismatch", engines_awake=False, trainer_awake=True, optimizer_awake=False),
-        Phase("train", engines_awake=False, trainer_awake=True, optimizer_awake=True),
-        Phase("weight_sync", engines_awake=True, trainer_awake=True, optimizer_awake=False),
-        Phase("save", engines_awake=False, trainer_awake=True, optimizer_awake=True),
-    )
-}
+from posttrain.planner.phases import PHASES
 
 
 class PhaseClock:

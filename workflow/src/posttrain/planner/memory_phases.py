@@ -1,0 +1,230 @@
+"""Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
+
+Trainer and engines share the GPUs. Who is awake comes from the table of `planner.phases`; what is asleep lies in host
+memory, gradients apart, which are dropped. Per phase and rank:
+
+    engines awake     engine weights, KV pool, the engine's own work
+    trainer awake     weights; without backward one layer's activations (old_logprobs, mismatch)
+    optimizer awake   gradient buffer, optimizer state (unless offloaded)
+    train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits
+    weight_sync       a bucket of weights, gathered and in the engines' precision
+    save              a bucket of optimizer state on its way from all ranks that share it
+
+A save gathers: Megatron's "fully_reshardable" exchange gives every rank the whole FP32 state of its weights in host
+memory (12 B per parameter), copies its own shards beside it (12 B per element of the largest bucket's shard), and
+receives and joins one of three tensors at a time (4 B and 4 B per element of the bucket). Over NCCL the send and the
+receive buffer (4 B / shards and 4 B) lie on the GPU. On the first stage with overlapped gradient reduction a bucket is
+about max(40 M, 1 M x shards) elements; on the others, and on a CPU, it is the whole buffer.
+
+Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`,
+`sharded_param_state_fully_reshardable` without `distrib_optim_fully_reshardable_mem_efficient`) and
+`core/distributed/distributed_data_parallel.py` (bucket size); `megatron_backend/checkpoint.py` asks for this exchange.
+On a machine without GPUs nothing sleeps and everything lies in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+from posttrain.planner.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
+from posttrain.planner.engine import EngineMemory, engine_memory
+from posttrain.planner.guesses import GUESSES, Guesses
+from posttrain.planner.memory import GIB, StageMemory, largest_weight_elements, shards, stage_memory
+from posttrain.planner.phases import ASLEEP, PHASES, Phase
+
+MIB = 1 << 20
+STATE_BYTES = 12
+GATHERED_BYTES = 4
+SMALLEST_BUCKET = 40_000_000
+BUCKET_PER_RANK = 1_000_000
+# The others hold part of what one of these holds.
+LARGE_PHASES = ("rollout", "train", "weight_sync")
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory of one rank in one phase, in GiB.
+
+    Args:
+        phase: Its name.
+        stage: Pipeline stage of the rank.
+        gpu: What lies on the GPU (on a CPU machine: in host memory), by part.
+        host: What the rank adds to its node's host memory, by part.
+    """
+
+    phase: str
+    stage: int
+    gpu: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def gpu_gib(self) -> float:
+        """All on the GPU."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_gib(self) -> float:
+        """All in host memory, by this rank."""
+        return sum(self.host.values())
+
+
+def phase_memory(config: Config, guesses: Guesses = GUESSES, batch: MicroBatch | None = None) -> list[PhaseMemory]:
+    """Return the memory of a rank of every stage in every phase.
+
+    Args:
+        config: The resolved configuration.
+        guesses: Figures that nobody has measured.
+        batch: The largest micro-batch; by default what the token budget allows.
+    """
+    planned = _Plan(config, guesses, batch or fullest_micro_batch(config, guesses), engine_memory(config))
+    phases = (*PHASES.values(), ASLEEP)
+    memory, start = [], 0
+    for stage in stage_memory(config):
+        layers = range(start, start + stage.num_layers)
+        memory += [planned.of(phase, stage, layers) for phase in phases]
+        start += stage.num_layers
+    return memory
+
+
+def fullest_phase(
+    config: Config, stages: list[StageMemory], served: EngineMemory, guesses: Guesses
+) -> tuple[str, float]:
+    """Return the fullest phase but the save, and the GiB of its fullest rank.
+
+    Args:
+        config: The resolved configuration.
+        stages: `stage_memory` of it.
+        served: `engine_memory` of it.
+        guesses: Figures that nobody has measured.
+    """
+    planned = _Plan(config, guesses, fullest_micro_batch(config, guesses), served)
+    fullest, start, seen = ("", 0.0), 0, set()
+    for stage in stages:
+        layers = range(start, start + stage.num_layers)
+        start = layers.stop
+        kind = (stage.num_layers, stage.weights_bytes)
+        # Of equal stages the first holds the most micro-batches; only the last has logits.
+        if kind in seen and stage.stage < len(stages) - 1:
+            continue
+        seen.add(kind)
+        for name in LARGE_PHASES:
+            gib = planned.of(PHASES[name], stage, layers).gpu_gib
+            fullest = max(fullest, (name, gib), key=lambda found: found[1])
+    return fullest
+
+
+def capacity_gib(config: Config) -> float:
+    """Return the memory of a rank: its GPU's, or its part of a node without GPUs."""
+    hardware = config.hardware
+    share = hardware.gpus_per_node if hardware.device == "cpu" else 1
+    return hardware.memory_gib_per_gpu / share
+
+
+def host_gib_by_phase(config: Config, memory: list[PhaseMemory]) -> dict[str, float]:
+    """Return phase -> GiB of host memory of a node whose ranks are all of the fullest stage."""
+    is_cpu, ranks = config.hardware.device == "cpu", config.hardware.gpus_per_node
+    of_rank: dict[str, float] = {}
+    for item in memory:
+        gib = item.host_gib + (item.gpu_gib if is_cpu else 0.0)
+        of_rank[item.phase] = max(of_rank.get(item.phase, 0.0), gib)
+    return {phase: ranks * gib for phase, gib in of_rank.items()}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    config: Config
+    guesses: Guesses
+    batch: MicroBatch
+    served: EngineMemory
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.config.hardware.device == "cpu"
+
+    def of(self, phase: Phase, stage: StageMemory, layers: range) -> PhaseMemory:
+        everything = self._is_cpu
+        gpu = {"reserve": self._reserve()}
+        gpu |= self._engine(phase.engines_awake or everything)
+        if phase.trainer_awake or everything:
+            gpu["weights"] = stage.weights_bytes / GIB
+        if phase.optimizer_awake or everything:
+            gpu["gradients"] = stage.gradients_bytes / GIB
+            gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
+        gpu |= self._work(phase, stage, layers)
+        host = {} if everything else self._asleep(phase, stage)
+        if phase.name == "save":
+            on_gpu, on_host = save_staging_bytes(self.config, stage)
+            gpu["save_staging"] = (on_gpu + (on_host if everything else 0)) / GIB
+            host |= {} if everything else {"save_staging": on_host / GIB}
+        return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
+
+    def _reserve(self) -> float:
+        guesses = self.guesses
+        if self._is_cpu:
+            return guesses.cpu_process
+        # Trainer and engine are processes of their own, each with a context.
+        return 2 * guesses.cuda_context + guesses.nccl + (guesses.deepep if self.config.trainer.deepep else 0.0)
+
+    def _engine(self, is_awake: bool) -> dict[str, float]:
+        if not is_awake:
+            return {}
+        weights = self.served.weights_gib_per_gpu
+        if self._is_cpu:
+            engine, hardware = self.config.engine, self.config.hardware
+            ranks = self.config.nodes * hardware.gpus_per_node
+            return {"engine_weights": weights * engine.num_engines * engine.gpus_per_engine / ranks}
+        pool = max(0.0, self.served.kv_gib_per_gpu or 0.0)
+        return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.guesses.engine_work}
+
+    def _work(self, phase: Phase, stage: StageMemory, layers: range) -> dict[str, float]:
+        config, batch, guesses = self.config, self.batch, self.guesses
+        if phase.name == "weight_sync":
+            return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
+        if phase.name not in ("train", "old_logprobs", "mismatch"):
+            return {}
+        needed = stage_activations(config, stage.stage, layers, batch, guesses)
+        activations = needed.saved + needed.working
+        if phase.name != "train":
+            activations = forward_bytes(config, layers, batch, guesses)
+        work = {"activations": activations, "dispatch": needed.dispatch, "logprobs": needed.logprobs}
+        return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
+
+    def _fragments(self, work: float) -> dict[str, float]:
+        return {} if self._is_cpu else {"fragmentation": self.guesses.fragmentation * work / GIB}
+
+    def _asleep(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
+        optimizer = 0.0 if phase.optimizer_awake and not stage.optimizer_on_host else stage.optimizer_bytes / GIB
+        part = "offloaded_optimizer" if stage.optimizer_on_host else "sleeping_optimizer"
+        host = {part: optimizer}
+        host["sleeping_weights"] = 0.0 if phase.trainer_awake else stage.weights_bytes / GIB
+        host["sleeping_engine"] = 0.0 if phase.engines_awake else self.served.weights_gib_per_gpu
+        return host
+
+
+def save_staging_bytes(config: Config, stage: StageMemory) -> tuple[float, float]:
+    """Return what a save adds on the GPU and in host memory of one rank.
+
+    Args:
+        config: The resolved configuration.
+        stage: What a rank of the stage holds.
+
+    Example:
+        GLM-5 on 16 nodes, middle stages: 45 GiB on the GPU, 194 GiB in host memory.
+    """
+    on_gpu, beside_state = 0.0, 0.0
+    for elements, parts in zip((stage.dense_elements, stage.expert_elements), shards(config), strict=True):
+        bucket = elements
+        if config.hardware.device == "cuda" and stage.stage == 0:
+            closed_at = max(SMALLEST_BUCKET, BUCKET_PER_RANK * shards(config)[0])
+            bucket = min(elements, closed_at + largest_weight_elements(config))
+        exchanged = GATHERED_BYTES * bucket
+        on_gpu = max(on_gpu, exchanged + exchanged / parts)
+        beside_state = max(beside_state, 2 * exchanged + STATE_BYTES * bucket / parts)
+    state = STATE_BYTES * (stage.dense_elements + stage.expert_elements)
+    return (0.0 if config.hardware.device == "cpu" else on_gpu), state + beside_state
+
+
+def _present(parts: Mapping[str, float]) -> dict[str, float]:
+    return {part: gib for part, gib in parts.items() if gib > 0}
