@@ -15,14 +15,8 @@ LAYOUT = (
     "parallel.expert_model_parallel_size=32 parallel.num_layers_in_last_pipeline_stage=18 "
     "engine.gpus_per_engine=64 engine.num_engines=2"
 )
-# What `set=` adds to a configuration for the H200, by hardware.
-HARDWARE = {
-    "h100": "hardware.name=h100",
-    "h200": "",
-    "b200": "hardware.name=b200",
-    "gb300": f"hardware.name=gb300 hardware.gpus_per_node=4 {LAYOUT} trainer.deepep=false",
-    "mi300x": "hardware.name=mi300x trainer.deepep=false",
-}
+# What `set=` adds, by hardware.
+HARDWARE = {"h100": "", "h200": "", "b200": "", "gb300": LAYOUT, "mi300x": "rollout.fp8=false"}
 SWITCHES = {
     "recipe": "",
     "bf16_rollout": "rollout.fp8=false",
@@ -35,22 +29,28 @@ SWITCHES = {
     "offload": "trainer.optimizer_cpu_offload=true",
     "no_recompute": "trainer.recompute_granularity=none",
 }
-# SGLang has no EAGLE for sparse attention on AMD.
-NOT_THERE = {("mi300x", "mtp"), ("mi300x", "pd_mtp")}
+# The cookbook has neither EAGLE nor FP8 for sparse attention on AMD, and its recipe is therefore BF16.
+NOT_THERE = {("mi300x", switch) for switch in ("mtp", "pd_mtp", "bf16_rollout", "no_deepep")}
 SMALL = {
-    "tiny-embedded": "",
-    "tiny-sglang": "engine.kind=sglang engine.num_threads=1",
+    "tiny-embedded": {"model": "tiny"},
+    "tiny-sglang": {"model": "tiny", "set": "engine.kind=sglang engine.num_threads=1"},
+    "glm5_4layer-h200-recipe": {"model": "glm5_4layer"},
+    "glm5_20layer-h200-recipe": {"model": "glm5_20layer"},
+    "glm5.1-h200-recipe": {"model": "glm5.1"},
+    "glm4.5_air-recipe": {"model": "glm4.5_air"},
+    "qwen3_30b_a3b-recipe": {"model": "qwen3_30b_a3b"},
+    "qwen3_4b-recipe": {"model": "qwen3_4b"},
 }
 
 
 @cache
 def flag_cases() -> dict[str, Resolved]:
     """Return name -> configuration of every case."""
-    found = {name: resolve({"model": "tiny", "site": "local", "set": text}, CONFIG_DIR) for name, text in SMALL.items()}
+    found = {name: resolve({"site": "local", **chosen}, CONFIG_DIR) for name, chosen in SMALL.items()}
     for hardware, machine in HARDWARE.items():
         for switch, text in SWITCHES.items():
             if (hardware, switch) not in NOT_THERE:
                 nodes = 32 if hardware == "gb300" else 16
-                chosen = {"model": "glm5", "nodes": nodes, "hardware": "h200", "site": "local"}
+                chosen = {"model": "glm5", "nodes": nodes, "hardware": hardware, "site": "local"}
                 found[f"glm5-{hardware}-{switch}"] = resolve({**chosen, "set": f"{machine} {text}"}, CONFIG_DIR)
     return found

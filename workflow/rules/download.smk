@@ -26,6 +26,7 @@ if CFG.model.source.kind == "made":
 rule download_hf_checkpoint:
     input:
         made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
+        refused_by=REFUSED_BY,
     output:
         receipt_of(PATHS.hf),
     log:

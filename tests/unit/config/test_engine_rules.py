@@ -15,10 +15,9 @@ PREFILL = "engine.pd.num_prefill_engines=1"
 # model, settings, and the key that must be named
 VIOLATIONS = (
     ("glm5", "engine.gpus_per_engine=12", "engine.gpus_per_engine"),
-    ("glm5", "engine.gpus_per_engine=24", "engine.gpus_per_engine"),
     ("glm5", "engine.gpus_per_engine=128 engine.num_engines=1 engine.dp_attention=false", "engine.gpus_per_engine"),
     ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
-    ("glm5", "engine.mtp_steps=3 hardware.name=mi300x trainer.deepep=false", "engine.mtp_steps"),
+    ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
     ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
     ("tiny", PREFILL, "engine.pd.num_prefill_engines"),
     # 128 GPUs are taken by two engines that do both

@@ -47,9 +47,9 @@ def test_a_wrong_setting(settings, key, remedy):
     [
         ({"modle": "tiny"}, "modle", "model, nodes", "did you mean 'model'?"),
         ({"lr": 1}, "lr", "model, nodes", "set='lr=1'"),
-        ({"model": "tyni"}, "model", "glm5, tiny", "did you mean 'tiny'?"),
-        ({"model": None}, "model", "glm5, tiny", "choose one of"),
-        ({"hardware": "h2000"}, "hardware", "cpu, h200", "did you mean 'h200'?"),
+        ({"model": "tyni"}, "model", "glm5, glm5.1", "did you mean 'tiny'?"),
+        ({"model": None}, "model", "glm5, glm5.1", "choose one of"),
+        ({"hardware": "h2000"}, "hardware", "cpu, gb300, h100, h200", "did you mean 'h200'?"),
         ({"site": "lokal"}, "site", "local", "did you mean 'local'?"),
         ({"site": "../sites/local"}, "site", "local", ""),
         ({"nodes": 0}, "nodes", "at least 1", "number of nodes"),

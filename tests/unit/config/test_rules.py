@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.checkpoint.hf_config import CLASS_OF
+from posttrain.config.families import FAMILIES, dimensions
 from posttrain.config.load import resolve
-from posttrain.config.rules import RULES, check_trainable
+from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
 from posttrain.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
-MODELS = {"tiny": {"model": "tiny", "site": "local"}, "glm5": {"model": "glm5", "site": "local"}}
+NAMES = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
+MODELS = {name: {"model": name, "site": "local"} for name in NAMES}
+ARCH = "model.architecture"
 
 # model, settings, and the keys that must be named
 VIOLATIONS = (
@@ -20,9 +24,35 @@ VIOLATIONS = (
     ("glm5", "data.revision=v1", ["data.revision"]),
     ("tiny", "data.kind=jsonl", ["data.train_file", "data.heldout_file"]),
     ("tiny", "data.num_train_prompts=0", ["data.num_train_prompts"]),
-    ("tiny", "model.architecture.index_n_heads=0", ["model.architecture.index_n_heads"]),
-    ("tiny", "model.architecture.index_head_dim=1", ["model.architecture.index_topk"]),
-    ("tiny", "model.architecture.num_experts_per_tok=999", ["model.architecture.num_experts_per_tok"]),
+    ("tiny", f"{ARCH}.index_n_heads=0", [f"{ARCH}.index_n_heads"]),
+    ("tiny", f"{ARCH}.index_topk=0", [f"{ARCH}.index_topk"]),
+    ("tiny", f"{ARCH}.index_head_dim=1", [f"{ARCH}.index_head_dim"]),
+    ("tiny", f"{ARCH}.num_experts_per_tok=999", [f"{ARCH}.num_experts_per_tok"]),
+    ("tiny", f"{ARCH}.first_k_dense_replace=5", [f"{ARCH}.first_k_dense_replace"]),
+    # What a family needs
+    ("glm5", f"{ARCH}.kv_lora_rank=0", [f"{ARCH}.kv_lora_rank"]),
+    ("glm5", f"{ARCH}.routed_scaling_factor=0", [f"{ARCH}.routed_scaling_factor"]),
+    ("glm4.5_air", f"{ARCH}.num_key_value_heads=0", [f"{ARCH}.num_key_value_heads"]),
+    ("glm4.5_air", f"{ARCH}.partial_rotary_factor=0", [f"{ARCH}.partial_rotary_factor"]),
+    ("qwen3_4b", f"{ARCH}.head_dim=0", [f"{ARCH}.head_dim"]),
+    ("qwen3_30b_a3b", f"{ARCH}.n_routed_experts=0", [f"{ARCH}.n_routed_experts"]),
+    # What a family does not have
+    ("glm5", f"{ARCH}.num_key_value_heads=8", [f"{ARCH}.num_key_value_heads"]),
+    ("glm5", f"{ARCH}.tie_word_embeddings=true", [f"{ARCH}.tie_word_embeddings"]),
+    ("glm4.5_air", f"{ARCH}.index_n_heads=32", [f"{ARCH}.index_n_heads"]),
+    ("qwen3_4b", f"{ARCH}.n_routed_experts=8", [f"{ARCH}.n_routed_experts"]),
+    ("qwen3_4b", f"{ARCH}.num_nextn_predict_layers=1", [f"{ARCH}.num_nextn_predict_layers"]),
+    ("qwen3_30b_a3b", f"{ARCH}.n_shared_experts=1", [f"{ARCH}.n_shared_experts"]),
+    ("qwen3_30b_a3b", f"{ARCH}.routed_scaling_factor=1.0", [f"{ARCH}.routed_scaling_factor"]),
+    # What does not fit together
+    ("qwen3_4b", f"{ARCH}.num_key_value_heads=5", [f"{ARCH}.num_key_value_heads"]),
+    ("glm4.5_air", f"{ARCH}.partial_rotary_factor=0.3", [f"{ARCH}.head_dim"]),
+    ("qwen3_30b_a3b", "parallel.tensor_model_parallel_size=8", ["parallel.tensor_model_parallel_size"]),
+    ("qwen3_4b", "parallel.expert_model_parallel_size=2", ["parallel.expert_model_parallel_size"]),
+    ("qwen3_4b", "parallel.expert_tensor_parallel_size=2", ["parallel.expert_tensor_parallel_size"]),
+    ("glm5", "engine.gpus_per_engine=24", ["engine.gpus_per_engine"]),
+    ("glm5", "hardware.formats=[bf16]", ["rollout.fp8"]),
+    ("tiny", "hardware.emulated_formats=[fp6]", ["hardware.emulated_formats"]),
     ("glm5", "parallel.tensor_model_parallel_size=3", ["parallel", "parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_tensor_parallel_size=2", ["parallel.expert_model_parallel_size"]),
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
@@ -40,6 +70,50 @@ VIOLATIONS = (
 @pytest.mark.parametrize("model", MODELS)
 def test_the_recipes_break_no_rule(model):
     resolve(MODELS[model], CONFIG_DIR)
+
+
+def test_every_family_but_one_has_a_model():
+    used = {resolve(choice, CONFIG_DIR).config.model.architecture.model_type for choice in MODELS.values()}
+    assert used == FAMILIES.keys() - {"deepseek_v3"}
+
+
+def test_a_model_of_another_family_is_told_all_that_is_too_much_and_all_that_lacks():
+    with pytest.raises(ConfigError) as caught:
+        resolve({**MODELS["qwen3_4b"], "set": f"{ARCH}.model_type=deepseek_v3"}, CONFIG_DIR)
+    assert {problem.key.removeprefix(f"{ARCH}.") for problem in caught.value.problems} == {
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"),
+        *("num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    }
+
+
+def test_a_run_is_not_named_after_dimensions_that_its_family_lacks():
+    for model in MODELS:
+        resolved = resolve(MODELS[model], CONFIG_DIR)
+        named = resolved.experiment["model"]["architecture"]
+        assert named == dimensions(resolved.config.model.architecture)
+        assert ("kv_lora_rank" in named) != ("num_key_value_heads" in named)
+
+
+def test_deepep_of_the_trainer_is_refused_on_gb300_with_the_reason():
+    resolve({**MODELS["tiny"], "hardware": "gb300"}, CONFIG_DIR)
+    with pytest.raises(ConfigError) as caught:
+        resolve({**MODELS["tiny"], "hardware": "gb300", "set": "trainer.deepep=true"}, CONFIG_DIR)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("trainer.deepep", "true")
+    assert "Megatron with DeepEP is known to fail" in problem.allowed
+    assert "all-to-all" in problem.remedy
+
+
+def test_fp8_weights_are_refused_where_nothing_computes_with_them():
+    choice = {**MODELS["glm5"], "hardware": "mi300x"}
+    with pytest.raises(ConfigError) as caught:
+        resolve(choice, CONFIG_DIR)
+    assert [problem.key for problem in caught.value.problems] == ["rollout.fp8"]
+    resolve({**choice, "set": "rollout.fp8=false"}, CONFIG_DIR)
+    # The embedded engine dequantises, and a CPU emulates.
+    resolve({**MODELS["tiny"], "hardware": "mi300x"}, CONFIG_DIR)
+    resolve({**MODELS["tiny"], "set": "engine.kind=sglang"}, CONFIG_DIR)
 
 
 @pytest.mark.parametrize(("model", "settings", "keys"), VIOLATIONS)
@@ -67,6 +141,32 @@ def test_what_is_planned_but_not_trained():
     assert keys == ["nodes", "parallel.context_parallel_size"]
 
 
+def test_convertible_are_the_families_that_checkpoints_are_checked_for():
+    assert set(CONVERTIBLE) == set(CLASS_OF)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_planned_but_not_converted(model):
+    config = resolve(MODELS[model], CONFIG_DIR).config
+    refused = {
+        "glm4.5_air": [f"{ARCH}.model_type"],
+        "qwen3_4b": [f"{ARCH}.model_type"],
+        "qwen3_30b_a3b": [f"{ARCH}.model_type"],
+        "glm5_4layer": ["model.source.revision"],
+        "glm5_20layer": ["model.source.revision"],
+    }
+    problems = list(check_convertible(config))
+    assert [problem.key for problem in problems] == refused.get(model, [])
+    assert all(problem.allowed and problem.remedy for problem in problems)
+    assert set(problems) <= set(check_trainable(config)), "resolve_config, check and plan ask the latter"
+
+
+def test_an_unpinned_model_is_fetched_once_its_commit_is_given():
+    assert resolve(MODELS["glm5_4layer"], CONFIG_DIR).config.model.source.revision == UNPINNED
+    pinned = resolve({**MODELS["glm5_4layer"], "set": f"model.source.revision={'a' * 40}"}, CONFIG_DIR).config
+    assert not list(check_convertible(pinned))
+
+
 def _with(config, settings):
     """Change one value of a resolved configuration without checking it."""
     key, _, text = settings.partition("=")
@@ -76,5 +176,6 @@ def _with(config, settings):
     for name in parents:
         section = getattr(section, name)
     kind = type(getattr(section, leaf))
-    object.__setattr__(section, leaf, text == "true" if kind is bool else kind(text))
+    value = text == "true" if kind is bool else text.strip("[]").split(",") if kind is list else kind(text)
+    object.__setattr__(section, leaf, value)
     return changed

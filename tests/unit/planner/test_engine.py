@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from posttrain.planner.engine import engine_memory, kv_bytes_per_token, kv_tokens, weights_bytes_per_gpu
@@ -17,9 +19,53 @@ def test_kv_cache_comes_in_whole_pages(resolved):
 
 
 def test_fp8_weights_of_glm5_under_tensor_parallelism_8(resolved):
-    # 89.43 GiB were printed by a server, which holds some buffers beside the weights; arithmetic gives 88.7.
+    # seeds/vllm-glm5-b200-deployment.txt: 89.43 GiB were printed by a server, which holds some buffers beside the
+    # weights; arithmetic gives 88.7.
     arch = resolved("glm5").config.model.architecture
-    assert weights_bytes_per_gpu(arch, 8, "fp8", "tensor_parallel") / GIB == pytest.approx(88.69, abs=0.01)
+    gib = weights_bytes_per_gpu(arch, 8, "fp8", "tensor_parallel") / GIB
+    assert gib == pytest.approx(88.69, abs=0.01)
+    assert gib == pytest.approx(89.43, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "heads"), [("glm4.5_air", 46, 8), ("qwen3_4b", 36, 8), ("qwen3_30b_a3b", 48, 4)]
+)
+def test_grouped_query_attention_caches_a_key_and_a_value_per_head(resolved, model, layers, heads):
+    arch = resolved(model).config.model.architecture
+    assert kv_bytes_per_token(arch) == layers * 2 * heads * 128 * 2
+    assert kv_bytes_per_token(arch, kv_format="fp8") == layers * 2 * heads * 128
+    # Two GPUs halve it; beyond as many GPUs as heads, each still holds one.
+    assert [kv_bytes_per_token(arch, n) * n for n in (2, heads, 4 * heads)] == [
+        kv_bytes_per_token(arch) * repeats for repeats in (1, 1, 4)
+    ]
+
+
+def test_the_latent_cache_is_not_cut(resolved):
+    arch = resolved("glm5").config.model.architecture
+    assert kv_bytes_per_token(arch, 8) == kv_bytes_per_token(arch)
+
+
+def test_kv_pool_of_a_gpu_pair_in_fp8(resolved):
+    """GLM-5.2 on GPUs of 276.6 GiB: 26,000 tokens at a memory fraction of 0.75, 553,000 at 0.85.
+
+    Source: radixark/miles, scripts/run_glm5_2_744b_a40b.py, a comment. How much is taken at 0.75 is not known, so the
+    difference is compared. GLM-5.2 has GLM-5's dimensions; only 21 of its 78 layers have an indexer of their own, and
+    the MTP layer that drafts has a cache, too.
+    """
+    arch = resolved("glm5").config.model.architecture
+    drafting = dataclasses.replace(arch, num_hidden_layers=79, index_n_heads=0)
+    per_token = kv_bytes_per_token(drafting, kv_format="fp8") + 22 * (128 + 4)
+    assert per_token == 79 * (512 + 16 + 128) + 22 * 132
+    assert (0.85 - 0.75) * 276.6 * GIB / per_token == pytest.approx(553_000 - 26_000, rel=0.1)
+
+
+def test_a_tensor_parallel_engine_spreads_key_value_heads(resolved):
+    config = resolved("qwen3_30b_a3b", set="engine.gpus_per_engine=4 engine.num_engines=1", hardware="cpu").config
+    served = engine_memory(config)
+    arch = config.model.architecture
+    assert served.attention == "tensor_parallel"
+    assert served.kv_bytes_per_token == kv_bytes_per_token(arch) // 4
+    assert served.kv_tokens == kv_tokens(arch, served.kv_gib_per_gpu * GIB, 4)
 
 
 def test_data_parallel_attention_keeps_all_but_the_experts_on_each_gpu(resolved):

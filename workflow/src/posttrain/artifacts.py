@@ -30,6 +30,7 @@ import psutil
 import xxhash
 
 from posttrain import __version__
+from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
 from posttrain.errors import CheckpointError
 
@@ -188,7 +189,7 @@ class Paths:
         config = self.resolved.config
         return {
             "format": FORMAT_VERSIONS["make_tiny_model"],
-            "architecture": dataclasses.asdict(config.model.architecture),
+            "architecture": dimensions(config.model.architecture),
             "num_digits": config.data.num_digits,
         }
 

@@ -12,7 +12,6 @@ Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from posttrain.checkpoint.file_placement import hard_link, remove_half_written
 from posttrain.checkpoint.hf_layout import read_json
 from posttrain.checkpoint.param_names import TensorSpec, compare_tensors
 from posttrain.checkpoint.safetensors_io import TensorInfo
+from posttrain.config.families import dimensions
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError, Problem
 
@@ -90,7 +90,7 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    for key, expected in dataclasses.asdict(architecture).items():
+    for key, expected in dimensions(architecture).items():
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
         if key not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)

@@ -24,26 +24,30 @@ def check_started_engines(config: Config) -> Problems:
 def _world_size(config: Config) -> Problems:
     if not _is_sglang_on_gpus(config):
         return
-    per_node, arch = config.hardware.gpus_per_node, config.model.architecture
+    per_node = config.hardware.gpus_per_node
     for key, ranks in _world_sizes(config):
         if ranks > per_node and ranks % per_node:
             allowed = f"at most {per_node}, or a multiple of it (hardware.gpus_per_node)"
             yield Problem(key, str(ranks), allowed, "let an engine span whole nodes")
-        # Without experts there is one, which 1 rank holds; data-parallel attention cuts no heads.
-        name = "n_routed_experts" if arch.n_routed_experts > 1 else "num_attention_heads"
-        count = getattr(arch, name)
-        if count % ranks:
-            yield Problem(key, str(ranks), f"a divisor of {count} ({name})", "choose one that divides it")
+
+
+def _prefill_experts(config: Config) -> Problems:
+    """The same rule as for the engines that decode, which stands in `rules.py`."""
+    ranks, count = config.engine.pd.gpus_per_prefill_engine, config.model.architecture.n_routed_experts
+    if config.engine.pd.num_prefill_engines and _is_sglang_on_gpus(config) and count % ranks:
+        allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
+        yield Problem("engine.pd.gpus_per_prefill_engine", str(ranks), allowed, "choose one that divides it")
 
 
 def _tensor_parallel_attention(config: Config) -> Problems:
     heads = config.model.architecture.num_attention_heads
-    if not _is_sglang_on_gpus(config) or config.engine.dp_attention:
+    has_experts = config.model.architecture.n_routed_experts > 0
+    if not _is_sglang_on_gpus(config) or (config.engine.dp_attention and has_experts):
         return
     for key, ranks in _world_sizes(config):
         if heads % ranks:
-            allowed = f"a divisor of {heads} (num_attention_heads) while engine.dp_attention is false"
-            yield Problem(key, str(ranks), allowed, "choose one that divides it, or engine.dp_attention=true")
+            allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention cuts"
+            yield Problem(key, str(ranks), allowed, "choose one that divides it, or attend data-parallel")
 
 
 def _speculation(config: Config) -> Problems:
@@ -55,8 +59,8 @@ def _speculation(config: Config) -> Problems:
     if not _is_sglang_on_gpus(config):
         where = "a CPU" if config.hardware.device == "cpu" else "the embedded engine"
         yield Problem(key, str(steps), f"0 on {where}, which cannot draft", "leave speculation off")
-    if config.hardware.name.startswith("mi"):
-        allowed = f"0 on {config.hardware.name}: SGLang has no EAGLE for sparse attention on AMD"
+    if not config.hardware.kernels.speculative:
+        allowed = f"0 on {config.hardware.name} (hardware.kernels.speculative)"
         yield Problem(key, str(steps), allowed, "leave speculation off")
 
 
@@ -98,6 +102,7 @@ def _is_sglang_on_gpus(config: Config) -> bool:
 
 ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _world_size,
+    _prefill_experts,
     _tensor_parallel_attention,
     _speculation,
     _disaggregation,

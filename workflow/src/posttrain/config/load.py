@@ -23,6 +23,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from posttrain.config import schema
+from posttrain.config.families import dimensions
 from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -79,7 +80,9 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
     """Return the sections that define what is learned, as plain types."""
-    return {name: dataclasses.asdict(getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+    sections["model"]["architecture"] = dimensions(config.model.architecture)
+    return sections
 
 
 def digest8(content: Any) -> str:

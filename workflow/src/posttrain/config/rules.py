@@ -13,12 +13,18 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
+from posttrain.config.families import check_architecture
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
 # A node's name becomes a folder's.
 NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
+UNPINNED = "unpinned"
+# Families that `checkpoint.param_names` has the names of.
+CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3")
+FORMATS = ("bf16", "fp8", "nvfp4")
 
 
 def check_consistency(config: Config) -> list[Problem]:
@@ -26,11 +32,27 @@ def check_consistency(config: Config) -> list[Problem]:
     return [problem for rule in (*RULES, *ENGINE_RULES) for problem in rule(config)]
 
 
+def check_convertible(config: Config) -> Problems:
+    """Yield what can be planned but not fetched or converted by this version: ask before any work starts."""
+    model_type, source = config.model.architecture.model_type, config.model.source
+    if model_type not in CONVERTIBLE:
+        allowed = f"{' or '.join(CONVERTIBLE)} to convert, train or export with this version"
+        yield Problem(
+            "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
+        )
+    if source.kind == "hub" and source.revision == UNPINNED:
+        remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
+        yield Problem(
+            "model.source.revision", UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy
+        )
+
+
 def check_trainable(config: Config) -> Problems:
-    """Yield what can be planned, converted and staged but not trained by this version.
+    """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
     Its launcher starts processes on one node, and its attention takes whole sequences.
     """
+    yield from check_convertible(config)
     for key, value in (
         ("nodes", config.nodes),
         ("parallel.context_parallel_size", config.parallel.context_parallel_size),
@@ -45,7 +67,8 @@ def _model_source(config: Config) -> Problems:
     if source.kind == "hub":
         if source.repo_id.count("/") != 1:
             yield Problem("model.source.repo_id", repr(source.repo_id), "owner/name", "give the Hub repository")
-        yield from _pinned("model.source.revision", source.revision)
+        if source.revision != UNPINNED:
+            yield from _pinned("model.source.revision", source.revision)
     if source.kind == "folder" and not source.folder:
         yield Problem("model.source.folder", "''", "a folder", "give the folder of the checkpoint")
 
@@ -69,20 +92,7 @@ def _pinned(key: str, revision: str) -> Problems:
 
 
 def _architecture(config: Config) -> Problems:
-    arch, prefix = config.model.architecture, "model.architecture"
-    has_indexer = arch.index_n_heads > 0
-    if has_indexer != (arch.model_type == "glm_moe_dsa"):
-        allowed = "at least 1 for glm_moe_dsa, 0 for deepseek_v3"
-        yield Problem(f"{prefix}.index_n_heads", str(arch.index_n_heads), allowed, "match the model type")
-    if has_indexer and (arch.index_topk < 1 or arch.index_head_dim < arch.qk_rope_head_dim):
-        value = f"topk {arch.index_topk}, head_dim {arch.index_head_dim}"
-        allowed = f"index_topk of at least 1 and index_head_dim of at least {arch.qk_rope_head_dim} (qk_rope_head_dim)"
-        yield Problem(f"{prefix}.index_topk", value, allowed, "take both from config.json")
-    if arch.num_experts_per_tok > arch.n_routed_experts:
-        allowed = f"at most {arch.n_routed_experts} (n_routed_experts)"
-        yield Problem(
-            f"{prefix}.num_experts_per_tok", str(arch.num_experts_per_tok), allowed, "take both from config.json"
-        )
+    yield from check_architecture(config.model.architecture)
 
 
 def _ranks(config: Config) -> Problems:
@@ -104,22 +114,29 @@ def _divisors(config: Config) -> Problems:
     arch, parallel = config.model.architecture, config.parallel
     for size_name, dimension_name in (
         ("tensor_model_parallel_size", "num_attention_heads"),
+        ("tensor_model_parallel_size", "num_key_value_heads"),
         ("tensor_model_parallel_size", "vocab_size"),
         ("tensor_model_parallel_size", "intermediate_size"),
         ("expert_model_parallel_size", "n_routed_experts"),
+        ("expert_tensor_parallel_size", "moe_intermediate_size"),
     ):
         size, dimension = getattr(parallel, size_name), getattr(arch, dimension_name)
+        # A part that the model does not have reads 0, which every size divides.
         if dimension % size:
             allowed = f"a divisor of {dimension} ({dimension_name})"
             yield Problem(f"parallel.{size_name}", str(size), allowed, "choose one that divides it")
 
 
 def _experts(config: Config) -> Problems:
-    parallel = config.parallel
+    parallel, num_experts = config.parallel, config.model.architecture.n_routed_experts
     tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if num_experts == 0:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                yield Problem(f"parallel.{name}", str(size), "1: the model has no experts", "leave it out")
     # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains its
     # copy on its own part of the sequence, and nobody adds the gradients up.
-    if tensor > 1 and parallel.expert_model_parallel_size == 1 and expert_tensor != tensor:
+    elif tensor > 1 and parallel.expert_model_parallel_size == 1 and expert_tensor != tensor:
         yield Problem(
             "parallel.expert_tensor_parallel_size",
             str(expert_tensor),
@@ -161,12 +178,33 @@ def _token_budget(config: Config) -> Problems:
 
 def _hardware(config: Config) -> Problems:
     hardware, trainer = config.hardware, config.trainer
-    if trainer.deepep and not hardware.deepep:
+    if trainer.deepep and not hardware.trainer_deepep:
         remedy = "set trainer.deepep=false; tokens then go through Megatron's all-to-all"
-        yield Problem("trainer.deepep", "true", f"false on {hardware.name}", remedy)
+        reason = f": {hardware.trainer_deepep_reason}" if hardware.trainer_deepep_reason else ""
+        yield Problem("trainer.deepep", "true", f"false on {hardware.name}{reason}", remedy)
     if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
         remedy = "the state is in host memory already"
         yield Problem("trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
+
+
+def _formats(config: Config) -> Problems:
+    hardware = config.hardware
+    for key in ("formats", "emulated_formats"):
+        if unknown := [name for name in getattr(hardware, key) if name not in FORMATS]:
+            allowed = f"formats among {', '.join(FORMATS)}"
+            yield Problem(f"hardware.{key}", ", ".join(unknown), allowed, "correct the hardware's file")
+    computed = [*hardware.formats, *hardware.emulated_formats]
+    # The embedded engine dequantises at load.
+    if config.rollout.fp8 and config.engine.kind == "sglang" and "fp8" not in computed:
+        allowed = f"false on {hardware.name}, which computes with {', '.join(computed)}"
+        yield Problem("rollout.fp8", "true", allowed, "set rollout.fp8=false; the engines then need twice the memory")
+
+
+def _engine_experts(config: Config) -> Problems:
+    engine, num_experts = config.engine, config.model.architecture.n_routed_experts
+    if engine.kind == "sglang" and config.hardware.device == "cuda" and num_experts % engine.gpus_per_engine:
+        allowed = f"a divisor of {num_experts} (n_routed_experts), which are spread over an engine's GPUs"
+        yield Problem("engine.gpus_per_engine", str(engine.gpus_per_engine), allowed, "choose one that divides it")
 
 
 def _node_names(config: Config) -> Problems:
@@ -187,5 +225,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _batches,
     _token_budget,
     _hardware,
+    _formats,
+    _engine_experts,
     _node_names,
 )

@@ -34,35 +34,48 @@ class Source:
         choices=("hub", "folder", "made"),
     )
     repo_id: str = _doc("Hub repository, `owner/name`", "")
-    revision: str = _doc("Pinned commit of the repository, 40 hex digits, quoted", "")
+    revision: str = _doc(
+        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched", ""
+    )
     folder: str = _doc("Folder with a checkpoint in Hub layout, for kind=folder", "")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of the model, as `config.json` spells them; checked against it before any work."""
+    """Dimensions of the model, as `config.json` spells them; checked against it before any work.
 
-    model_type: str = _doc("Architecture family", choices=("glm_moe_dsa", "deepseek_v3"))
+    A part that the model's family does not have is left at its default: `posttrain.config.families` says who has what.
+    """
+
+    model_type: str = _doc(
+        "Architecture family", choices=("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
+    )
     vocab_size: int = _doc("Vocabulary", minimum=1)
     hidden_size: int = _doc("Width of the residual stream", minimum=1)
     num_hidden_layers: int = _doc("Decoder layers, the MTP layer not counted", minimum=1)
-    first_k_dense_replace: int = _doc("Leading layers with a dense MLP", minimum=0)
+    first_k_dense_replace: int = _doc("Leading layers with a dense MLP", 0, minimum=0)
     intermediate_size: int = _doc("Width of the dense MLP", minimum=1)
-    moe_intermediate_size: int = _doc("Width of one expert", minimum=1)
-    n_routed_experts: int = _doc("Routed experts per MoE layer", minimum=1)
-    n_shared_experts: int = _doc("Shared experts per MoE layer", minimum=0)
-    num_experts_per_tok: int = _doc("Experts a token is sent to", minimum=1)
-    routed_scaling_factor: float = _doc("Factor on the routed experts' weights", exclusive_minimum=0)
+    moe_intermediate_size: int = _doc("Width of one expert", 0, minimum=0)
+    n_routed_experts: int = _doc("Routed experts per MoE layer (Qwen3-MoE spells it num_experts)", 0, minimum=0)
+    n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
+    num_experts_per_tok: int = _doc("Experts a token is sent to", 0, minimum=0)
+    routed_scaling_factor: float = _doc("Factor on the routed experts' weights (sigmoid routers)", 0.0, minimum=0)
     num_attention_heads: int = _doc("Attention heads", minimum=1)
-    q_lora_rank: int = _doc("Rank of the query latent (MLA)", minimum=1)
-    kv_lora_rank: int = _doc("Rank of the key-value latent (MLA)", minimum=1)
-    qk_nope_head_dim: int = _doc("Head width without position", minimum=1)
-    qk_rope_head_dim: int = _doc("Head width with rotary position", minimum=2)
-    v_head_dim: int = _doc("Value head width", minimum=1)
-    index_n_heads: int = _doc("Heads of the DSA indexer; 0 where attention is dense", minimum=0)
-    index_head_dim: int = _doc("Head width of the DSA indexer", minimum=0)
-    index_topk: int = _doc("Keys that the indexer keeps per query", minimum=0)
-    num_nextn_predict_layers: int = _doc("MTP layers in the checkpoint", minimum=0)
+    num_key_value_heads: int = _doc("Heads of key and value, each shared by a group of query heads (GQA)", 0, minimum=0)
+    head_dim: int = _doc("Head width (GQA)", 0, minimum=0)
+    partial_rotary_factor: float = _doc("Share of each head that is rotated (GLM-4-MoE)", 0.0, minimum=0, maximum=1)
+    attention_bias: bool = _doc("Query, key and value projections have a bias (GLM-4-MoE)", False)
+    use_qk_norm: bool = _doc("Queries and keys are normalised (GLM-4-MoE; Qwen3 always does)", False)
+    q_lora_rank: int = _doc("Rank of the query latent (MLA)", 0, minimum=0)
+    kv_lora_rank: int = _doc("Rank of the key-value latent (MLA)", 0, minimum=0)
+    qk_nope_head_dim: int = _doc("Head width without position (MLA)", 0, minimum=0)
+    qk_rope_head_dim: int = _doc("Head width with rotary position (MLA)", 0, minimum=0)
+    v_head_dim: int = _doc("Value head width (MLA)", 0, minimum=0)
+    index_n_heads: int = _doc("Heads of the DSA indexer; 0 where attention is dense", 0, minimum=0)
+    index_head_dim: int = _doc("Head width of the DSA indexer", 0, minimum=0)
+    index_topk: int = _doc("Keys that the indexer keeps per query", 0, minimum=0)
+    num_nextn_predict_layers: int = _doc("MTP layers in the checkpoint", 0, minimum=0)
+    tie_word_embeddings: bool = _doc("The output matrix is the embedding (Qwen3)", False)
     rope_theta: float = _doc("Base of the rotary embedding", exclusive_minimum=0)
     rms_norm_eps: float = _doc("Epsilon of the layers' RMSNorm", exclusive_minimum=0)
     max_position_embeddings: int = _doc("Longest position the model was made for", minimum=1)
@@ -288,19 +301,46 @@ class Convert:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """Switches of the engine that depend on the hardware; empty or 0: as on all other hardware."""
+
+    dsa_prefill: str = _doc("Sparse attention of the prefill (`--dsa-prefill-backend`)", "")
+    dsa_decode: str = _doc("Sparse attention of the decoding (`--dsa-decode-backend`)", "")
+    moe_runner_fp8: str = _doc("Experts with FP8 weights (`--moe-runner-backend`)", "")
+    moe_runner_bf16: str = _doc("Experts with BF16 weights (`--moe-runner-backend`)", "")
+    allreduce_fusion: bool = _doc("All-reduce fused with the norm that follows", False)
+    speculative: bool = _doc("EAGLE decoding with the MTP layer works", True)
+    chunked_prefill_tokens: int = _doc("Tokens of a prefill chunk (`--chunked-prefill-size`)", 0, minimum=0)
+    watchdog_seconds: int = _doc("A scheduler silent for this long is ended (`--watchdog-timeout`)", 0, minimum=0)
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """One kind of machine."""
+    """One kind of machine. Rates are peaks of the data sheets, dense and in one direction; GB are 10^9 bytes."""
 
     name: str = _doc("Name; the file `config/hardware/{name}.yaml`")
     device: str = _doc("Where tensors live", choices=("cuda", "cpu"))
     gpus_per_node: int = _doc("GPUs per node; on CPU, trainer ranks per node", minimum=1)
     memory_gib_per_gpu: float = _doc("Memory the driver reports per GPU; on CPU, per node", exclusive_minimum=0)
-    deepep: bool = _doc("DeepEP works on it")
+    bf16_tflops: float = _doc("BF16 matrix products per GPU, 10^12 operations per second", exclusive_minimum=0)
+    fp8_tflops: float = _doc("FP8 matrix products per GPU; emulated: as fast as what emulates", exclusive_minimum=0)
+    hbm_gb_per_s: float = _doc("Memory bandwidth per GPU", exclusive_minimum=0)
+    gpu_link_gb_per_s: float = _doc("NVLink or xGMI per GPU to the others of its node", exclusive_minimum=0)
+    network_gb_per_s: float = _doc("Network between nodes, per node", exclusive_minimum=0)
+    host_memory_gib: float = _doc("Host memory per node", exclusive_minimum=0)
+    local_disk_gb: float = _doc("A node's own disk", exclusive_minimum=0)
+    local_disk_gb_per_s: float = _doc("Sequential writes to it", exclusive_minimum=0)
+    formats: list[str] = _doc("What the matrix units compute with: bf16, fp8 (E4M3FN), nvfp4")
+    emulated_formats: list[str] = _doc("Formats that software computes with in another precision", [])
+    deepep: bool = _doc("DeepEP works on it in engines")
+    trainer_deepep: bool = _doc("DeepEP works on it in the trainer")
+    trainer_deepep_reason: str = _doc("Why it does not", "")
+    kernels: Kernels = field(default_factory=Kernels, metadata={"doc": "Switches of the engine"})
 
 
 @dataclass(frozen=True)
 class Site:
-    """What belongs to a cluster."""
+    """What belongs to a cluster. A capacity is checked against the plan's need when it is declared; 0: not declared."""
 
     name: str = _doc("Name; the file `config/sites/{name}.yaml`")
     store: str = _doc("Checkpoints that do not depend on a run; may be shared by a group", "resources")
@@ -308,6 +348,9 @@ class Site:
     node_local: str = _doc("Folder on each node's own disk", "node_local")
     node_names: list[str] = _doc("Nodes to stage to; empty: staging happens inside the job", [])
     launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local",))
+    shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
+    local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
+    host_memory_gib: float = _doc("Host memory of each node", 0.0, minimum=0)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,32 @@
 """Memory of a serving engine: weights per GPU, and how many tokens of KV cache are left.
 
-A token's KV cache in each layer is MLA's latent with its rotary part, BF16, and the indexer's key: one FP8 code per
-dimension and one FP32 scale:
+A token's KV cache in each layer is, with MLA, the latent with its rotary part in BF16, and the indexer's key: one FP8
+code per dimension and one FP32 scale; with GQA a key and a value per key-value head in BF16:
 
-    bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))      GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
+    MLA   bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))   GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
+    GQA   bytes per token = layers (2 heads dim) 2                          Qwen3-4B: 36 (2 8 128) 2 = 147,456
 
 It is handed out in pages of 64 tokens. The latent has no heads to cut, so a tensor-parallel engine keeps the
-same cache on every GPU; with data-parallel attention each GPU keeps the cache of its own requests.
+same cache on every GPU; key-value heads are spread over its GPUs, each GPU holding at least one. With data-parallel
+attention each GPU keeps the whole cache of its own requests.
+
+Source of the layout: sgl-project/sglang, python/sglang/srt/mem_cache/memory_pool.py (MLATokenToKVPool,
+NSATokenToKVPool, MHATokenToKVPool); a server's own figures in seeds/vllm-glm5-b200-deployment.txt.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from posttrain.config.schema import Architecture, Config
+from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.memory import GIB
-from posttrain.planner.model_size import model_weights
+from posttrain.planner.model_size import FP8_BLOCK, model_weights
+from posttrain.planner.sglang_flags import has_dp_attention
 
 PAGE_TOKENS = 64
+# An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
+REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
 NOT_MODELLED = (
     "engine memory: activations, CUDA graphs, DeepEP and NCCL buffers; the MTP layer, which is not served",
     "engine.kv_tokens of the embedded engine: it has no pool, each request brings its own cache",
@@ -45,20 +54,32 @@ class EngineMemory:
     kv_tokens: int | None
 
 
-def kv_bytes_per_token(arch: Architecture) -> int:
-    """Return the bytes of KV cache that one token takes in all layers."""
-    latent = 2 * (arch.kv_lora_rank + arch.qk_rope_head_dim)
+def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "bf16") -> int:
+    """Return the bytes of KV cache that one token takes in all layers, on each GPU that holds a part of it.
+
+    Args:
+        arch: The model.
+        num_gpus: GPUs over which tensor parallelism spreads key-value heads; 1 with data-parallel attention.
+        kv_format: "bf16" or "fp8". In FP8 a latent is a byte per dimension with an FP32 scale per 128 of them, and
+            its rotary part stays BF16 (deepseek-ai/FlashMLA, README, "FP8 KV cache": 512 + 16 + 128 bytes).
+    """
+    assert kv_format in ("bf16", "fp8"), kv_format
+    if not arch.kv_lora_rank:
+        heads = math.ceil(arch.num_key_value_heads / num_gpus)
+        return arch.num_hidden_layers * 2 * heads * arch.head_dim * (2 if kv_format == "bf16" else 1)
+    rank, rotary = arch.kv_lora_rank, 2 * arch.qk_rope_head_dim
+    latent = 2 * rank if kv_format == "bf16" else rank + 4 * math.ceil(rank / FP8_BLOCK)
     indexer = arch.index_head_dim + 4 if arch.index_n_heads else 0
-    return arch.num_hidden_layers * (latent + indexer)
+    return arch.num_hidden_layers * (latent + rotary + indexer)
 
 
-def kv_tokens(arch: Architecture, memory_bytes: float) -> int:
-    """Return how many tokens fit into `memory_bytes`, in whole pages.
+def kv_tokens(arch: Architecture, memory_bytes: float, num_gpus: int = 1) -> int:
+    """Return how many tokens fit into `memory_bytes` of each GPU, in whole pages; see `kv_bytes_per_token`.
 
     Example:
         GLM-5: 64.49 GiB hold 691,392 tokens.
     """
-    pages = int(memory_bytes // (kv_bytes_per_token(arch) * PAGE_TOKENS))
+    pages = int(memory_bytes // (kv_bytes_per_token(arch, num_gpus) * PAGE_TOKENS))
     return max(pages, 0) * PAGE_TOKENS
 
 
@@ -77,8 +98,26 @@ def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: s
         size = weight.fp8_bytes if bytes_per_weight == "fp8" else weight.bf16_bytes
         size = weight.num_elements * 4 if bytes_per_weight == "fp32" else size
         is_cut = weight.split == "expert" or (weight.split == "tensor" and attention == "tensor_parallel")
-        total += size // num_gpus if is_cut else size
+        pieces = min(num_gpus, weight.max_shards or num_gpus)
+        total += size // pieces if is_cut else size
     return total
+
+
+def serving_gib_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: str) -> float:
+    """Return what the smallest useful engine takes on each GPU: the weights and one long request.
+
+    Args:
+        arch: The model.
+        num_gpus: GPUs of the engine, tensor-parallel.
+        bytes_per_weight: "fp8" or "bf16".
+    """
+    weights = weights_bytes_per_gpu(arch, num_gpus, bytes_per_weight, "tensor_parallel")
+    return (weights + REQUEST_TOKENS * kv_bytes_per_token(arch, num_gpus)) / GIB
+
+
+def fits(arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight: str) -> bool:
+    """Tell whether a tensor-parallel engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
+    return serving_gib_per_gpu(arch, num_gpus, bytes_per_weight) <= SERVING_SHARE * hardware.memory_gib_per_gpu
 
 
 def engine_memory(config: Config) -> EngineMemory:
@@ -87,12 +126,13 @@ def engine_memory(config: Config) -> EngineMemory:
     # The embedded engine dequantises at load; SGLang keeps FP8 codes.
     full = "fp32" if engine.dtype == "float32" else "bf16"
     stored = "fp8" if config.rollout.fp8 and not is_embedded else full
-    attention = "data_parallel" if config.hardware.device == "cuda" else "tensor_parallel"
+    attention = "data_parallel" if has_dp_attention(config) else "tensor_parallel"
     weights = weights_bytes_per_gpu(arch, engine.gpus_per_engine, stored, attention) / GIB
-    per_token = kv_bytes_per_token(arch)
+    spread = 1 if attention == "data_parallel" else engine.gpus_per_engine
+    per_token = kv_bytes_per_token(arch, spread)
     if is_embedded:
         return EngineMemory(attention, weights, per_token, None, None, None)
     free = engine.mem_fraction_static * config.hardware.memory_gib_per_gpu - weights
-    tokens = kv_tokens(arch, free * GIB)
+    tokens = kv_tokens(arch, free * GIB, spread)
     in_engine = tokens * engine.gpus_per_engine if attention == "data_parallel" else tokens
     return EngineMemory(attention, weights, per_token, free, tokens, in_engine)

@@ -7,10 +7,13 @@ torch's objects.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from posttrain.config.families import FAMILIES
 from posttrain.config.schema import Config
 from posttrain.planner.flags import Flag, flag
 
-ARCHITECTURE = "model.architecture"
+ARCHITECTURE, FAMILY = "model.architecture", "the model family"
 QUIET_THREADS = flag(
     "OMP_WAIT_POLICY",
     "PASSIVE",
@@ -121,53 +124,85 @@ def _attention_and_mlp(config: Config) -> list[Flag]:
         "hidden_size": "hidden_size",
         "ffn_hidden_size": "intermediate_size",
         "num_attention_heads": "num_attention_heads",
+        "layernorm_epsilon": "rms_norm_eps",
+    }
+    return [
+        *_same(config, sizes),
+        *(_latent_attention(config) if config.model.architecture.kv_lora_rank else _grouped_attention(config)),
+        flag("normalization", "RMSNorm", reason=FAMILY),
+        flag("gated_linear_unit", True, reason=FAMILY),
+        flag("activation_func", "silu", reason=FAMILY),
+        flag("add_bias_linear", False, reason=FAMILY),
+        flag("hidden_dropout", 0.0, reason="the recipe; engines drop nothing either"),
+        flag("attention_dropout", 0.0, reason="the recipe; engines drop nothing either"),
+    ]
+
+
+def _latent_attention(config: Config) -> list[Flag]:
+    """Return the settings of MLA."""
+    sizes = {
         "q_lora_rank": "q_lora_rank",
         "kv_lora_rank": "kv_lora_rank",
         "qk_head_dim": "qk_nope_head_dim",
         "qk_pos_emb_head_dim": "qk_rope_head_dim",
         "v_head_dim": "v_head_dim",
         "rotary_base": "rope_theta",
-        "layernorm_epsilon": "rms_norm_eps",
     }
-    family = "the model family"
     return [
-        *(_key(config, name, f"{ARCHITECTURE}.{field}") for name, field in sizes.items()),
-        flag("qk_layernorm", True, reason=family),
-        flag("rope_type", "rope", reason=f"{family}: no YaRN"),
+        *_same(config, sizes),
+        flag("qk_layernorm", True, reason=FAMILY),
+        flag("rope_type", "rope", reason=f"{FAMILY}: no YaRN"),
         flag("apply_rope_fusion", False, reason="Megatron's fused kernel knows no interleaved pairs"),
-        flag("normalization", "RMSNorm", reason=family),
-        flag("gated_linear_unit", True, reason=family),
-        flag("activation_func", "silu", reason=family),
-        flag("add_bias_linear", False, reason=family),
-        flag("hidden_dropout", 0.0, reason="the recipe; engines drop nothing either"),
-        flag("attention_dropout", 0.0, reason="the recipe; engines drop nothing either"),
+    ]
+
+
+def _grouped_attention(config: Config) -> list[Flag]:
+    """Return the settings of GQA."""
+    arch = config.model.architecture
+    is_normed = arch.use_qk_norm or FAMILIES[arch.model_type].always_qk_norm
+    return [
+        *_same(config, {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}),
+        flag("add_qkv_bias", arch.attention_bias, f"{ARCHITECTURE}.attention_bias"),
+        flag("qk_layernorm", is_normed, f"{ARCHITECTURE}.use_qk_norm", f"{ARCHITECTURE}.model_type"),
     ]
 
 
 def _experts(config: Config) -> list[Flag]:
-    """Return the settings of router, experts and dispatcher."""
+    """Return the settings of experts and dispatcher; none for a dense model."""
     arch = config.model.architecture
+    if not arch.n_routed_experts:
+        return []
     dense, layers = f"{ARCHITECTURE}.first_k_dense_replace", f"{ARCHITECTURE}.num_hidden_layers"
     num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
-    shared = arch.moe_intermediate_size * arch.n_shared_experts or None
-    width, router = f"{ARCHITECTURE}.moe_intermediate_size", "the model family's router"
+    shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
     dispatcher = "flex" if config.trainer.deepep else "alltoall"
     return [
-        _key(config, "num_moe_experts", f"{ARCHITECTURE}.n_routed_experts"),
+        *_same(config, {"num_moe_experts": "n_routed_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}),
         flag("moe_layer_freq", [0] * arch.first_k_dense_replace + [1] * num_moe_layers, dense, layers),
-        _key(config, "moe_ffn_hidden_size", width),
-        flag("moe_shared_expert_intermediate_size", shared, width, f"{ARCHITECTURE}.n_shared_experts"),
-        _key(config, "moe_router_topk", f"{ARCHITECTURE}.num_experts_per_tok"),
-        flag("moe_router_score_function", "sigmoid", reason=router),
-        _key(config, "moe_router_topk_scaling_factor", f"{ARCHITECTURE}.routed_scaling_factor"),
-        flag("moe_router_enable_expert_bias", True, reason=router),
-        flag("moe_router_bias_update_rate", 0.0, reason="the recipe: the router's bias stays as pre-trained"),
-        flag("moe_router_load_balancing_type", "none", reason="the recipe: no auxiliary loss"),
-        flag("moe_router_dtype", "fp32", reason="the recipe: close scores decide which experts a token sees"),
+        flag(
+            "moe_shared_expert_intermediate_size",
+            arch.moe_intermediate_size * arch.n_shared_experts or None,
+            width,
+            shared,
+        ),
+        *_router(config),
         flag("moe_token_dispatcher_type", dispatcher, "trainer.deepep"),
         flag("moe_flex_dispatcher_backend", "deepep", reason="the dispatcher `flex` uses; without it no effect"),
         flag("moe_grouped_gemm", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
         flag("moe_permute_fusion", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
+    ]
+
+
+def _router(config: Config) -> list[Flag]:
+    has_bias = FAMILIES[config.model.architecture.model_type].router_bias
+    scaling = {"moe_router_topk_scaling_factor": "routed_scaling_factor"} if has_bias else {}
+    return [
+        *_same(config, {"moe_router_topk": "num_experts_per_tok"} | scaling),
+        flag("moe_router_score_function", "sigmoid" if has_bias else "softmax", f"{ARCHITECTURE}.model_type"),
+        flag("moe_router_enable_expert_bias", has_bias, f"{ARCHITECTURE}.model_type"),
+        flag("moe_router_bias_update_rate", 0.0, reason="the recipe: the router's bias stays as pre-trained"),
+        flag("moe_router_load_balancing_type", "none", reason="the recipe: no auxiliary loss"),
+        flag("moe_router_dtype", "fp32", reason="the recipe: close scores decide which experts a token sees"),
     ]
 
 
@@ -230,6 +265,11 @@ def _kernels(config: Config) -> list[Flag]:
         flag("persist_layer_norm", False, reason="a LayerNorm kernel; the model has RMSNorm"),
         flag("gradient_accumulation_fusion", False, reason="needs apex or Transformer Engine weights"),
     ]
+
+
+def _same(config: Config, fields: Mapping[str, str]) -> list[Flag]:
+    """Return flags whose values are the architecture's: Megatron's name -> ours."""
+    return [_key(config, name, f"{ARCHITECTURE}.{field}") for name, field in fields.items()]
 
 
 def _key(config: Config, name: str, key: str) -> Flag:

@@ -1,20 +1,25 @@
 """The weights of a model, from its dimensions alone: how many, how parallelism cuts them, what FP8 covers.
 
-Letters: H hidden size, N heads, V vocabulary, E experts, F width of one expert.
+Letters: H hidden size, N heads, G key-value heads, D head width, V vocabulary, E experts, F width of one expert.
 
-One decoder layer of GLM-5 (`glm_moe_dsa`) holds
+One decoder layer holds, depending on the family (`posttrain.config.families`),
 
     attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
+    or (GQA)          q [N D, H], k and v [G D, H], with biases or without, o [H, N D], norms of query and key [D]
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
                       weights_proj [heads, H]
     two RMSNorms      2 H
-    dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers
+    dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers, or in all where there are no experts
     or MoE            router [E, H], E experts and the shared ones, each 3 F H, in the others
 
 Router biases (one FP32 number per expert) are not counted as parameters: no gradient reaches them. Bytes
 include them. An MTP layer is a MoE layer with a projection of [embedding; hidden] and three norms; it is in
-the checkpoints but neither trained nor served here, so it is counted apart.
+the checkpoints but neither trained nor served here, so it is counted apart. Where the embedding is the output matrix
+as well, it is one tensor and counted once.
+
+Source: the modelling files in huggingface/transformers, src/transformers/models/{glm_moe_dsa, deepseek_v3, glm4_moe,
+qwen3, qwen3_moe}; tests count the parameters of their models.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from posttrain.config.families import family_of
 from posttrain.config.schema import Architecture
 
 FP8_BLOCK = 128
@@ -39,6 +45,8 @@ class Weight:
         split: What cuts it over ranks: "tensor", "expert", or "none" where every rank holds it whole.
         fp8: FP8 checkpoints hold it as codes and 128x128 block scales.
         is_buffer: Not trained, FP32, not counted as a parameter: the router's bias.
+        max_shards: Engines cut it into at most as many pieces, and repeat pieces beyond; 0: no limit. Key and value
+            projections have as many pieces as they have heads.
     """
 
     component: str
@@ -47,6 +55,7 @@ class Weight:
     split: str = "none"
     fp8: bool = False
     is_buffer: bool = False
+    max_shards: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -72,20 +81,29 @@ def layer_weights(arch: Architecture, is_moe: bool) -> tuple[Weight, ...]:
     """Return the weights of one decoder layer."""
     norms = Weight("norms", (arch.hidden_size,), count=2)
     feed_forward = _moe_weights(arch) if is_moe else _mlp_weights(arch, "dense_mlp", arch.intermediate_size)
-    return (*_attention_weights(arch), *_indexer_weights(arch), norms, *feed_forward)
+    attention = _latent_attention(arch) if arch.kv_lora_rank else _grouped_attention(arch)
+    return (*attention, *_indexer_weights(arch), norms, *feed_forward)
 
 
 def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
     """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
-    return [layer_weights(arch, index >= arch.first_k_dense_replace) for index in range(arch.num_hidden_layers)]
+    num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
+    return [layer_weights(arch, index >= num_dense) for index in range(arch.num_hidden_layers)]
 
 
-def edge_weights(arch: Architecture) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Return what stands before the first layer and what stands after the last one."""
+def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Return what stands before the first layer and what stands after the last one.
+
+    Args:
+        arch: The model.
+        num_stages: Pipeline stages. With several, the last one has its own copy of a tied embedding.
+    """
     vocabulary = (arch.vocab_size, arch.hidden_size)
     first = (Weight("embedding", vocabulary, split="tensor"),)
-    last = (Weight("norms", (arch.hidden_size,)), Weight("lm_head", vocabulary, split="tensor"))
-    return first, last
+    norm = Weight("norms", (arch.hidden_size,))
+    if arch.tie_word_embeddings and num_stages == 1:
+        return first, (norm,)
+    return first, (norm, Weight("lm_head", vocabulary, split="tensor"))
 
 
 def model_weights(arch: Architecture) -> list[Weight]:
@@ -117,14 +135,17 @@ def count_parameters(weights: Iterable[Weight]) -> int:
 def count_active_parameters(arch: Architecture) -> int:
     """Return the parameters that one token is multiplied with.
 
-    Of the routed experts only those it is sent to; the embedding is a look-up and does not count.
+    Of the routed experts only those it is sent to. The embedding is a look-up and does not count, unless it is the
+    output matrix, too.
 
     Example:
         GLM-5: 40,833,126,912.
     """
     parts = parameters_by_component(model_weights(arch))
-    idle = parts.get("routed_experts", 0) * (arch.n_routed_experts - arch.num_experts_per_tok) // arch.n_routed_experts
-    return sum(parts.values()) - idle - parts["embedding"]
+    experts = arch.n_routed_experts
+    idle = parts["routed_experts"] * (experts - arch.num_experts_per_tok) // experts if experts else 0
+    looked_up = 0 if arch.tie_word_embeddings else parts["embedding"]
+    return sum(parts.values()) - idle - looked_up
 
 
 def parameters_by_component(weights: Sequence[Weight]) -> dict[str, int]:
@@ -136,7 +157,7 @@ def parameters_by_component(weights: Sequence[Weight]) -> dict[str, int]:
     return parts
 
 
-def _attention_weights(arch: Architecture) -> tuple[Weight, ...]:
+def _latent_attention(arch: Architecture) -> tuple[Weight, ...]:
     hidden, heads = arch.hidden_size, arch.num_attention_heads
     query = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
     key_value = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
@@ -149,6 +170,23 @@ def _attention_weights(arch: Architecture) -> tuple[Weight, ...]:
         Weight("attention", (query, arch.q_lora_rank), split="tensor", fp8=True),
         Weight("attention", (key_value, arch.kv_lora_rank), split="tensor", fp8=True),
         Weight("attention", (hidden, heads * arch.v_head_dim), split="tensor", fp8=True),
+    )
+
+
+def _grouped_attention(arch: Architecture) -> tuple[Weight, ...]:
+    hidden, groups = arch.hidden_size, arch.num_key_value_heads
+    query, key_value = arch.num_attention_heads * arch.head_dim, groups * arch.head_dim
+    biases = (
+        Weight("attention", (query,), split="tensor"),
+        Weight("attention", (key_value,), count=2, split="tensor", max_shards=groups),
+    )
+    has_norms = arch.use_qk_norm or family_of(arch).always_qk_norm
+    return (
+        Weight("attention", (query, hidden), split="tensor", fp8=True),
+        Weight("attention", (key_value, hidden), count=2, split="tensor", fp8=True, max_shards=groups),
+        Weight("attention", (hidden, query), split="tensor", fp8=True),
+        *(biases if arch.attention_bias else ()),
+        *((Weight("norms", (arch.head_dim,), count=2),) if has_norms else ()),
     )
 
 
@@ -165,12 +203,13 @@ def _indexer_weights(arch: Architecture) -> tuple[Weight, ...]:
 
 def _moe_weights(arch: Architecture) -> tuple[Weight, ...]:
     router = Weight("router", (arch.n_routed_experts, arch.hidden_size))
-    bias = Weight("router", (arch.n_routed_experts,), is_buffer=True)
+    has_bias = family_of(arch).router_bias
+    bias = (Weight("router", (arch.n_routed_experts,), is_buffer=True),) if has_bias else ()
     # The Hub's checkpoint holds the shared experts as one MLP of their joint width.
     shared_width = arch.n_shared_experts * arch.moe_intermediate_size
     shared = _mlp_weights(arch, "shared_experts", shared_width) if shared_width else ()
     routed = _mlp_weights(arch, "routed_experts", arch.moe_intermediate_size, arch.n_routed_experts, "expert")
-    return (router, bias, *shared, *routed)
+    return (router, *bias, *shared, *routed)
 
 
 def _mlp_weights(

@@ -3,8 +3,10 @@
 `docs/flags.md` maps the recipe's spellings to these. An engine has a role: "unified" (prefills and decodes), or with
 prefill-decode disaggregation "prefill" and "decode", each with its own world size and batch.
 
-Sources: the recipe's settings, `miles-glm5-recipe.txt`; per-hardware kernels, `sglang-glm5-cookbook.txt`, section 3.2;
-SGLang 0.5.23 `srt/server_args.py`, `srt/environ.py`.
+What a GPU needs of its own stands in its file in `config/hardware`, under `hardware.kernels`.
+
+Sources: the recipe's settings, `miles-glm5-recipe.txt`, section 5.3; few requests and AMD, `sglang-glm5-cookbook.txt`,
+section 3.2; SGLang 0.5.23 `srt/server_args.py`, `srt/environ.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections.abc import Callable
 
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.schema import Config
-from posttrain.planner.engine_kernels import kernels_of
 from posttrain.planner.flags import Flag, flag
 from posttrain.planner.megatron_flags import QUIET_THREADS
 from posttrain.planner.model_size import FP8_BLOCK
@@ -26,6 +27,7 @@ CPU_MEM_FRACTION = 0.1
 CHUNKED_PREFILL_TOKENS_PER_RANK = 2048
 KV_PAGE_TOKENS = 64
 WATCHDOG_SECONDS = 3600
+SPARSE_KERNEL = "flashmla_sparse"
 # The recipe's largest decode graph and DeepEP buffer per rank: (unified, with prefill apart).
 GRAPH_BATCH_SIZE = {UNIFIED: 256, DECODE: 8, PREFILL: 8}
 DEEPEP_TOKENS = {UNIFIED: 256, DECODE: 32, PREFILL: 32}
@@ -65,7 +67,7 @@ def nodes_per_engine(config: Config, role: str = UNIFIED) -> int:
 def is_mixture(config: Config) -> bool:
     """Return whether the model has experts."""
     arch = config.model.architecture
-    return arch.n_routed_experts > 1 and arch.first_k_dense_replace < arch.num_hidden_layers
+    return arch.n_routed_experts > 0 and arch.first_k_dense_replace < arch.num_hidden_layers
 
 
 def has_dp_attention(config: Config) -> bool:
@@ -75,7 +77,7 @@ def has_dp_attention(config: Config) -> bool:
 
 def has_deepep(config: Config, role: str = UNIFIED) -> bool:
     """Return whether tokens go to experts through DeepEP: the recipe does so with FP8 weights."""
-    is_allowed = config.engine.deepep and kernels_of(config.hardware.name).deepep
+    is_allowed = config.engine.deepep and config.hardware.deepep
     return is_allowed and has_dp_attention(config) and config.rollout.fp8 and world_size(config, role) > 1
 
 
@@ -171,7 +173,7 @@ def _on_cpu() -> list[Flag]:
 
 
 def _on_gpus(config: Config, role: str) -> list[Flag]:
-    kernels = kernels_of(config.hardware.name)
+    seconds = config.hardware.kernels.watchdog_seconds or WATCHDOG_SECONDS
     flags = [
         flag("--mem-fraction-static", config.engine.mem_fraction_static, "engine.mem_fraction_static"),
         flag(
@@ -180,13 +182,12 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
             reason="the trainer shares the GPUs: a sleeping engine gives back its weights and cache",
         ),
         flag("--kv-cache-dtype", "bf16", reason=f"{RECIPE}: attention as the trainer computes it"),
-        flag("--watchdog-timeout", kernels.watchdog_seconds or WATCHDOG_SECONDS, reason="loading takes long"),
+        flag("--watchdog-timeout", seconds, "hardware.kernels.watchdog_seconds", reason="loading takes long"),
     ]
-    if kernels.page_tokens:
-        flags.append(flag("--page-size", kernels.page_tokens, "hardware.name", reason="the page FlashMLA works on"))
     parts: tuple[Callable[[Config, str], list[Flag]], ...] = (
         _parallelism,
         _batches,
+        _page,
         _attention_kernels,
         _expert_kernels,
         _speculation,
@@ -197,7 +198,7 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
 
 
 def _parallelism(config: Config, role: str) -> list[Flag]:
-    key = "engine.pd.gpus_per_prefill_engine" if role == PREFILL else "engine.gpus_per_engine"
+    key = _world_size_key(role)
     ranks = world_size(config, role)
     flags = [flag("--tp-size", ranks, key)]
     if is_mixture(config):
@@ -213,12 +214,12 @@ def _parallelism(config: Config, role: str) -> list[Flag]:
 
 
 def _batches(config: Config, role: str) -> list[Flag]:
-    total = kernels_of(config.hardware.name).chunked_prefill_tokens
+    total = config.hardware.kernels.chunked_prefill_tokens
     # SGLang divides the chunk by the data-parallel ranks.
     ranks = world_size(config, role)
     chunk = total or CHUNKED_PREFILL_TOKENS_PER_RANK * ranks
-    reason = "the cookbook, on this hardware" if total else f"{RECIPE}: {CHUNKED_PREFILL_TOKENS_PER_RANK} per GPU"
-    keys = ("hardware.name",) if total else ("engine.gpus_per_engine",)
+    reason = f"unless the hardware says otherwise, {RECIPE}: {CHUNKED_PREFILL_TOKENS_PER_RANK} per GPU"
+    keys = (_world_size_key(role), "hardware.kernels.chunked_prefill_tokens")
     flags = [flag("--chunked-prefill-size", chunk, *keys, reason=reason)]
     if role != PREFILL:  # SGLang captures no decode graph in a server that only prefills
         batch = graph_batch_size(config, role)
@@ -226,15 +227,21 @@ def _batches(config: Config, role: str) -> list[Flag]:
     return flags
 
 
+def _page(config: Config, role: str) -> list[Flag]:
+    """Return the page of the KV cache: FlashMLA's and TRT-LLM's; TileLang's is SGLang's own choice."""
+    key = "hardware.kernels.dsa_decode"
+    is_other = config.hardware.kernels.dsa_decode == "tilelang"
+    return [] if is_other else [flag("--page-size", KV_PAGE_TOKENS, key, reason=f"{RECIPE}: the kernels' page")]
+
+
 def _attention_kernels(config: Config, role: str) -> list[Flag]:
     if not config.model.architecture.index_n_heads:
         return []  # SGLang knows the best dense kernel of each GPU
-    kernels, chosen_by = kernels_of(config.hardware.name), ("hardware.name", "engine.dp_attention")
-    prefill, decode = kernels.sparse if has_dp_attention(config) else kernels.sparse_few_requests
+    kernels, prefill, decode = config.hardware.kernels, "hardware.kernels.dsa_prefill", "hardware.kernels.dsa_decode"
     return [
-        flag("--attention-backend", "dsa", "model.architecture.index_n_heads", reason="sparse attention"),
-        flag("--dsa-prefill-backend", prefill, *chosen_by),
-        flag("--dsa-decode-backend", decode, *chosen_by),
+        flag("--attention-backend", "dsa", "model.architecture.index_n_heads"),
+        flag("--dsa-prefill-backend", kernels.dsa_prefill or SPARSE_KERNEL, prefill),
+        flag("--dsa-decode-backend", kernels.dsa_decode or SPARSE_KERNEL, decode),
     ]
 
 
@@ -244,23 +251,13 @@ def _expert_kernels(config: Config, role: str) -> list[Flag]:
     if has_deepep(config, role):
         chosen_by = ("engine.deepep", "rollout.fp8", "hardware.name")
         return [flag("--moe-a2a-backend", "deepep", *chosen_by), flag("--deepep-mode", "auto", *chosen_by)]
-    kernels, fp8 = kernels_of(config.hardware.name), config.rollout.fp8
-    runner_fp8 = kernels.moe_fp8 if has_dp_attention(config) else kernels.moe_fp8_few_requests
-    runner = runner_fp8 if fp8 else kernels.moe_bf16
-    flags = []
-    if runner:
-        reason = "" if fp8 else "flashinfer_trtllm returns wrong values after an update of BF16 weights"
-        flags.append(flag("--moe-runner-backend", runner, "hardware.name", "rollout.fp8", reason=reason))
-    if kernels.allreduce_fusion and not has_dp_attention(config):
-        flags.append(
-            flag(
-                "--flashinfer-allreduce-fusion-backend",
-                "auto",
-                "hardware.name",
-                "engine.dp_attention",
-                reason="the cookbook; tensor-parallel attention adds up after each layer",
-            )
-        )
+    name = "moe_runner_fp8" if config.rollout.fp8 else "moe_runner_bf16"
+    runner = getattr(config.hardware.kernels, name)
+    flags = [flag("--moe-runner-backend", runner, f"hardware.kernels.{name}", "rollout.fp8")] if runner else []
+    if config.hardware.kernels.allreduce_fusion and not has_dp_attention(config):
+        keys = ("hardware.kernels.allreduce_fusion", "engine.dp_attention")
+        reason = "the cookbook; tensor-parallel attention adds up after each layer"
+        flags.append(flag("--flashinfer-allreduce-fusion-backend", "auto", *keys, reason=reason))
     return flags
 
 
@@ -287,8 +284,11 @@ def _disaggregation(config: Config, role: str) -> list[Flag]:
 
 def _nodes(config: Config, role: str) -> list[Flag]:
     nodes = nodes_per_engine(config, role)
-    key = "engine.pd.gpus_per_prefill_engine" if role == PREFILL else "engine.gpus_per_engine"
-    return [flag("--nnodes", nodes, key, "hardware.gpus_per_node")] if nodes > 1 else []
+    return [flag("--nnodes", nodes, _world_size_key(role), "hardware.gpus_per_node")] if nodes > 1 else []
+
+
+def _world_size_key(role: str) -> str:
+    return "engine.pd.gpus_per_prefill_engine" if role == PREFILL else "engine.gpus_per_engine"
 
 
 def _cpu_environment() -> list[Flag]:
