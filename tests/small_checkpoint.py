@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.config.families import dimensions
 from posttrain.config.schema import Architecture
 
 ARCHITECTURE = Architecture(
@@ -69,7 +70,7 @@ def make_small_checkpoint(
 
 def config_of(architecture: Architecture) -> dict:
     """Return `config.json` as the Hub has it: rope in `rope_parameters`, everything else under our names."""
-    config = {key: value for key, value in vars(architecture).items() if key != "rope_theta"}
+    config = {key: value for key, value in dimensions(architecture).items() if key != "rope_theta"}
     return {
         "architectures": ["GlmMoeDsaForCausalLM"],
         **config,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from posttrain.config.families import dimensions
 from posttrain.config.schema import Architecture
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _transformers_model(architecture: Architecture, num_layers: int) -> torch.nn
 
 
 def _transformers_config(architecture: Architecture, num_layers: int) -> PretrainedConfig:
-    values = dataclasses.asdict(architecture) | {"num_hidden_layers": num_layers}
+    values = dimensions(architecture) | {"num_hidden_layers": num_layers}
     del values["model_type"]
     rope = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
     common = {
@@ -147,6 +148,4 @@ def _transformers_config(architecture: Architecture, num_layers: int) -> Pretrai
         return GlmMoeDsaConfig(architectures=["GlmMoeDsaForCausalLM"], **values, **common)
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
-    for key in ("index_n_heads", "index_head_dim", "index_topk"):
-        del values[key]
     return DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], **values, **common)

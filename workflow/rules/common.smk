@@ -11,9 +11,7 @@ from snakemake.logging import logger
 from posttrain import artifacts
 from posttrain.artifacts import Paths, part_receipt_of, receipt_of
 from posttrain.config.begun import refuse_other_experiment
-from posttrain.config.families import dimensions
 from posttrain.config.load import resolve
-from posttrain.config.rules import check_convertible
 from posttrain.errors import ConfigError
 from posttrain.launch.child import name_driver
 
@@ -36,9 +34,7 @@ except ConfigError as error:
     logger.error(str(error))
     sys.exit(1)
 CFG = RESOLVED.config
-ARCHITECTURE = json.dumps(dimensions(CFG.model.architecture))
-# resolve_config refuses a model that this version cannot convert; nothing is fetched for it before that.
-REFUSED_BY = [PATHS.config] if list(check_convertible(CFG)) else []
+ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
 

@@ -1,5 +1,8 @@
 # The model's files and the prompts, verified against their source.
+from posttrain.config.rules import check_convertible
 
+# resolve_config refuses a model that this version cannot convert; nothing is fetched for it before that.
+REFUSED_BY = [PATHS.config] if list(check_convertible(CFG)) else []
 SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
 
 if CFG.model.source.kind == "made":

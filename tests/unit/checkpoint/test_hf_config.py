@@ -20,6 +20,7 @@ from posttrain.checkpoint.hf_config import check_config, patch_folder
 from posttrain.checkpoint.hf_layout import check_layout, read_json
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.safetensors_io import TensorInfo
+from posttrain.config.families import dimensions
 from posttrain.errors import CheckpointError
 
 CONFIG = config_of(ARCHITECTURE)
@@ -27,7 +28,7 @@ TENSORS = {
     name: TensorInfo(name, spec.dtype, spec.shape, 0, spec.size_bytes)
     for name, spec in expected_tensors(ARCHITECTURE).items()
 }
-DIMENSIONS = [name for name in dataclasses.asdict(ARCHITECTURE) if name not in ("model_type", "rope_theta")]
+DIMENSIONS = [name for name in dimensions(ARCHITECTURE) if name not in ("model_type", "rope_theta")]
 
 
 def _check(config, tensors=TENSORS, architecture=ARCHITECTURE, **options):
@@ -160,7 +161,7 @@ def test_optional_copies_in_the_mtp_layer_are_accepted():
 
 def test_what_transformers_writes_is_accepted():
     """The config as `save_pretrained` writes it, with its own names for rope and layer types."""
-    fields = dataclasses.asdict(ARCHITECTURE) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    fields = dimensions(ARCHITECTURE) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     del fields["model_type"], fields["rope_theta"]
     written = GlmMoeDsaConfig(**fields, num_key_value_heads=2, dtype="bfloat16").to_dict()
     assert _check(json.loads(json.dumps(written)) | {"architectures": ["GlmMoeDsaForCausalLM"]}) == {}
@@ -170,9 +171,8 @@ def test_a_model_without_indexer_need_not_mention_it():
     architecture = dataclasses.replace(
         ARCHITECTURE, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0
     )
-    fields = dataclasses.asdict(architecture) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    for name in ("model_type", "rope_theta", "index_n_heads", "index_head_dim", "index_topk"):
-        del fields[name]
+    fields = dimensions(architecture) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    del fields["model_type"], fields["rope_theta"]
     written = DeepseekV3Config(**fields, num_key_value_heads=2, n_group=1, topk_group=1, dtype="bfloat16").to_dict()
     config = json.loads(json.dumps(written)) | {"architectures": ["DeepseekV3ForCausalLM"]}
     tensors = {

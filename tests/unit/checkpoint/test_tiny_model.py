@@ -12,6 +12,7 @@ from posttrain.checkpoint import tiny_model, tiny_warm_up
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.checkpoint.tiny_model import make_tiny_model, measure_pass_rate
+from posttrain.config.families import dimensions
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError
@@ -106,7 +107,7 @@ def test_transformers_loads_it_and_leaves_out_only_the_mtp_layer(made):
 
 def test_its_config_says_what_the_architecture_says(made):
     config = AutoConfig.from_pretrained(made[0])
-    wanted = dataclasses.asdict(ARCHITECTURE)
+    wanted = dimensions(ARCHITECTURE)
     assert config.rope_parameters == {"rope_theta": wanted.pop("rope_theta"), "rope_type": "default"}
     assert {key: getattr(config, key) for key in wanted} == wanted
     assert config.architectures == ["GlmMoeDsaForCausalLM"]

@@ -10,7 +10,7 @@ One decoder layer holds, depending on the family (`posttrain.config.families`),
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
                       weights_proj [heads, H]
     two RMSNorms      2 H
-    dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers, or in all where there are no experts
+    dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers; without experts in all
     or MoE            router [E, H], E experts and the shared ones, each 3 F H, in the others
 
 Router biases (one FP32 number per expert) are not counted as parameters: no gradient reaches them. Bytes
