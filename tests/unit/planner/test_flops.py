@@ -60,8 +60,7 @@ def test_backward_and_recomputation():
 def test_sparse_attention_is_a_fraction_of_dense_at_32k(resolved):
     arch = resolved("glm5").config.model.architecture
     sparse, dense = (
-        sequence_flops(each, 32768).attention
-        for each in (arch, dataclasses.replace(arch, index_n_heads=0))
+        sequence_flops(each, 32768).attention for each in (arch, dataclasses.replace(arch, index_n_heads=0))
     )
     # (2048 2049 / 2 + 30720 2048) / (32768 32769 / 2)
     assert sparse / dense == pytest.approx(0.1211, abs=1e-4)

@@ -22,6 +22,7 @@ from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner import duration, engine, memory, storage
+from posttrain.planner.flags import rendered_flags
 from posttrain.planner.model_size import (
     count_active_parameters,
     count_parameters,
@@ -29,12 +30,12 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
+from posttrain.planner.published import accuracy_part
+from posttrain.planner.step_time import split_part
 
 NOT_MODELLED = (
     "layouts for node counts without a file in config/nodes: the configured layout is planned as it is",
     "memory by phase when trainer and engines share GPUs: each is planned as if it had the GPU to itself",
-    "flags: the values of the configuration with their origins; Megatron's and SGLang's own spellings are "
-    "rendered when they start",
     *memory.NOT_MODELLED,
     *engine.NOT_MODELLED,
     *storage.NOT_MODELLED,
@@ -75,12 +76,15 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             **dataclasses.asdict(needed),
         },
         "durations_seconds": seconds,
+        "step_time_accuracy": accuracy_part(config),
+        "best_split": split_part(config),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(rates),
         "rules": [_rule_part(rule, workflow) for rule in rule_chain(config)],
         "flags": {
             key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
             for key, value in flat_config(config).items()
-        },
+        }
+        | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config, stages, served)],
         "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
         "not_modelled": list(NOT_MODELLED),
