@@ -8,12 +8,14 @@ A golden file changes on purpose only. To write them anew, from the root of the 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.flag_cases import flag_cases
 
 from posttrain.planner.flags import rendered_flags
+from posttrain.planner.sglang_flags import roles, sglang_flags
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -40,6 +42,15 @@ def test_every_switch_shows():
     """A switch whose file equals the recipe's would pin nothing."""
     recipe = text_of("glm5-h200-recipe")
     assert all(text_of(name) != recipe for name in flag_cases() if name != "glm5-h200-recipe" and "h200" in name)
+
+
+def test_every_flag_of_sglang_on_gpus_is_in_the_table_of_the_docs():
+    docs = (Path(__file__).parents[3] / "docs" / "flags.md").read_text()
+    named = set(re.findall(r"--[a-z0-9-]+|SGLANG_[A-Z_]+", docs))
+    configs = [resolved.config for resolved in flag_cases().values() if resolved.config.hardware.device == "cuda"]
+    used = {item.name for config in configs for role in roles(config) for item in sglang_flags(config, role)}
+    ours = {"--served-model-name", "--dtype", "--random-seed", "--nnodes"}  # the recipe's launcher sets these itself
+    assert used - ours <= named
 
 
 if __name__ == "__main__":
