@@ -7,7 +7,7 @@ import pytest
 from tests.flag_cases import flag_cases
 from tests.sglang_environment import require_sglang, run_in_sglang
 
-from posttrain.planner.flags import Flag, as_arguments
+from posttrain.planner.flag import Flag, as_arguments
 from posttrain.planner.sglang_flags import environment_flags, roles, sglang_flags
 
 pytestmark = pytest.mark.sglang

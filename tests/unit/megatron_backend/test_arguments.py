@@ -16,7 +16,7 @@ from tests.flag_cases import flag_cases
 
 from posttrain.megatron_backend.arguments import OBJECTS, ddp_config, optimizer_config, transformer_config
 from posttrain.planner import megatron_flags
-from posttrain.planner.flags import as_mapping
+from posttrain.planner.flag import as_mapping
 
 READERS = {
     "megatron.model": MLATransformerConfig,

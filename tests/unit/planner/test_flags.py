@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from posttrain.planner.flags import as_arguments, flag, rendered_flags
+from posttrain.planner.flag import as_arguments, flag
+from posttrain.planner.flags import rendered_flags
 from posttrain.planner.sglang_flags import (
     DECODE,
     PREFILL,

@@ -157,6 +157,13 @@ def test_the_recipe_of_16_nodes(glm5):
     assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides
 
 
+def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
+    seconds = step_durations(glm5, SHARED_STORAGE)
+    assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
+    fewer = step_durations(resolved("glm5", set="data.num_heldout_prompts=16").config, SHARED_STORAGE)
+    assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples
+
+
 def test_an_offloaded_optimizer_takes_longer(resolved, glm5):
     offloaded = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
     there, here = (step_durations(config, SHARED_STORAGE)["step_train"] for config in (offloaded, glm5))

@@ -276,7 +276,9 @@ class Engine:
         "which suits few (CUDA only)",
         True,
     )
-    deepep: bool = _doc("DeepEP carries tokens to experts in engines with FP8 weights (CUDA only)", True)
+    deepep: bool = _doc(
+        "DeepEP carries tokens to experts, in engines with FP8 weights and on hardware that has it", True
+    )
     mtp_steps: int = _doc(
         "Tokens that the MTP layer drafts ahead (EAGLE); 0: no speculation. The draft is not trained: it slows down as "
         "the policy moves away from it, and never changes what is sampled",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.config.schema import Config
 from posttrain.planner import sglang_flags
-from posttrain.planner.flags import as_arguments, as_environment
+from posttrain.planner.flag import as_arguments, as_environment
 from posttrain.planner.sglang_flags import UNIFIED, nodes_per_engine
 
 # Every start of SGLang on a CPU leaves sockets and a cache folder behind; on GPUs the caches hold compiled kernels and

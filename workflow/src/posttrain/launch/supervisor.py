@@ -24,7 +24,7 @@ from posttrain.engines.process import EngineProcess, check_all_alive, choose_fre
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.lease import Lease
 from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.planner.flags import as_environment
+from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
 
 log = logging.getLogger(__name__)

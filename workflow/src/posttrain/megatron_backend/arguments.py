@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.config.schema import Config
 from posttrain.planner import megatron_flags
-from posttrain.planner.flags import Flag, as_mapping
+from posttrain.planner.flag import Flag, as_mapping
 
 # transformers builds the two latent norms with its default epsilon, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from posttrain.config.families import FAMILIES
 from posttrain.config.schema import Config
-from posttrain.planner.flags import Flag, flag
+from posttrain.planner.flag import Flag, flag
 
 ARCHITECTURE, FAMILY = "model.architecture", "the model family"
 QUIET_THREADS = flag(

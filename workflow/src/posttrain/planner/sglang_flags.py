@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.schema import Config
-from posttrain.planner.flags import Flag, flag
+from posttrain.planner.flag import Flag, flag
 from posttrain.planner.megatron_flags import QUIET_THREADS
 from posttrain.planner.model_size import FP8_BLOCK
 

@@ -173,7 +173,8 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     step = sum(phases[name] for name in ("rollout", "old_logprobs", "train", "weight_sync"))
     total = steps * step + saves * phases["save"]
     seconds = {"step": total / steps, **{f"step_{name}": value for name, value in phases.items()}}
-    return {**_rounded(seconds), **_rounded({"train_grpo": total, "evaluate": evaluation_seconds(config)})}
+    rules = {"train_grpo": total} | dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
+    return _rounded(seconds | rules)
 
 
 def trainer_of(config: Config) -> Trainer:
