@@ -1,6 +1,6 @@
 """Published systems that the step-time model is held against, and how far it is off.
 
-One system sets constants (`FITTED`); the others are predictions. A prediction that is more than a quarter off names
+One system's training time sets `rates.COMPUTE_SHARE` (`FittedSystem`); all others are predictions. A prediction that is more than a quarter off names
 what is missing. The plan shows the table, so that nobody trusts a number more than it deserves.
 
 Left out, because what they depend on is not published: verl's 1,700 s for DeepSeek-V3 on 96 H20 and miles' 4.5 minutes
@@ -29,9 +29,10 @@ from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.decoding import Engine, decode_step_seconds, prefill_seconds
 from posttrain.planner.step_time import Trainer, Workload, logprob_seconds, rollout_of, train_seconds
 
-NEMO_RL, BRIDGE, VLLM = "NVIDIA-NeMo/RL", "NVIDIA-NeMo/Megatron-Bridge", "vLLM on 8 B200"
+PRIME_RL, NEMO_RL, BRIDGE, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "NVIDIA-NeMo/Megatron-Bridge", "vLLM on 8 B200"
 # What decides whether a prediction holds.
 TOLERANCE = 0.25
+TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"
 FIXED_COST = (
     "a fixed time per step, whatever the number of GPUs: moving weights into the engines, sleeping and waking, "
     "micro-batches of one short sample that do not fill a GPU"
@@ -44,7 +45,7 @@ SMALL_WORK = "engines so small and steps so short that what happens between the 
 
 @dataclass(frozen=True)
 class FittedSystem:
-    """The one system that sets constants.
+    """The system whose training time sets a constant.
 
     Args:
         train_seconds: Of a step.
@@ -225,7 +226,8 @@ def step_time_accuracy(machine: Hardware) -> list[Published]:
     Args:
         machine: Any machine with GPUs; only peaks are replaced.
     """
-    rows = [_grpo_step(step, machine_of(step.hardware, machine)) for step in _STEPS]
+    rows = _fitted(FittedSystem(), machine_of("H200", machine))
+    rows += [_grpo_step(step, machine_of(step.hardware, machine)) for step in _STEPS]
     rows += [_training(run, machine_of(run.hardware, machine)) for run in _TRAININGS]
     return rows + [_token(machine_of("B200", machine), requests) for requests in _VLLM_TOKENS]
 
@@ -239,6 +241,21 @@ def machine_of(name: str, machine: Hardware) -> Hardware:
     """Return a machine with the peaks of a published one."""
     tflops, bandwidth = _PEAKS[name]
     return dataclasses.replace(machine, name=name.lower(), bf16_tflops=tflops, hbm_gb_per_s=bandwidth)
+
+
+def _fitted(system: FittedSystem, hardware: Hardware) -> list[Published]:
+    arch = MODELS["GLM-5"]
+    work = Workload(system.num_samples, 0.0, system.mean_tokens, 1.0)
+    training = train_seconds(Trainer(arch, hardware, system.train_gpus), work)
+    engine = Engine(arch, hardware, system.rollout_gpus, "fp8", dp_attention=True)
+    # Rollouts follow each other without a pause: half of a sample is the mean context.
+    step = decode_step_seconds(engine, system.in_flight, system.mean_tokens / 2)
+    decoding = system.num_samples * system.mean_tokens * step / system.in_flight
+    name = "GLM-5.1, 131k context, 28 H200 nodes"
+    return [
+        Published(f"{name}: training (fitted)", PRIME_RL, system.train_seconds, training),
+        Published(f"{name}: rollout", PRIME_RL, system.rollout_seconds, decoding, TOOLS),
+    ]
 
 
 def _grpo_step(step: _Step, hardware: Hardware) -> Published:

@@ -7,12 +7,8 @@ tells. `planner.published` holds the systems that the model is compared with; no
 from __future__ import annotations
 
 # Share of the BF16 peak that training and prefill reach, recomputation counted as work. Fitted on one system, GLM-5.1
-# on 28 H200 nodes with 131k context: 3.7 minutes for 256 samples, `published.FITTED`. A test repeats the fit.
+# on 28 H200 nodes with 131k context: 3.7 minutes for 256 samples, `published.FittedSystem`. A test repeats the fit.
 COMPUTE_SHARE = 0.1101
-
-# Share of the time in which a rollout that uses tools decodes; the rest is tools, and prefill of what they return.
-# Fitted on the same system: 5.0 minutes. Responses without tools decode all the time.
-TOOL_ROLLOUT_SHARE = 0.3313
 
 # Time of one layer of one decode step that does not depend on bytes: launches and communication. From the first row of
 # a public server's table, GLM-5 FP8 on eight B200: 18.31 ms per token of a single request, less the bytes it reads
