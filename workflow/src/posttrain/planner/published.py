@@ -1,7 +1,8 @@
 """Published systems that the step-time model is held against, and how far it is off.
 
-One system's training time sets `rates.COMPUTE_SHARE` (`FittedSystem`); all others are predictions. A prediction that is more than a quarter off names
-what is missing. The plan shows the table, so that nobody trusts a number more than it deserves.
+One system's training time sets `rates.COMPUTE_SHARE` (`FittedSystem`); all others are predictions. One that is more
+than a quarter off names what is missing. The plan shows the table, so that nobody trusts a number more than it
+deserves.
 
 Left out, because what they depend on is not published: verl's 1,700 s for DeepSeek-V3 on 96 H20 and miles' 4.5 minutes
 for GLM-5.2 on 64 GB300 (no lengths), and systems of another architecture.
