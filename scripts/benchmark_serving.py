@@ -10,13 +10,13 @@ from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.cli import run
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.engines.client import EngineClient
 from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
 from posttrain.evaluation.serving import Level, format_table, measure_serving
+from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:

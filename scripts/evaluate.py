@@ -8,9 +8,9 @@ from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.cli import run
-from posttrain.config.load import resolve
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
+from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:

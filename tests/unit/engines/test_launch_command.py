@@ -73,6 +73,7 @@ def test_the_recipe_of_16_nodes():
         "--max-running-requests": "512",
         "--random-seed": "43",
         "--mem-fraction-static": "0.7",
+        "--enable-memory-saver": True,
         "--tp-size": "64",
         "--ep-size": "64",
         "--attn-dp-size": "64",

@@ -12,6 +12,7 @@ from posttrain.config.derived import (
     rollout_samples_per_step,
     world_size,
 )
+from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
@@ -28,7 +29,7 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    return [problem for rule in RULES for problem in rule(config)]
+    return [problem for rule in (*RULES, *ENGINE_RULES) for problem in rule(config)]
 
 
 def check_convertible(config: Config) -> Problems:
@@ -58,6 +59,7 @@ def check_trainable(config: Config) -> Problems:
     ):
         if value > 1:
             yield Problem(key, str(value), "1 to train with this version", "plan it, or train a smaller model")
+    yield from check_started_engines(config)
 
 
 def _model_source(config: Config) -> Problems:

@@ -230,6 +230,18 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class PrefillDecode:
+    """Engines that only prefill, beside the others, which then only decode (PD disaggregation)."""
+
+    num_prefill_engines: int = _doc("Engines that only prefill; 0: every engine does both", 0, minimum=0)
+    gpus_per_prefill_engine: int = _doc("GPUs of such an engine (its world size)", 8, minimum=1)
+    max_running_requests: int = _doc("Requests that such an engine works on at a time", 512, minimum=1)
+    transfer_backend: str = _doc(
+        "What carries the KV cache to the engines that decode", "mooncake", choices=("mooncake", "nixl")
+    )
+
+
+@dataclass(frozen=True)
 class Engine:
     """The servers that generate."""
 
@@ -259,6 +271,28 @@ class Engine:
     start_timeout_seconds: float = _doc("An engine must answer within this", 1800.0, exclusive_minimum=0)
     request_timeout_seconds: float = _doc("A request must be answered within this", 3600.0, exclusive_minimum=0)
     num_threads: int = _doc("CPU threads of an engine; 0: torch's choice", 0, minimum=0)
+    dp_attention: bool = _doc(
+        "Each GPU attends for requests of its own, which suits many requests; off: GPUs share each request's heads, "
+        "which suits few (CUDA only)",
+        True,
+    )
+    deepep: bool = _doc(
+        "DeepEP carries tokens to experts, in engines with FP8 weights and on hardware that has it", True
+    )
+    mtp_steps: int = _doc(
+        "Tokens that the MTP layer drafts ahead (EAGLE); 0: no speculation. The draft is not trained: it slows down as "
+        "the policy moves away from it, and never changes what is sampled",
+        0,
+        minimum=0,
+        maximum=16,
+    )
+    graph_batch_size: int = _doc(
+        "Largest decode batch per data-parallel rank that is captured as a CUDA graph; 0: the recipe's, 256, or 8 "
+        "beside engines that only prefill",
+        0,
+        minimum=0,
+    )
+    pd: PrefillDecode = field(default_factory=PrefillDecode, metadata={"doc": "Prefill apart from decode"})
 
 
 @dataclass(frozen=True)

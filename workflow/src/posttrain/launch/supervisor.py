@@ -25,6 +25,8 @@ from posttrain.engines.process import EngineProcess, check_all_alive, choose_fre
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.lease import Lease
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.planner.flag import as_environment
+from posttrain.planner.megatron_flags import trainer_environment
 
 log = logging.getLogger(__name__)
 
@@ -112,14 +114,14 @@ def _ranks(
     job: TrainingJob, lease: Lease, engines: list[EngineProcess], folder: Path
 ) -> Iterator[list[subprocess.Popen]]:
     """Start one trainer process per rank of this node and end them with the block."""
-    count = job.config.hardware.gpus_per_node
+    config = job.config
+    count = config.hardware.gpus_per_node
     environment = {
         **os.environ,
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(choose_free_ports(1)[0]),
-        # A waiting thread must not spin: trainer and engine share the cores and take turns.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **as_environment(trainer_environment(config)),
     }
     environment.pop(LOG_VARIABLE, None)
     addresses = [argument for engine in engines for argument in ("--engine", engine.url)]

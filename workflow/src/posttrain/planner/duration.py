@@ -1,7 +1,8 @@
-"""How long the steps that only move bytes take, from bandwidths that are stated and can be doubted.
+"""How long the rules take: those that move bytes, from bandwidths that are stated and can be doubted, and training.
 
-Each step is as slow as its slowest lane: the line to the Hub, shared storage as a whole, the jobs that work
-side by side, a node's own disk. Training is not modelled here, nor are start-up times and queues.
+A rule that moves bytes is as slow as its slowest lane: the line to the Hub, shared storage as a whole, the jobs that
+work side by side, a node's own disk. Training and evaluation come from `step_time`. Start-up times and queues are not
+modelled.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
+from posttrain.planner import step_time
 from posttrain.planner.storage import Storage
 
 NOT_MODELLED = (
-    "durations: training and evaluation (generation, forward, backward, weight sync), start of engines and "
-    "trainer, waiting in a queue",
+    "durations: start of engines and trainer, waiting in a queue",
+    *step_time.NOT_MODELLED,
 )
 
 
@@ -35,7 +37,7 @@ class Bandwidths:
 
 
 def durations_seconds(config: Config, needed: Storage, rates: Bandwidths) -> dict[str, float]:
-    """Return rule -> seconds.
+    """Return rule -> seconds, and with GPUs "step" and "step_{phase}" -> seconds of a training step.
 
     Example:
         GLM-5 at 1 GB/s from the Hub: 1,507.7 s to download.
@@ -51,7 +53,8 @@ def durations_seconds(config: Config, needed: Storage, rates: Bandwidths) -> dic
     }
     if needed.rollout_fp8:
         seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, rates)
-    return {rule: round(value, 3) for rule, value in seconds.items()}
+    moved = {rule: round(value, 3) for rule, value in seconds.items()}
+    return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 
 
 def _side_by_side(moved_bytes: int, num_jobs: int, rates: Bandwidths) -> float:

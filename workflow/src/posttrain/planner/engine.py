@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.memory import GIB
 from posttrain.planner.model_size import FP8_BLOCK, model_weights
+from posttrain.planner.sglang_flags import has_dp_attention
 
 PAGE_TOKENS = 64
 # An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
@@ -125,7 +126,7 @@ def engine_memory(config: Config) -> EngineMemory:
     # The embedded engine dequantises at load; SGLang keeps FP8 codes.
     full = "fp32" if engine.dtype == "float32" else "bf16"
     stored = "fp8" if config.rollout.fp8 and not is_embedded else full
-    attention = "data_parallel" if config.hardware.device == "cuda" else "tensor_parallel"
+    attention = "data_parallel" if has_dp_attention(config) else "tensor_parallel"
     weights = weights_bytes_per_gpu(arch, engine.gpus_per_engine, stored, attention) / GIB
     spread = 1 if attention == "data_parallel" else engine.gpus_per_engine
     per_token = kv_bytes_per_token(arch, spread)

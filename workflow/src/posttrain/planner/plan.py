@@ -22,6 +22,7 @@ from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner import duration, engine, memory, storage
+from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
 from posttrain.planner.layout_choice import requests_that_fit
@@ -34,11 +35,11 @@ from posttrain.planner.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.plan_figures import GROUPS, stage_bars
+from posttrain.planner.published import accuracy_part
+from posttrain.planner.step_time import split_part
 
 SHOWN_LAYOUTS = 12
 NOT_MODELLED = (
-    "flags: the values of the configuration with their origins; Megatron's and SGLang's own spellings are "
-    "rendered when they start",
     *memory.NOT_MODELLED,
     *engine.NOT_MODELLED,
     *storage.NOT_MODELLED,
@@ -78,12 +79,15 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
         },
         "durations_seconds": seconds,
         "guesses": dataclasses.asdict(GUESSES),
+        "step_time_accuracy": accuracy_part(config),
+        "best_split": split_part(config),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(rates),
         "rules": [_rule_part(rule, workflow) for rule in rule_chain(config)],
         "flags": {
             key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
             for key, value in flat_config(config).items()
-        },
+        }
+        | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config, phases, layouts, served)],
         "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *_check_save(config, phases))],
         "not_modelled": list(NOT_MODELLED),

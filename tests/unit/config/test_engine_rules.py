@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.engine_rules import ENGINE_RULES
+from posttrain.config.load import resolve
+from posttrain.config.rules import check_trainable
+from posttrain.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+PREFILL = "engine.pd.num_prefill_engines=1"
+
+# model, settings, and the key that must be named
+VIOLATIONS = (
+    ("glm5", "engine.gpus_per_engine=12", "engine.gpus_per_engine"),
+    ("glm5", "engine.gpus_per_engine=128 engine.num_engines=1 engine.dp_attention=false", "engine.gpus_per_engine"),
+    ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
+    ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
+    ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
+    ("tiny", PREFILL, "engine.pd.num_prefill_engines"),
+    # 128 GPUs are taken by two engines that do both
+    ("glm5", PREFILL, "engine.pd.num_prefill_engines"),
+    (
+        "glm5",
+        f"{PREFILL} engine.num_engines=1 engine.pd.gpus_per_prefill_engine=24",
+        "engine.pd.gpus_per_prefill_engine",
+    ),
+    ("glm5", "engine.mtp_steps=3 engine.graph_batch_size=257", "engine.graph_batch_size"),
+)
+
+
+@pytest.mark.parametrize(("model", "settings", "key"), VIOLATIONS)
+def test_a_violation_names_its_key(model, settings, key):
+    with pytest.raises(ConfigError) as caught:
+        resolve({"model": model, "site": "local", "set": settings}, CONFIG_DIR)
+    assert {problem.key for problem in caught.value.problems} == {key}
+    assert all(problem.allowed and problem.remedy for problem in caught.value.problems)
+
+
+def test_every_rule_is_broken_once(monkeypatch):
+    """A rule that no case above breaks is not tested."""
+    monkeypatch.setattr("posttrain.config.load.check_consistency", lambda config: [])
+    broken = set()
+    for model, settings, _ in VIOLATIONS:
+        config = resolve({"model": model, "site": "local", "set": settings}, CONFIG_DIR).config
+        broken |= {rule for rule in ENGINE_RULES if list(rule(config))}
+    assert broken == set(ENGINE_RULES)
+
+
+def test_the_largest_drafts_that_deepep_takes_are_allowed():
+    resolve({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3 engine.graph_batch_size=256"}, CONFIG_DIR)
+
+
+def test_prefill_apart_is_planned_but_not_started():
+    config = resolve({"model": "glm5", "site": "local", "set": f"{PREFILL} engine.num_engines=1"}, CONFIG_DIR).config
+    assert "engine.pd.num_prefill_engines" in [problem.key for problem in check_trainable(config)]

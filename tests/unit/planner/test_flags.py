@@ -1,0 +1,128 @@
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.planner.flag import as_arguments, flag
+from posttrain.planner.flags import rendered_flags
+from posttrain.planner.sglang_flags import (
+    DECODE,
+    PREFILL,
+    deepep_tokens,
+    environment_flags,
+    expert_parallel_size,
+    graph_batch_size,
+    sglang_flags,
+)
+
+
+@pytest.fixture
+def flags_of(resolved):
+    def render(model, **more):
+        found = resolved(model, **more)
+        return rendered_flags(found.config, found.origins)
+
+    return render
+
+
+def test_a_flag_tells_value_origin_and_keys(flags_of):
+    flags = flags_of("glm5", set="optimizer.lr=2e-6 engine.mtp_steps=3")
+    assert flags["megatron.optimizer lr"] == {
+        "value": 2e-6,
+        "origin": "set=",
+        "keys": ["optimizer.lr"],
+        "reason": "",
+    }
+    assert flags["sglang --tp-size"]["origin"] == "config/nodes/glm5_16.yaml"
+    assert flags["megatron.optimizer adam_eps"]["origin"] == "config/base.yaml"
+    assert flags["megatron.ddp grad_reduce_in_fp32"]["origin"] == "constant"
+    assert flags["megatron.ddp grad_reduce_in_fp32"]["reason"]
+    # decided by the model's file and by the schema's default
+    assert flags["megatron.model moe_layer_freq"]["origin"] == "config/models/glm5.yaml"
+    assert flags["sglang --speculative-num-draft-tokens"]["value"] == 4
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_every_flag_has_a_key_that_exists_or_a_reason(resolved, flags_of, model):
+    found = resolved(model)
+    for name, item in flags_of(model).items():
+        assert item["keys"] or item["reason"], name
+        for key in item["keys"]:
+            value = found.config
+            for part in key.split("."):
+                value = getattr(value, part)  # a key that is none raises
+
+
+def test_a_constant_without_a_reason_is_refused():
+    with pytest.raises(AssertionError, match="--x has neither a key nor a reason"):
+        flag("--x", 1)
+
+
+def test_the_trainer_fields_of_the_recipe(flags_of):
+    """Numbers of `miles-glm5-recipe.txt`, by meaning."""
+    flags = {name: item["value"] for name, item in flags_of("glm5").items()}
+    expected = {
+        "megatron.model tensor_model_parallel_size": 4,
+        "megatron.model pipeline_model_parallel_size": 4,
+        "megatron.model context_parallel_size": 2,
+        "megatron.model expert_model_parallel_size": 32,
+        "megatron.model expert_tensor_parallel_size": 1,
+        "megatron.model num_layers_in_last_pipeline_stage": 18,
+        "megatron.model recompute_granularity": "full",
+        "megatron.model recompute_method": "uniform",
+        "megatron.model recompute_num_layers": 1,
+        "megatron.model moe_token_dispatcher_type": "flex",
+        "megatron.optimizer lr": 1e-6,
+        "megatron.optimizer adam_beta2": 0.98,
+        "megatron.optimizer weight_decay": 0.1,
+        "trainer.env CUDA_DEVICE_MAX_CONNECTIONS": 1,
+    }
+    assert {name: flags[name] for name in expected} == expected
+
+
+def test_prefill_and_decode_have_a_batch_and_a_world_of_their_own(resolved):
+    config = resolved(
+        "glm5",
+        set="engine.num_engines=1 engine.pd.num_prefill_engines=2 engine.pd.gpus_per_prefill_engine=16 "
+        "engine.pd.max_running_requests=64",
+    ).config
+    prefill, decode = ({item.name: item.value for item in sglang_flags(config, role)} for role in (PREFILL, DECODE))
+    assert (prefill["--tp-size"], decode["--tp-size"]) == (16, 64)
+    assert (prefill["--nnodes"], decode["--nnodes"]) == (2, 8)
+    assert (prefill["--max-running-requests"], decode["--max-running-requests"]) == (64, 512)
+    assert (prefill["--chunked-prefill-size"], decode["--chunked-prefill-size"]) == (32768, 131072)
+    assert "--cuda-graph-max-bs-decode" not in prefill
+    # the recipe with prefill apart: graphs of 8, buffers for 32
+    assert decode["--cuda-graph-max-bs-decode"] == 8
+    names = {item.name: item.value for item in environment_flags(config, DECODE)}
+    assert names["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == 32
+
+
+def test_deepep_buffers_hold_the_largest_graph(resolved):
+    config = resolved("glm5", set="engine.mtp_steps=3").config
+    assert (graph_batch_size(config), deepep_tokens(config)) == (256, 1024)
+    config = resolved("glm5", set="engine.mtp_steps=5").config
+    # 1,024 tokens / 6 per request
+    assert (graph_batch_size(config), deepep_tokens(config)) == (170, 1020)
+
+
+def test_experts_are_cut_only_where_fp8_blocks_allow_it(resolved):
+    few = "engine.dp_attention=false engine.gpus_per_engine="
+    # 2,048 / 16 = 128: a block; 2,048 / 32 is half of one
+    assert expert_parallel_size(resolved("glm5", set=f"{few}16").config) == 1
+    assert expert_parallel_size(resolved("glm5", set=f"{few}32").config) == 32
+    assert expert_parallel_size(resolved("glm5").config) == 64
+
+
+def test_switches_take_no_value():
+    words = as_arguments([flag("--tp-size", 8, "engine.gpus_per_engine"), flag("--sleep-on-idle", True, reason="idle")])
+    assert words == ("--tp-size", "8", "--sleep-on-idle")
+
+
+def test_rendering_imports_no_torch():
+    code = (
+        "import sys; import posttrain.planner.flags, posttrain.planner.sglang_flags, posttrain.planner.step_time; "
+        "print([m for m in ('torch', 'transformers', 'megatron', 'sglang') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,196 @@
+import dataclasses
+
+import pytest
+
+from posttrain.planner import rates
+from posttrain.planner.decoding import Engine, decode_step_seconds, rollout_time
+from posttrain.planner.flops import sequence_flops
+from posttrain.planner.published import (
+    BRIDGE,
+    MODELS,
+    NEMO_RL,
+    TOLERANCE,
+    VLLM,
+    FittedSystem,
+    machine_of,
+    step_time_accuracy,
+)
+from posttrain.planner.step_time import (
+    Trainer,
+    Workload,
+    best_split,
+    engine_of,
+    logprob_seconds,
+    step_durations,
+    train_seconds,
+    trainer_of,
+    workload,
+)
+
+SHARED_STORAGE = 20e9
+
+
+@pytest.fixture
+def glm5(resolved):
+    return resolved("glm5").config
+
+
+@pytest.fixture
+def h200(glm5):
+    return machine_of("H200", glm5.hardware)
+
+
+def test_the_share_of_the_peak_is_the_fitted_systems(h200):
+    """The one unknown from the published median of 3.7 minutes."""
+    system = FittedSystem()
+    work = system.num_samples * sequence_flops(MODELS["GLM-5"], system.mean_tokens).training(recompute=True)
+    share = work / (system.train_gpus * h200.bf16_tflops * 1e12 * system.train_seconds)
+    assert share == pytest.approx(rates.COMPUTE_SHARE, rel=1e-3)
+
+
+def test_time_per_layer_is_that_of_a_single_request(h200):
+    """18.31 ms: the first row of `vllm-glm5-b200-deployment.txt`."""
+    engine = Engine(MODELS["GLM-5"], machine_of("B200", h200), 8, "fp8", dp_attention=False)
+    assert decode_step_seconds(engine, 1, 2304) == pytest.approx(18.31e-3, rel=1e-3)
+
+
+def test_the_published_model_is_ours(glm5):
+    ours = dataclasses.replace(glm5.model.architecture)
+    assert MODELS["GLM-5"] == ours
+
+
+def test_predictions_hold_or_say_what_is_missing(glm5):
+    rows = step_time_accuracy(glm5.hardware)
+    assert len(rows) == 22
+    for row in rows:
+        assert (abs(row.error) > TOLERANCE) == bool(row.missing), f"{row.name}: {row.error:+.1%}"
+
+
+def test_what_is_missing_is_what_the_text_says(glm5):
+    """DeepSeek-V3's steps lack about the same time on 128 GPUs as on 512: it is no matter of work per GPU."""
+    rows = {row.name: row for row in step_time_accuracy(glm5.hardware)}
+    lacking = [row.published_seconds - row.predicted_seconds for name, row in rows.items() if "DeepSeek-V3" in name]
+    assert len(lacking) == 4
+    assert min(lacking) > 0.7 * max(lacking) > 50
+    # with the scores of 21 of 78 layers only, the long sequences of GLM-5.2 come out right
+    long = next(row for name, row in rows.items() if "200000 tokens" in name)
+    flops = sequence_flops(MODELS["GLM-5"], 200_000)
+    scores = 2 * flops.indexer / flops.training(recompute=True)
+    assert long.predicted_seconds * (1 - scores * 57 / 78) == pytest.approx(long.published_seconds, rel=0.05)
+    # decoding alone is a third of a rollout with tools
+    assert rows["GLM-5.1, 131k context, 28 H200 nodes: rollout"].error == pytest.approx(1 / 3 - 1, abs=0.01)
+    half, whole = (rows[f"Qwen3-235B-A22B, {count} GB200"] for count in (64, 128))
+    assert whole.published_seconds > half.published_seconds
+    assert whole.predicted_seconds < half.predicted_seconds
+
+
+def test_most_predictions_hold(glm5):
+    rows = step_time_accuracy(glm5.hardware)
+    held = {
+        source: [row for row in rows if row.source == source and not row.missing] for source in (NEMO_RL, BRIDGE, VLLM)
+    }
+    assert len(held[NEMO_RL]) == 4
+    assert len(held[BRIDGE]) == 3
+    assert len(held[VLLM]) == 5
+    assert max(abs(row.error) for row in held[NEMO_RL]) < 0.2
+    assert max(abs(row.error) for row in held[VLLM]) < 0.08
+
+
+def test_a_decode_step_by_hand(resolved):
+    """A dense model in BF16: all weights, and the cache of every request."""
+    config = resolved("qwen3_4b").config
+    engine = Engine(config.model.architecture, config.hardware, 1, "bf16", dp_attention=False)
+    weights = 2 * 4_022_468_096  # tied: the embedding is read as the output matrix
+    cache = 36 * 2 * 8 * 128 * 2 * 1000
+    seconds = (weights + 10 * cache) / (config.hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE)
+    assert decode_step_seconds(engine, 10, 1000) == pytest.approx(36 * rates.LAYER_SECONDS + seconds, rel=1e-9)
+
+
+def test_more_requests_read_more_experts_until_all_are_read(glm5):
+    engine = engine_of(glm5)
+    assert engine.num_gpus == 64
+    one, few, many = (decode_step_seconds(engine, count, 0) for count in (1, 8, 10_000))
+    assert one < few < many
+    others, experts = engine.weights_bytes()
+    all_read = (others + experts) / (glm5.hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE)
+    assert many == pytest.approx(78 * rates.LAYER_SECONDS + all_read, rel=1e-6)
+
+
+def test_a_rollout_lasts_as_long_as_its_longest_response(glm5):
+    engine = engine_of(glm5)
+    long, short = (rollout_time(engine, 32, 0, tokens, 0.7) for tokens in (2000, 1000))
+    assert long.seconds > 2 * short.seconds  # the cache grows, too
+    # a mean of half the longest: the running requests fall in a straight line
+    even = rollout_time(engine, 32, 0, 1000, 0.5)
+    assert even.busy_share == pytest.approx(0.5, abs=0.02)
+    assert long.busy_share > even.busy_share
+
+
+def test_a_trainer_by_hand(h200):
+    work = Workload(num_samples=8, prompt_tokens=100, longest_response=1000, mean_share=0.9)
+    assert work.mean_tokens == 1000
+    arch = MODELS["Qwen3-30B-A3B"]
+    trainer = Trainer(arch, h200, num_gpus=16, num_stages=4, num_micro_batches=3)
+    assert trainer.bubble == 2.0
+    operations = 8 * sequence_flops(arch, 1000).forward
+    seconds = 2 * operations / (16 * 989.5e12 * rates.COMPUTE_SHARE)
+    assert logprob_seconds(trainer, work) == pytest.approx(seconds)
+    # nothing is frozen: 2 more for the backward pass, and nearly 1 for recomputation, which leaves the head out
+    assert train_seconds(dataclasses.replace(trainer, recompute=False), work) == pytest.approx(3 * seconds)
+    assert 3.8 < train_seconds(trainer, work) / seconds < 4
+
+
+def test_the_recipe_of_16_nodes(glm5):
+    trainer = trainer_of(glm5)
+    assert (trainer.num_gpus, trainer.num_stages) == (128, 4)
+    # 16 samples a data-parallel rank, (256 + 0.7 32768) tokens each, in budgets of 2 x 16384
+    assert trainer.num_micro_batches == 12
+    seconds = step_durations(glm5, SHARED_STORAGE)
+    parts = ("rollout", "old_logprobs", "train", "weight_sync")
+    saves = seconds["step_save"] / glm5.trainer.save_interval
+    assert seconds["step"] == pytest.approx(sum(seconds[f"step_{part}"] for part in parts) + saves, abs=0.01)
+    assert seconds["train_grpo"] == pytest.approx(3000 * seconds["step"], rel=1e-4)
+    assert seconds["step_weight_sync"] == pytest.approx(58.3 * 745.8 / 1487.8, rel=0.01)
+    assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
+    assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides
+
+
+def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
+    seconds = step_durations(glm5, SHARED_STORAGE)
+    assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
+    fewer = step_durations(resolved("glm5", set="data.num_heldout_prompts=16").config, SHARED_STORAGE)
+    assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples
+
+
+def test_an_offloaded_optimizer_takes_longer(resolved, glm5):
+    offloaded = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
+    there, here = (step_durations(config, SHARED_STORAGE)["step_train"] for config in (offloaded, glm5))
+    # 744e9 parameters, 4 + 2 12 + 2 bytes, 16 nodes at 200 GB/s
+    assert there - here == pytest.approx(743.9 * 30 / (16 * 200), rel=0.05)
+
+
+def test_a_cpu_has_no_step_time(resolved):
+    assert step_durations(resolved("tiny").config, SHARED_STORAGE) == {}
+
+
+def test_the_best_split_leaves_both_enough(resolved):
+    settings = "engine.gpus_per_engine=16 engine.num_engines=8 trainer.optimizer_cpu_offload=true"
+    config = resolved("glm5", set=settings).config
+    split = best_split(config)
+    assert split.train_nodes + split.rollout_nodes == 16
+    # 744e9 parameters of 6 bytes on GPUs of 140.4 GiB
+    assert split.train_nodes >= 4
+    others = [best_split(config, fits=lambda nodes, only=count: nodes == only) for count in range(4, 15)]
+    assert split.step_seconds == min(other.step_seconds for other in others if other)
+
+
+def test_there_may_be_no_split(glm5):
+    """12 nodes hold the trainer; 4 nodes hold no engine of 64 GPUs."""
+    assert best_split(glm5) is None
+
+
+def test_a_longer_mean_costs_training_time_only(glm5):
+    short = workload(glm5)
+    long = dataclasses.replace(short, mean_share=0.9)
+    trainer = trainer_of(glm5)
+    assert train_seconds(trainer, long) > 1.25 * train_seconds(trainer, short)

@@ -1,0 +1,110 @@
+"""The rules of the engines' keys: what SGLang would refuse, or do wrongly, only after its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from posttrain.config.derived import world_size
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+# SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer than this to another in one dispatch.
+DEEPEP_MAX_TOKENS = 1024
+
+
+def check_started_engines(config: Config) -> Problems:
+    """Yield what can be planned but not started by this version: it has no router that knows who prefills."""
+    prefill = config.engine.pd.num_prefill_engines
+    if prefill:
+        remedy = "plan it; to train, let every engine prefill and decode"
+        yield Problem("engine.pd.num_prefill_engines", str(prefill), "0 to train with this version", remedy)
+
+
+def _world_size(config: Config) -> Problems:
+    if not _is_sglang_on_gpus(config):
+        return
+    per_node = config.hardware.gpus_per_node
+    for key, ranks in _world_sizes(config):
+        if ranks > per_node and ranks % per_node:
+            allowed = f"at most {per_node}, or a multiple of it (hardware.gpus_per_node)"
+            yield Problem(key, str(ranks), allowed, "let an engine span whole nodes")
+
+
+def _prefill_experts(config: Config) -> Problems:
+    """The same rule as for the engines that decode, which stands in `rules.py`."""
+    ranks, count = config.engine.pd.gpus_per_prefill_engine, config.model.architecture.n_routed_experts
+    if config.engine.pd.num_prefill_engines and _is_sglang_on_gpus(config) and count % ranks:
+        allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
+        yield Problem("engine.pd.gpus_per_prefill_engine", str(ranks), allowed, "choose one that divides it")
+
+
+def _tensor_parallel_attention(config: Config) -> Problems:
+    heads = config.model.architecture.num_attention_heads
+    has_experts = config.model.architecture.n_routed_experts > 0
+    if not _is_sglang_on_gpus(config) or (config.engine.dp_attention and has_experts):
+        return
+    for key, ranks in _world_sizes(config):
+        if heads % ranks:
+            allowed = f"a divisor of {heads} (num_attention_heads), which tensor-parallel attention cuts"
+            yield Problem(key, str(ranks), allowed, "choose one that divides it, or attend data-parallel")
+
+
+def _speculation(config: Config) -> Problems:
+    steps, key = config.engine.mtp_steps, "engine.mtp_steps"
+    if not steps:
+        return
+    if not config.model.architecture.num_nextn_predict_layers:
+        yield Problem(key, str(steps), "0 for a model without an MTP layer", "leave speculation off")
+    if not _is_sglang_on_gpus(config):
+        where = "a CPU" if config.hardware.device == "cpu" else "the embedded engine"
+        yield Problem(key, str(steps), f"0 on {where}, which cannot draft", "leave speculation off")
+    if not config.hardware.kernels.speculative:
+        allowed = f"0 on {config.hardware.name} (hardware.kernels.speculative)"
+        yield Problem(key, str(steps), allowed, "leave speculation off")
+
+
+def _disaggregation(config: Config) -> Problems:
+    engine, key = config.engine, "engine.pd.num_prefill_engines"
+    count = engine.pd.num_prefill_engines
+    if not count:
+        return
+    if not _is_sglang_on_gpus(config):
+        allowed = "0 without SGLang on GPUs"
+        yield Problem(key, str(count), allowed, "let every engine prefill and decode")
+        return
+    wanted = count * engine.pd.gpus_per_prefill_engine + engine.num_engines * engine.gpus_per_engine
+    if wanted > world_size(config):
+        found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
+        allowed = f"at most {world_size(config)} GPUs together ({config.nodes} nodes)"
+        yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")
+
+
+def _deepep_buffers(config: Config) -> Problems:
+    engine = config.engine
+    tokens = engine.graph_batch_size * (engine.mtp_steps + 1)
+    if engine.deepep and config.rollout.fp8 and _is_sglang_on_gpus(config) and tokens > DEEPEP_MAX_TOKENS:
+        most = DEEPEP_MAX_TOKENS // (engine.mtp_steps + 1)
+        allowed = f"at most {most} with engine.mtp_steps={engine.mtp_steps} and DeepEP"
+        yield Problem("engine.graph_batch_size", str(engine.graph_batch_size), allowed, "lower it, or engine.mtp_steps")
+
+
+def _world_sizes(config: Config) -> list[tuple[str, int]]:
+    sizes = [("engine.gpus_per_engine", config.engine.gpus_per_engine)]
+    if config.engine.pd.num_prefill_engines:
+        sizes.append(("engine.pd.gpus_per_prefill_engine", config.engine.pd.gpus_per_prefill_engine))
+    return sizes
+
+
+def _is_sglang_on_gpus(config: Config) -> bool:
+    return config.engine.kind == "sglang" and config.hardware.device == "cuda"
+
+
+ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _world_size,
+    _prefill_experts,
+    _tensor_parallel_attention,
+    _speculation,
+    _disaggregation,
+    _deepep_buffers,
+)
