@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tests.workflow_runs import ROOT, run_snakemake
 
-from posttrain.config.load import resolve
 from posttrain.errors import ConfigError
+from posttrain.planner.layout_choice import resolve
 
 CONFIG_DIR = ROOT / "config"
-NODE_COUNTS = (1, 2, 16)
+NODE_COUNTS = (1, 2, 16, 24)
 
 
 def names_of(kind: str) -> list[str]:
@@ -30,8 +30,16 @@ def sort_by_validity() -> tuple[dict[str, dict[str, object]], dict[str, list[str
             resolve({**choice, "site": "local"}, CONFIG_DIR)
             valid[f"{model}_{hardware}_{nodes}"] = choice
         except ConfigError as error:
-            refused[f"{model}_{hardware}_{nodes}"] = [problem.key for problem in error.problems]
+            refused[f"{model}_{hardware}_{nodes}"] = sorted({problem.key for problem in error.problems})
     return valid, refused
+
+
+def main_branches() -> dict[str, dict[str, object]]:
+    """Return what is dry-run: each model where it runs by default, GLM-5 on each hardware, counts without a recipe."""
+    valid, _ = sort_by_validity()
+    defaults = {model: {"model": model} for model in names_of("models")}
+    others = {name: choice for name, choice in valid.items() if (choice["model"], choice["nodes"]) == ("glm5", 16)}
+    return defaults | others | {name: valid[name] for name in ("tiny_cpu_2", "tiny_h200_1", "glm5_h200_24")}
 
 
 # Settings that change which rules there are, or what they read.

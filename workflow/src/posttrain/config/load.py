@@ -1,4 +1,4 @@
-"""From YAML layers to one frozen `Config`, with the origin of every value. The only user of OmegaConf.
+"""From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
 
 Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> nodes/{model family or model}_{n}.yaml or the
 planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and value of every layer is
@@ -8,10 +8,8 @@ checked against the schema on its own, so that all mistakes are reported at once
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
 import re
 import shlex
 import typing
@@ -19,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import schema
 from posttrain.config.families import dimensions
+from posttrain.config.fields import TYPE_NAMES, check_ranges, did_you_mean, leaf_types, typed, unknown_key
 from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -160,7 +159,7 @@ class _Merger:
     def __init__(self, config_dir: Path):
         self._dir = config_dir
         self._values: dict[str, Any] = {}
-        self._types = _leaf_types(schema.Config)
+        self._types = leaf_types(schema.Config)
         self._lacks_a_layer = False
         self._refusals: list[Problem] = []
         self.origins: dict[str, str] = {}
@@ -172,7 +171,7 @@ class _Merger:
         if str(name) in known:
             self.add_file(f"{folder}/{name}.yaml")
         elif name is not None or key != "hardware" or not self._lacks_a_layer:
-            remedy = _did_you_mean(str(name), known) or f"choose one of {', '.join(known)}"
+            remedy = did_you_mean(str(name), known) or f"choose one of {', '.join(known)}"
             self.problems.append(Problem(key, repr(name), ", ".join(known), remedy))
             self._lacks_a_layer = True
 
@@ -225,12 +224,12 @@ class _Merger:
         """Set one leaf, after checking its name and type."""
         if key not in self._types:
             if not any(key.startswith(f"{p.key}.") for p in self.problems):
-                self.problems.append(_unknown_key(key, value, origin, self._types))
+                self.problems.append(unknown_key(key, value, origin, self._types))
             return
         try:
-            self._values[key] = _typed(value, self._types[key])
+            self._values[key] = typed(value, self._types[key])
         except OmegaConfBaseException:
-            name = _TYPE_NAMES[self._types[key]]
+            name = TYPE_NAMES[self._types[key]]
             self.problems.append(Problem(key, f"{value!r} ({origin})", name, f"give {name}"))
             return
         self.origins[key] = origin
@@ -252,11 +251,11 @@ class _Merger:
         # With a layer missing, what it would have set is not the user's omission.
         omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
         self.problems += [
-            Problem(key, "not set", _TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
+            Problem(key, "not set", TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
             for key, kind in self._types.items()
             if key in omitted
         ]
-        self.problems += _check_ranges(known)
+        self.problems += check_ranges(known)
         raise_if_any(self.problems)
         merged = OmegaConf.merge(OmegaConf.structured(schema.Config), _nested(self._values))
         return typing.cast(schema.Config, OmegaConf.to_object(merged))
@@ -271,7 +270,7 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
             key,
             repr(value),
             ", ".join(WORKFLOW_KEYS),
-            _did_you_mean(key, WORKFLOW_KEYS) or f"put it into set='...': set='{key}={value}'",
+            did_you_mean(key, WORKFLOW_KEYS) or f"put it into set='...': set='{key}={value}'",
         )
         for key, value in workflow.items()
         if key not in WORKFLOW_KEYS
@@ -304,20 +303,6 @@ def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator
             yield from _walk(value, f"{dotted}.", depth + 1)
 
 
-def _leaf_types(section: type) -> dict[str, Any]:
-    return {key: kind for key, kind, _ in _fields(section)}
-
-
-def _fields(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield (dotted key, type, limits) of every value of a section."""
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name], field.metadata
-
-
 def schema_defaults() -> dict[str, Any]:
     """Return the default of every leaf by its dotted key; "???" where there is none."""
     plain = OmegaConf.to_container(OmegaConf.structured(schema.Config))
@@ -334,69 +319,3 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
-
-
-_TYPE_NAMES = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    list[str]: "a list of text",
-}
-_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number)."""
-    if kind == list[str]:
-        items = value if isinstance(value, list) else [value]
-        return [_typed(item, str) for item in items]
-    if kind is bool and isinstance(value, int) and value not in (0, 1):
-        raise ValidationError(f"{value} is neither true nor false")
-    return _NODES[kind](value=value, is_optional=False)._value()
-
-
-def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
-    for key, _, limits in _fields(schema.Config):
-        if key in values and (allowed := _violated(values[key], limits)) is not None:
-            remedy = _did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
-            problems.append(Problem(key, repr(values[key]), allowed, remedy))
-    return problems
-
-
-def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
-    """Return what is allowed when `value` breaks one of a field's limits."""
-    if "choices" in limits and value not in limits["choices"]:
-        return "one of " + ", ".join(map(str, limits["choices"]))
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    low, above, high = (limits.get(name) for name in ("minimum", "exclusive_minimum", "maximum"))
-    broken = (
-        (low is not None and value < low)
-        or (above is not None and value <= above)
-        or (high is not None and value > high)
-    )
-    if not broken:
-        return None
-    bounds = [f"at least {low}"] if low is not None else []
-    bounds += [f"more than {above}"] if above is not None else []
-    bounds += [f"at most {high}"] if high is not None else []
-    return " and ".join(bounds)
-
-
-def _unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
-    parent = key.rpartition(".")[0]
-    siblings = [known for known in types if known.rpartition(".")[0] == parent]
-    remedy = _did_you_mean(key, types) or (
-        "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings))
-        if siblings
-        else "see config/README.md"
-    )
-    return Problem(key, f"{value!r} ({origin})", "a known key", remedy)
-
-
-def _did_you_mean(word: str, known: Any) -> str | None:
-    # Two swapped letters of four ("tyni") make a ratio of 0.5.
-    matches = difflib.get_close_matches(word, list(map(str, known)), n=1, cutoff=0.5)
-    return f"did you mean {matches[0]!r}?" if matches else None

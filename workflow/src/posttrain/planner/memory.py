@@ -182,7 +182,8 @@ def _stage_elements(
     for kind, repeats in Counter(kind_of[start : start + count]).items():
         of_layer = _elements(kinds[kind], cuts)
         elements.update({part: repeats * number for part, number in of_layer.items()})
-    first, last = edge_weights(arch)
+    # A tied embedding stands once on a stage that is first and last, else on both ends.
+    first, last = edge_weights(arch, num_stages=1 if is_first and is_last else 2)
     for is_there, weights in ((is_first, first), (is_last, last)):
         if is_there:
             elements.update(_elements(weights, cuts))

@@ -22,6 +22,7 @@ from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner import duration, engine, memory, storage
+from posttrain.planner.capacity import check_capacity
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
@@ -88,7 +89,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             for key, value in flat_config(config).items()
         }
         | rendered_flags(config, resolved.origins),
-        "problems": [problem.as_dict() for problem in find_problems(config, phases, layouts, served)],
+        "problems": [problem.as_dict() for problem in find_problems(config, phases, layouts, served, needed)],
         "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *_check_save(config, phases))],
         "not_modelled": list(NOT_MODELLED),
     }
@@ -111,18 +112,26 @@ def find_problems(
     phases: Sequence[PhaseMemory],
     layouts: Sequence[LayoutProposal],
     served: engine.EngineMemory,
+    needed: storage.Storage,
 ) -> list[Problem]:
-    """Return what the plan's numbers rule out on this hardware.
+    """Return what the plan's numbers rule out on this hardware and at this site.
 
     Args:
         config: The resolved configuration.
         phases: `phase_memory` of it.
         layouts: `propose_layouts` of it.
         served: `engine_memory` of it.
+        needed: `storage` of it.
     """
+    host_memory_gib = max(host_gib_by_phase(config, list(phases)).values())
     alone = [*_check_trainer(config, phases, layouts), *_check_engine(config, served)]
     # What is too large by itself needs no second problem for the phases in which it meets the other.
-    return [*alone, *(() if alone else _check_shared(config, phases)), *_check_engine_count(config)]
+    return [
+        *alone,
+        *(() if alone else _check_shared(config, phases)),
+        *_check_engine_count(config),
+        *check_capacity(config, needed, host_memory_gib),
+    ]
 
 
 def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:

@@ -1,0 +1,103 @@
+"""One value of the configuration: its type, its range, and what a user is told when it is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+from omegaconf.errors import ValidationError
+
+from posttrain.config import schema
+from posttrain.errors import Problem
+
+TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list[str]: "a list of text",
+}
+_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
+
+
+def leaf_types(section: type) -> dict[str, Any]:
+    """Return dotted key -> type of every value of a section."""
+    return {key: kind for key, kind, _ in fields_of(section)}
+
+
+def fields_of(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield (dotted key, type, limits) of every value of a section."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from fields_of(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name], field.metadata
+
+
+def typed(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number)."""
+    if kind == list[str]:
+        items = value if isinstance(value, list) else [value]
+        return [typed(item, str) for item in items]
+    if kind is bool and isinstance(value, int) and value not in (0, 1):
+        raise ValidationError(f"{value} is neither true nor false")
+    return _NODES[kind](value=value, is_optional=False)._value()
+
+
+def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
+    """Return every value that breaks the range or the choices of its field.
+
+    Args:
+        values: Dotted key -> value.
+    """
+    problems: list[Problem] = []
+    for key, _, limits in fields_of(schema.Config):
+        if key in values and (allowed := _violated(values[key], limits)) is not None:
+            remedy = did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
+            problems.append(Problem(key, repr(values[key]), allowed, remedy))
+    return problems
+
+
+def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
+    """Return what is allowed when `value` breaks one of a field's limits."""
+    if "choices" in limits and value not in limits["choices"]:
+        return "one of " + ", ".join(map(str, limits["choices"]))
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    low, above, high = (limits.get(name) for name in ("minimum", "exclusive_minimum", "maximum"))
+    broken = (
+        (low is not None and value < low)
+        or (above is not None and value <= above)
+        or (high is not None and value > high)
+    )
+    if not broken:
+        return None
+    bounds = [f"at least {low}"] if low is not None else []
+    bounds += [f"more than {above}"] if above is not None else []
+    bounds += [f"at most {high}"] if high is not None else []
+    return " and ".join(bounds)
+
+
+def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
+    """Return the problem of a key that the schema does not have, with the nearest that it has."""
+    parent = key.rpartition(".")[0]
+    siblings = [known for known in types if known.rpartition(".")[0] == parent]
+    remedy = did_you_mean(key, types) or (
+        "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings))
+        if siblings
+        else "see config/README.md"
+    )
+    return Problem(key, f"{value!r} ({origin})", "a known key", remedy)
+
+
+def did_you_mean(word: str, known: Any) -> str | None:
+    """Return the question, or None when nothing known is near."""
+    # Two swapped letters of four ("tyni") make a ratio of 0.5.
+    matches = difflib.get_close_matches(word, list(map(str, known)), n=1, cutoff=0.5)
+    return f"did you mean {matches[0]!r}?" if matches else None
