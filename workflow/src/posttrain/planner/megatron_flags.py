@@ -96,6 +96,12 @@ def optimizer_flags(config: Config) -> list[Flag]:
         _key(config, "params_dtype", "trainer.params_dtype"),
         flag("use_distributed_optimizer", True, reason="as in megatron.ddp"),
         flag("optimizer_cpu_offload", offload, offload_key),
+        flag(
+            "optimizer_offload_fraction",
+            float(offload),
+            offload_key,
+            reason="all of it; Megatron's own default is none",
+        ),
         flag("overlap_cpu_optimizer_d2h_h2d", offload, offload_key, reason="the recipe, with offload"),
         flag("use_precision_aware_optimizer", offload, offload_key, reason="the recipe, with offload"),
     ]
