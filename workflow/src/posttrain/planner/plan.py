@@ -34,8 +34,9 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
-from posttrain.planner.plan_figures import GROUPS, stage_bars
+from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_rules import RuleNeeds
+from posttrain.planner.plan_time import step_part, why_no_split
 from posttrain.planner.published import accuracy_part
 from posttrain.planner.step_time import split_part
 
@@ -78,9 +79,11 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             **dataclasses.asdict(needed),
         },
         "durations_seconds": needs.seconds,
+        "step": step_part(config, needs.seconds),
         "guesses": dataclasses.asdict(GUESSES),
         "step_time_accuracy": accuracy_part(config),
         "best_split": split_part(config),
+        "why_no_split": why_no_split(config),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
         "rules": needs.plan_part(workflow),
         "flags": {
@@ -152,6 +155,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         stage_bars=stage_bars(plan["trainer"]),
         memory_groups=GROUPS,
         proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
+        flag_groups=flag_groups(plan["flags"]),
         config_sections=config_rows(resolved.config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
