@@ -137,7 +137,7 @@ def flag_groups(flags: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _what_reads(reader: str) -> str:
     if reader in READERS:
         return READERS[reader]
-    program, _, part = reader.partition(".")
+    part = reader.partition(".")[2]
     engine = "an engine" if part in ("", "env") else f"a {part.removesuffix('.env')} engine"
     return f"environment of {engine}" if part.endswith("env") else f"command line of {engine}"
 
