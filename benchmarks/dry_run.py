@@ -1,5 +1,6 @@
-"""Two claims about `snakemake -n`, against a workflow of one rule: at most 2.5 times as long for any branch, and 6 times
-for 128 nodes and 1,000 jobs.
+"""Two claims about `snakemake -n`, against a workflow of one rule.
+
+A dry run of any branch takes at most 2.5 times as long; one of 128 nodes and 1,000 jobs at most 6 times.
 
 All run in the same environment, one after the other, so that a busy moment hits all. Run from the repository's root:
 
