@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from pathlib import Path
 
 import pytest
-from benchmarks.dry_run import measure
+from benchmarks.dry_run import GOAL, GOAL_OF_MANY_JOBS, MANY_JOBS, NODES, measure, ratios_of
 from tests.workflow.branches import OTHER_BRANCHES, dry_run, job_table, main_branches, sort_by_validity
 from tests.workflow_runs import ROOT, run_snakemake
 
@@ -82,7 +81,16 @@ def test_the_name_of_a_run(tmp_path: Path) -> None:
 
 def test_a_dry_run_is_fast(tmp_path: Path) -> None:
     """At most 2.5 times a one-rule workflow; benchmarks/dry_run.py has the exact figure on a quiet machine."""
-    seconds = measure(tmp_path, {"tiny": {}, "glm5": {"model": "glm5"}}, repeats=3)
-    one_rule = statistics.median(seconds.pop("one rule"))
-    for name, times in seconds.items():
-        assert statistics.median(times) < 2.5 * one_rule, (name, times)
+    ratios = ratios_of(measure(tmp_path, {"tiny": {}, "glm5": {"model": "glm5"}}, repeats=3))
+    assert {name: ratio for name, ratio in ratios.items() if ratio > GOAL} == {}
+
+
+def test_many_nodes_and_jobs_are_planned_fast(tmp_path: Path) -> None:
+    """128 nodes and 1,000 jobs: at most 6 times a one-rule workflow."""
+    code, output = dry_run(tmp_path, MANY_JOBS)
+    assert code == 0, output
+    jobs = {line.split()[0]: int(line.split()[1]) for line in job_table(output).split("\n\n")[0].splitlines()}
+    assert jobs["total"] >= 1000
+    assert jobs["stage_to_node_local"] == NODES
+    assert f"on {NODES} nodes of h200 ({NODES * 8} GPUs, about " in output
+    assert ratios_of(measure(tmp_path, {"many": MANY_JOBS}, repeats=3))["many"] <= GOAL_OF_MANY_JOBS

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from tests.workflow_runs import ROOT, run_snakemake
 
+from posttrain.observability.rule_chain import rule_chain
+from posttrain.planner.layout_choice import resolve
+
 # They run nothing: one names the results, the other joins the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes"}
 # It writes nothing, and looks at the machine for a second.
@@ -64,6 +67,15 @@ def test_a_rule_is_complete(name: str) -> None:
     assert re.search(rf'^\s*log:\n\s+.*"{name}"', text, re.MULTILINE), "a rule's logs lie in the folder of its name"
     if name not in WITHOUT_BENCHMARK:
         assert re.search(r"^\s*benchmark:$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_messages_end_with_what_the_plan_says(model: str) -> None:
+    config = resolve({"model": model, "site": "local"}, ROOT / "config").config
+    for node in rule_chain(config):
+        message = re.search(r"^ *message:\n(.*?)^ *shell:$", RULES[node.rule], re.MULTILINE | re.DOTALL)
+        assert message, node.rule
+        assert re.search(rf"{{NEEDS\.message\('{node.rule}'(, with_nodes=False)?\)}}\"\n$", message[1]), node.rule
 
 
 def test_no_lint_without_a_reason(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from posttrain import artifacts
 from posttrain.artifacts import Paths, part_receipt_of, receipt_of
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.planner.layout_choice import resolve
+from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.errors import ConfigError
 from posttrain.launch.child import name_driver
 
@@ -34,6 +35,9 @@ except ConfigError as error:
     logger.error(str(error))
     sys.exit(1)
 CFG = RESOLVED.config
+# What a job takes, at the end of its message.
+NEEDS = RuleNeeds(CFG)
+NODES = counted(CFG.nodes, "node")
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name

@@ -16,7 +16,7 @@ rule convert_hf_to_torch_dist:
         folder=PATHS.torch_dist,
         num_parts=len(PARTS),
     message:
-        "convert part {wildcards.part} of {params.num_parts} to torch_dist"
+        f"convert part {{wildcards.part}} of {{params.num_parts}} to torch_dist{NEEDS.message('convert_hf_to_torch_dist')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}"
@@ -38,7 +38,7 @@ rule finalize_torch_dist:
         source=PATHS.hf_patched,
         folder=PATHS.torch_dist,
     message:
-        "join the parts of the torch_dist checkpoint and check that no tensor is missing"
+        f"join the parts of the torch_dist checkpoint and check that no tensor is missing{NEEDS.message('finalize_torch_dist')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}"

@@ -20,7 +20,7 @@ if CFG.model.source.kind == "made":
             seed=0,
             folder=PATHS.made_model,
         message:
-            "make a GLM-5 of {params.num_digits}-digit sorting with a short supervised warm-up (about 20 s)"
+            f"make a GLM-5 of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
         shell:
             "POSTTRAIN_LOG={log:q} python {SCRIPTS}/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
             " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
@@ -45,7 +45,7 @@ rule download_hf_checkpoint:
         made=lambda wildcards, input: ["--source-receipt", input.made] if input.made else [],
         folder=PATHS.hf,
     message:
-        f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file"
+        f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file{NEEDS.message('download_hf_checkpoint')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_hf_checkpoint.py {params.source:q} {params.made:q}"
         " --folder {params.folder:q} --receipt {output:q}"
@@ -64,7 +64,7 @@ rule download_dataset:
         data=json.dumps(dataclasses.asdict(CFG.data)),
         folder=PATHS.dataset,
     message:
-        f"get the prompts ({CFG.data.kind}) and check every line"
+        f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
         " --receipt {output:q}"

@@ -22,7 +22,7 @@ rule evaluate:
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,
     message:
-        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training"
+        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training{NEEDS.message('evaluate')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/evaluate.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
         " --checkpoint {params.checkpoint:q}"

@@ -17,7 +17,7 @@ rule export_hf:
         origin=PATHS.hf_patched,
         destination=PATHS.hf_export,
     message:
-        "export the trained model to Hub layout"
+        f"export the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q} --train-receipt {input.train:q}"
         " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"

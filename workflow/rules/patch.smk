@@ -16,7 +16,7 @@ rule patch_hf_config:
         source=PATHS.hf,
         destination=PATHS.hf_patched,
     message:
-        "validate the checkpoint against the configuration; patch: {params.target}"
+        f"validate the checkpoint against the configuration; patch: {{params.target}}{NEEDS.message('patch_hf_config')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/patch_hf_config.py --source {params.source:q} --source-receipt {input:q}"
         " --destination {params.destination:q} --architecture {params.architecture:q} --target {params.target}"

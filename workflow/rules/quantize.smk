@@ -15,7 +15,7 @@ rule quantize_rollout_fp8:
         folder=PATHS.rollout_fp8,
         num_parts=len(PARTS),
     message:
-        "quantise part {wildcards.part} of {params.num_parts} to FP8 in blocks of 128 x 128"
+        f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8 in blocks of 128 x 128{NEEDS.message('quantize_rollout_fp8')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
@@ -36,7 +36,7 @@ rule finalize_rollout_fp8:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
     message:
-        "join the FP8 parts: index, config and error report"
+        f"join the FP8 parts: index, config and error report{NEEDS.message('finalize_rollout_fp8')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"

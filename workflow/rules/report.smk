@@ -19,7 +19,7 @@ rule render_report:
     params:
         run_folder=PATHS.run,
     message:
-        f"render the report of {RESOLVED.run}"
+        f"render the report of {RESOLVED.run}{NEEDS.message('render_report')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
         " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"

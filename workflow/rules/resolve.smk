@@ -35,7 +35,7 @@ rule plan:
         workflow=WORKFLOW,
         content=artifacts.digest8(dataclasses.asdict(CFG)),
     message:
-        f"plan {CFG.model.name} on {CFG.nodes} node(s) of {CFG.hardware.name}: layout, memory, storage, durations"
+        f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
         " --json {output.json:q} --html {output.html:q}"

@@ -16,7 +16,7 @@ rule stage_to_node_local:
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
     message:
-        "copy the checkpoints to the disk of {wildcards.node} and verify them"
+        f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/stage_to_node_local.py --node {wildcards.node}"
         " --source {params.torch_dist:q} --source-receipt {input.torch_dist:q}"
@@ -37,4 +37,4 @@ rule stage_all_nodes:
         touch(PATHS.run / "node_local.staged"),
     localrule: True
     message:
-        f"staged on {len(CFG.site.node_names)} node(s)"
+        f"staged on {counted(len(CFG.site.node_names), 'node')}"

@@ -31,7 +31,7 @@ rule train_grpo:
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
     message:
-        f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {CFG.nodes} node(s) of {CFG.hardware.name}"
+        f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"

@@ -1,3 +1,4 @@
+import html
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import pytest
 from posttrain.errors import Problem
 from posttrain.planner.phases import PHASES
 from posttrain.planner.plan import NOT_MODELLED, build_plan, plan_of_problems, render_plan
-from posttrain.planner.plan_figures import GROUPS, LABEL_WIDTH, stage_bars
+from posttrain.planner.plan_figures import GROUPS, LABEL_WIDTH, flag_groups, stage_bars
 from posttrain.planner.plan_table import print_plan
 
 
@@ -137,6 +138,101 @@ def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
         assert "of a pipeline idle" in text
     assert all(item.split(":")[0] in page for item in NOT_MODELLED)
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+PD = "engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=32"
+
+
+@pytest.mark.parametrize("more", [{"model": "tiny"}, {"model": "glm5"}, {"model": "glm5", "set": PD}])
+def test_the_page_lists_every_flag_of_every_program(plan_of, resolved, more):
+    plan = plan_of(**more)
+    page = html.unescape(render_plan(plan, resolved(**more)))
+    rendered = {key: item for key, item in plan["flags"].items() if "keys" in item}
+    groups = flag_groups(plan["flags"])
+    assert [f"{group['reader']} {row['name']}" for group in groups for row in group["rows"]] == list(rendered)
+    for group in groups:
+        section = page.partition(f"<summary>{group['reader']} <")[2].partition("</details>")[0]
+        assert f"{len(group['rows'])} flags, {group['what']}" in section
+        for row in group["rows"]:
+            cells = f'<td class="mono">{row["name"]}</td><td class="mono">{row["value"] or "(empty)"}</td>'
+            assert f'{cells}<td><span class="badge">{row["origin"]}</span></td>' in section
+            assert all(text in section for text in (*row["keys"], row["reason"]))
+
+
+def test_flags_are_told_apart_by_who_reads_them(plan_of):
+    groups = {group["reader"]: group["what"] for group in flag_groups(plan_of("glm5", set=PD)["flags"])}
+    assert groups["megatron.model"] == "MLATransformerConfig"
+    assert groups["trainer.env"] == "environment of the trainer"
+    assert groups["sglang.prefill"] == "command line of a prefill engine"
+    assert groups["sglang.decode.env"] == "environment of a decode engine"
+
+
+def test_lists_tell_runs_of_equal_items(plan_of):
+    (model, *_) = flag_groups(plan_of("glm5")["flags"])
+    values = {row["name"]: row["value"] for row in model["rows"]}
+    assert values["moe_layer_freq"] == "3 x 0, 75 x 1"
+    assert values["qk_layernorm"] == "true"
+
+
+def test_phases_add_up_to_the_step(plan_of):
+    plan = plan_of("glm5")
+    step, seconds = plan["step"], plan["durations_seconds"]
+    rows = {row["phase"]: row for row in step["phases"]}
+    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save", "evaluation"]
+    parts = [row["per_step"] for row in step["phases"] if row["per_step"] is not None]
+    assert sum(parts) == pytest.approx(step["seconds"], abs=0.01)
+    assert sum(row["share"] or 0 for row in rows.values()) == pytest.approx(1, abs=1e-3)
+    assert rows["save"]["per_step"] == pytest.approx(seconds["step_save"] / 20, rel=0.01)
+    assert rows["evaluation"]["per_step"] is None
+    assert sum(row["per_step"] for row in step["waiting"]) == pytest.approx(seconds["step_idle"], abs=0.01)
+    assert "32,768" in rows["rollout"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "reason"),
+    [
+        ("tiny", {}, "no step time is planned for a machine without GPUs"),
+        ("glm5", {}, "an engine of 64 GPUs leaves 8 of 16 nodes, on whose GPUs"),
+        ("glm5", {"set": "engine.gpus_per_engine=128 engine.num_engines=1"}, "leaves no node for the trainer"),
+        ("tiny", {"hardware": "h200"}, "one node cannot be split"),
+        ("glm5", {"set": "engine.gpus_per_engine=8 trainer.optimizer_cpu_offload=true"}, None),
+    ],
+)
+def test_a_split_or_why_there_is_none(plan_of, resolved, model, more, reason):
+    plan = plan_of(model, **more)
+    page = render_plan(plan, resolved(model, **more))
+    if reason is None:
+        assert plan["why_no_split"] is None
+        assert plan["best_split"]["train_nodes"] + plan["best_split"]["rollout_nodes"] == 16
+        assert f"{plan['best_split']['train_nodes']} train (" in page
+        return
+    assert plan["best_split"] is None
+    assert reason in plan["why_no_split"]
+    assert "none, because" in page
+
+
+def test_time_and_accuracy_on_page_and_table(plan_of, resolved, capsys):
+    plan = plan_of("glm5")
+    page = html.unescape(render_plan(plan, resolved("glm5")))
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    for row in (*plan["step"]["phases"], *plan["step"]["waiting"]):
+        assert row["phase"] in printed
+        assert row["phase"].replace("_", " ") in page
+        assert row["note"] in page
+    far_off = [row for row in plan["step_time_accuracy"] if abs(row["error"]) > plan["step"]["tolerance"]]
+    assert f"{len(far_off)} of {len(plan['step_time_accuracy'])} published figures" in page
+    assert page.count('<span class="badge bad">') == len(far_off) > 0
+    assert all(row["missing"] in page for row in far_off)
+    assert all(row["name"] in page for row in plan["step_time_accuracy"])
+
+
+def test_without_gpus_no_time_is_told(plan_of, resolved, capsys):
+    plan = plan_of("tiny")
+    assert plan["step"] is None
+    assert "Not modelled on a machine without GPUs" in render_plan(plan, resolved("tiny"))
+    print_plan(plan)
+    assert "a step takes" not in capsys.readouterr().out
 
 
 def test_planning_imports_no_torch():

@@ -43,8 +43,9 @@ def durations_seconds(config: Config, needed: Storage, rates: Bandwidths) -> dic
         GLM-5 at 1 GB/s from the Hub: 1,507.7 s to download.
     """
     parts, nodes = config.convert.num_parts, len(config.site.node_names) or config.nodes
-    seconds = {
-        "download_hf_checkpoint": needed.hf / rates.hub if config.model.source.kind == "hub" else 0.0,
+    # Files of a folder are linked and hashed, which no bandwidth here tells.
+    seconds = {"download_hf_checkpoint": needed.hf / rates.hub} if config.model.source.kind == "hub" else {}
+    seconds |= {
         "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, rates),
         "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, 1, rates),
         "stage_to_node_local": max(

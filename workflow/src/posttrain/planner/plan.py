@@ -7,7 +7,6 @@ not model is listed under "not_modelled", in the JSON and on the page.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from posttrain.observability.report import config_rows
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
-from posttrain.observability.rule_chain import RuleNode, rule_chain
+from posttrain.observability.rule_chain import rule_chain
 from posttrain.planner import duration, engine, memory, storage
 from posttrain.planner.capacity import check_capacity
 from posttrain.planner.flags import rendered_flags
@@ -35,7 +34,9 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
-from posttrain.planner.plan_figures import GROUPS, stage_bars
+from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
+from posttrain.planner.plan_rules import RuleNeeds
+from posttrain.planner.plan_time import step_part, why_no_split
 from posttrain.planner.published import accuracy_part
 from posttrain.planner.step_time import split_part
 
@@ -55,11 +56,10 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
         resolved: The configuration.
         workflow: What it was resolved from; stands in the commands.
     """
-    config, rates = resolved.config, duration.Bandwidths()
-    needed = storage.storage(config)
+    config, needs = resolved.config, RuleNeeds(resolved.config)
+    needed = needs.storage
     served, phases = engine.engine_memory(config), phase_memory(config)
     layouts = propose_layouts(config)
-    seconds = duration.durations_seconds(config, needed, rates)
     return {
         "run": resolved.run,
         "model": _model_part(config),
@@ -78,12 +78,14 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             "run_bytes": needed.run_bytes,
             **dataclasses.asdict(needed),
         },
-        "durations_seconds": seconds,
+        "durations_seconds": needs.seconds,
+        "step": step_part(config, needs.seconds),
         "guesses": dataclasses.asdict(GUESSES),
         "step_time_accuracy": accuracy_part(config),
         "best_split": split_part(config),
-        "bandwidths_assumed_bytes_per_second": dataclasses.asdict(rates),
-        "rules": [_rule_part(rule, workflow) for rule in rule_chain(config)],
+        "why_no_split": why_no_split(config),
+        "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
+        "rules": needs.plan_part(workflow),
         "flags": {
             key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
             for key, value in flat_config(config).items()
@@ -153,6 +155,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         stage_bars=stage_bars(plan["trainer"]),
         memory_groups=GROUPS,
         proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
+        flag_groups=flag_groups(plan["flags"]),
         config_sections=config_rows(resolved.config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
@@ -275,18 +278,4 @@ def _parallelism_part(config: Config) -> dict[str, Any]:
         "world_size": world_size(config),
         "nodes": config.nodes,
         "layers_per_stage": layers_per_stage(config),
-    }
-
-
-def _rule_part(rule: RuleNode, workflow: Mapping[str, Any]) -> dict[str, Any]:
-    settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
-    command = ["snakemake", "--cores", "all", "--until", rule.rule, "--config", *settings]
-    return {
-        "name": rule.name,
-        "does": rule.does,
-        "after": list(rule.after),
-        "jobs": rule.num_jobs,
-        "nodes": rule.nodes,
-        "gpus": rule.gpus,
-        "command": shlex.join(command),
     }

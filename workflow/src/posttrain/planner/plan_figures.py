@@ -1,9 +1,11 @@
-"""Bars of the plan's page: memory of a stage's rank in each phase, against the memory that there is."""
+"""What the plan's page draws and lists: memory of a stage's rank in each phase, and the flags of each program."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 # Parts of memory in the order of the bars: label, colour of the page's palette, what belongs to it.
@@ -18,6 +20,13 @@ GROUPS = (
 )
 WIDTH = 1160
 LABEL_WIDTH = 96
+READERS = {
+    "megatron.model": "MLATransformerConfig",
+    "megatron.ddp": "DistributedDataParallelConfig",
+    "megatron.optimizer": "OptimizerConfig",
+    "trainer.env": "environment of the trainer",
+    "embedded": "arguments of the embedded engine",
+}
 ROW_HEIGHT = 20
 
 
@@ -106,3 +115,36 @@ def _bars(phases: Sequence[Mapping[str, Any]], capacity: float, scale: float) ->
         fits = item["gpu_gib"] <= capacity
         bars.append(Bar(item["phase"], 4.0 + ROW_HEIGHT * row, tuple(segments), round(x, 2), item["gpu_gib"], fits))
     return tuple(bars)
+
+
+def flag_groups(flags: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the flags that programs get, by the program that reads them.
+
+    Args:
+        flags: `plan.json`'s "flags"; values of the configuration, which have no "keys", are left out.
+
+    Returns:
+        Groups of "reader", "what" it is, and "rows": "name", "value" as text, "origin", "keys", "reason".
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for key, item in flags.items():
+        if "keys" in item:
+            reader, _, name = key.partition(" ")
+            groups.setdefault(reader, []).append({**item, "name": name, "value": _as_text(item["value"])})
+    return [{"reader": reader, "what": _what_reads(reader), "rows": rows} for reader, rows in groups.items()]
+
+
+def _what_reads(reader: str) -> str:
+    if reader in READERS:
+        return READERS[reader]
+    part = reader.partition(".")[2]
+    engine = "an engine" if part in ("", "env") else f"a {part.removesuffix('.env')} engine"
+    return f"environment of {engine}" if part.endswith("env") else f"command line of {engine}"
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as text; a list tells runs of equal items: "3 x 0, 75 x 1"."""
+    if not isinstance(value, list | tuple):
+        return value if isinstance(value, str) else json.dumps(value)
+    runs = [(len(list(run)), item) for item, run in groupby(value)]
+    return ", ".join(f"{length} x {_as_text(item)}" if length > 1 else _as_text(item) for length, item in runs)

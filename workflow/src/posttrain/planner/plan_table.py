@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.observability.report_format import format_bytes, format_number, format_seconds
+from posttrain.observability.report_format import format_bytes, format_number, format_percent, format_seconds
 
 WIDTH = 110
 SHOWN_LAYOUTS = 5
@@ -18,9 +18,10 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers, the rules, and every problem."""
     console = Console(width=WIDTH)
     console.print(_numbers(plan))
-    for table in (_phases(plan), _layouts(plan), _rules(plan)):
-        console.print()
-        console.print(table)
+    for table in (_phases(plan), _layouts(plan), _step(plan), _rules(plan)):
+        if table is not None:
+            console.print()
+            console.print(table)
     for problem in plan["problems"]:
         console.print(f"\n[bold red]problem[/] {problem['key']} = {problem['value']}", highlight=False)
         console.print(f"  allowed: {problem['allowed']}\n  remedy:  {problem['remedy']}", highlight=False)
@@ -95,6 +96,22 @@ def _layouts(plan: Mapping[str, Any]) -> Table:
         fitting = "fits" if row["has_headroom"] else "fits, little room"
         verdict = fitting if row["fits"] else "[bold red]does not fit[/]"
         table.add_row(*map(str, sizes), f"{row['peak_gib']:.4g}", verdict, row["reasons"])
+    return table
+
+
+def _step(plan: Mapping[str, Any]) -> Table | None:
+    step = plan["step"]
+    if step is None:
+        return None
+    title = f"a step takes {format_seconds(step['seconds'])}"
+    table = Table(show_edge=False, header_style="bold", title=title, title_justify="left", title_style="")
+    table.add_column("phase", no_wrap=True)
+    for name in ("once", "per step", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in (*step["phases"], *step["waiting"]):
+        numbers = (format_seconds(row["once"]), format_seconds(row["per_step"]), format_percent(row["share"]))
+        table.add_row(row["phase"], *numbers, row["note"])
     return table
 
 

@@ -1,0 +1,107 @@
+"""What each rule takes: nodes, GPUs and time, for `plan.json` and for the messages of the dry run alike.
+
+Both read the same chain of rules and the same durations, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.observability.rule_chain import RuleNode, rule_chain
+from posttrain.planner.duration import Bandwidths, durations_seconds
+from posttrain.planner.storage import Storage, storage
+
+MINUTE, HOUR = 60, 3600
+# From here on, hours say more than minutes; below ten of them a decimal matters.
+LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10 * HOUR
+
+
+class RuleNeeds:
+    """The rules of a configuration with what they take; computed when first asked for, and once.
+
+    Args:
+        config: The resolved configuration.
+        rates: Assumed bandwidths.
+    """
+
+    def __init__(self, config: Config, rates: Bandwidths | None = None) -> None:
+        self._config = config
+        self.rates = rates or Bandwidths()
+
+    @cached_property
+    def chain(self) -> list[RuleNode]:
+        """The rules that lead to the report."""
+        return rule_chain(self._config)
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Bytes on disk."""
+        return storage(self._config)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """`durations_seconds`: only of what the planner can tell."""
+        return durations_seconds(self._config, self.storage, self.rates)
+
+    def plan_part(self, workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rules as they stand in `plan.json`.
+
+        Args:
+            workflow: What the configuration was resolved from; stands in the commands.
+        """
+        return [self._rule_part(node, workflow) for node in self.chain]
+
+    def message(self, rule: str, *, with_nodes: bool = True) -> str:
+        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 728 h)".
+
+        Args:
+            rule: The rule's name.
+            with_nodes: Whether nodes are named; a message that names them itself leaves them out.
+
+        Returns:
+            Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none. Empty for a rule
+            that this configuration does not use, and where nothing is left to say.
+        """
+        node = next((node for node in self.chain if node.rule == rule), None)
+        if node is None:
+            return ""
+        words = [counted(node.nodes, "node")] if with_nodes else []
+        words += [counted(node.gpus, "GPU")] if node.gpus else []
+        words += [about(self.seconds[node.name])] if node.name in self.seconds else []
+        return f" ({', '.join(words)})" if words else ""
+
+    def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any]) -> dict[str, Any]:
+        settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
+        command = ["snakemake", "--cores", "all", "--until", node.rule, "--config", *settings]
+        return {
+            "name": node.name,
+            "does": node.does,
+            "after": list(node.after),
+            "jobs": node.num_jobs,
+            "nodes": node.nodes,
+            "gpus": node.gpus,
+            "seconds": self.seconds.get(node.name),
+            "command": shlex.join(command),
+        }
+
+
+def counted(count: int, word: str) -> str:
+    """Return a count with its word: "1 node", "16 nodes"."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def about(seconds: float) -> str:
+    """Return a planned duration, no finer than the plan is.
+
+    Example:
+        3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 728 h".
+    """
+    if seconds < MINUTE:
+        return "under 1 min"
+    if seconds < LONGEST_IN_MINUTES:
+        return f"about {seconds / MINUTE:.0f} min"
+    return f"about {seconds / HOUR:.{1 if seconds < LONGEST_WITH_DECIMAL else 0}f} h"

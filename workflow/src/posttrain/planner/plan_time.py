@@ -1,0 +1,83 @@
+"""The plan's time table: a training step by phase, what of it is waiting, and why there may be no split of the nodes.
+
+The seconds come from `step_time`; here they are put in order and explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.planner.published import TOLERANCE
+from posttrain.planner.step_time import Workload, best_split, engine_of, rollout_of, workload
+
+IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
+
+
+def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return the time table of a step as it stands in `plan.json`; None for a machine without GPUs.
+
+    Args:
+        config: The resolved configuration.
+        seconds: `durations_seconds` of it.
+
+    Returns:
+        "seconds" of a step, "tolerance" of the model, and "phases": rows with "phase", "once" (seconds each time it
+        happens), "per_step" (seconds; None for what is not part of a step), "share" of the step and "note". The rows
+        of the step add up to it; "waiting" has rows that are part of those.
+    """
+    if "step" not in seconds:
+        return None
+    work, step = workload(config), seconds["step"]
+    notes = _notes(config, work)
+    every = {name: seconds[f"step_{name}"] for name in IN_EVERY_STEP}
+    rows = [_row(name, once, once, step, notes[name]) for name, once in every.items()]
+    rows.append(_row("save", seconds["step_save"], step - sum(every.values()), step, notes["save"]))
+    rows.append(_row("evaluation", seconds["evaluate before"], None, step, notes["evaluation"]))
+    rollout = rollout_of(engine_of(config), config.engine.num_engines, work)
+    tail = rollout.seconds * (1 - rollout.busy_share)
+    # Its seconds are rounded, and a rest of zero shall not be less.
+    bubble = max(seconds["step_idle"] - tail, 0.0)
+    waiting = [
+        _row("idle: longest sample", tail, tail, step, "responses that have ended wait for it"),
+        _row("idle: pipeline", bubble, bubble, step, "stages that wait while it fills and drains"),
+    ]
+    return {"seconds": step, "phases": rows, "waiting": waiting, "tolerance": TOLERANCE}
+
+
+def why_no_split(config: Config) -> str | None:
+    """Return why trainer and engines cannot have nodes of their own; None where a split is planned."""
+    if config.hardware.device == "cpu":
+        return "no step time is planned for a machine without GPUs"
+    if best_split(config) is not None:
+        return None
+    if config.nodes == 1:
+        return "one node cannot be split"
+    gpus = config.engine.gpus_per_engine
+    engine = f"an engine of {gpus} GPUs"
+    left = config.nodes - -(-gpus // config.hardware.gpus_per_node)
+    if left < 1:
+        return f"{engine} leaves no node for the trainer"
+    return (
+        f"{engine} leaves {left} of {config.nodes} nodes, on whose GPUs the trainer's weights, gradients and optimizer "
+        "state do not fit"
+    )
+
+
+def _notes(config: Config, work: Workload) -> dict[str, str]:
+    share = f"mean length assumed at {work.mean_share:.0%} of it"
+    return {
+        "rollout": f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}",
+        "old_logprobs": "a forward pass over all samples",
+        "train": "forward, backward, recomputation, pipeline idle and the optimizer",
+        "weight_sync": "new weights to all engines",
+        "save": f"every {config.trainer.save_interval} steps",
+        "evaluation": "before and after the run, not in a step",
+    }
+
+
+def _row(phase: str, once: float, per_step: float | None, step: float, note: str) -> dict[str, Any]:
+    rounded = None if per_step is None else round(per_step, 3)
+    share = None if per_step is None else round(per_step / step, 4)
+    return {"phase": phase, "once": round(once, 3), "per_step": rounded, "share": share, "note": note}
