@@ -134,7 +134,7 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
     for point, number in ((IN_FIRST_ROLLOUT, signal.SIGHUP), (IN_AN_UPDATE, signal.SIGINT)):
         driver = start_until(workflow, point)
         os.killpg(driver.process.pid, number)
-        assert driver.finish(timeout=10)[0] != 0
+        assert driver.finish(timeout=60)[0] != 0
         assert_gone(workflow)
     driver = start_until(workflow, FIRST_CHECKPOINT, "export_hf")
     driver.process.send_signal(signal.SIGTERM)
@@ -149,7 +149,10 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
 
 def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     first = start_until(workflow, IN_FIRST_ROLLOUT)
+    trainer = first.wait_for(TRAINER)
+    trainer.suspend()  # so that training is not over before the second one asks
     code, output = start(workflow, "train_grpo").finish()
+    trainer.resume()
     assert code != 0
     (holder,) = workflow.run_folder.glob("train/lease/epoch-*.json")
     assert f"is being written by process {json.loads(holder.read_text())['pid']}" in output
@@ -243,7 +246,8 @@ def test_every_other_rule_killed_once(undisturbed: WorkflowFolder, tmp_path: Pat
     seconds = seconds_by_rule(undisturbed.store.parent / "first/logs") | seconds_by_rule(undisturbed.folder / "logs")
     rng = random.Random(1)
     points = {
-        rule: [rng.uniform(0, 0.6 * length) for _ in range(NUM_JOBS.get(rule, 1))]
+        # Early enough to hit on a machine that is faster now; test_faults.py kills anywhere.
+        rule: [rng.uniform(0, 0.3 * length) for _ in range(NUM_JOBS.get(rule, 1))]
         for rule, length in sorted(seconds.items())
         if rule not in ("make_tiny_model", "train_grpo")
     }
