@@ -1,7 +1,7 @@
 """From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
 
-Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> nodes/{model family or model}_{n}.yaml or the
-planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and value of every layer is
+Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> recipes/{recipe}.yaml, if one is asked for ->
+nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and value of every layer is
 checked against the schema on its own, so that all mistakes are reported at once, each with the file it stands in.
 """
 
@@ -27,7 +27,9 @@ from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.
-WORKFLOW_KEYS = ("model", "nodes", "hardware", "site", "run", "set")
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "set")
+# A run's name becomes a folder's.
+RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -73,7 +75,8 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:
-        workflow: `config/workflow.yaml` with the user's `--config` on top: model, nodes, hardware, site, run, set.
+        workflow: `config/workflow.yaml` with the user's `--config` on top: model, recipe, nodes, hardware, site, run,
+            set.
         config_dir: The folder `config/`.
         choose_layout: Chooses the layout when `config/nodes` has no recipe for this model and node count; None leaves
             the schema's.
@@ -86,6 +89,8 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     merger.problems += _check_workflow_keys(workflow)
     merger.add_file("base.yaml")
     merger.add_choice("models", "model", workflow.get("model"))
+    if workflow.get("recipe") is not None:
+        merger.add_choice("recipes", "recipe", workflow["recipe"])
     # A wrong count is a problem by now; the model's own lets the other checks go on.
     given = workflow.get("nodes") if _is_count(workflow.get("nodes")) else None
     nodes = given or merger.get("defaults.nodes") or 1
@@ -204,9 +209,9 @@ class _Merger:
         """Add the values of `set=`: words like a shell's, each `key=value`."""
         try:
             words = shlex.split("" if text is None else str(text))
-            bad = [word for word in words if "=" not in word]
+            bad = [word for word in words if "=" not in word[1:]]
             if bad:
-                raise ValueError(f"{bad[0]!r} has no '='")
+                raise ValueError(f"{bad[0]!r} has no '=' behind a key")
             parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
         except (ValueError, OmegaConfBaseException) as error:
             remedy = f"{error}; quote the whole list"
@@ -279,10 +284,9 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
     if nodes is not None and not _is_count(nodes):
         problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
     run = workflow.get("run")
-    if run is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", str(run)):
-        problems.append(
-            Problem("run", repr(run), "a letter, then letters, digits, '.', '_' or '-'", "choose another name")
-        )
+    if run is not None and not re.fullmatch(RUN_NAME, str(run)):
+        allowed = "a letter, then letters, digits, '.', '_' or '-'; at most 100"
+        problems.append(Problem("run", repr(run), allowed, "choose another name"))
     return problems
 
 
