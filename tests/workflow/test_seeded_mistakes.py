@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # The hardware
     "FP8 engines on MI300X": ({"model": "glm5", "hardware": "mi300x"}, ("rollout.fp8",)),
     "format that is not there": (glm5("hardware.formats=[bf16,fp8,fp6]"), ("hardware.formats",)),
-    "trainer's DeepEP on GB300": (glm5("trainer.deepep=true", hardware="gb300", nodes=24), ("trainer.deepep",)),
+    "trainer's DeepEP on GB300": (glm5("trainer.deepep=true", hardware="gb300", nodes=32), ("trainer.deepep",)),
     "DeepEP on a CPU": ({"set": "trainer.deepep=true"}, ("trainer.deepep",)),
     "offload on a CPU": ({"set": "trainer.optimizer_cpu_offload=true"}, ("trainer.optimizer_cpu_offload",)),
     "speculation on a CPU": ({"set": "engine.mtp_steps=3"}, ("engine.mtp_steps",)),

@@ -30,7 +30,7 @@ later ones win:
 2. `base.yaml`: the experiment, the same for all node counts
 3. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
 4. `recipes/{recipe}.yaml`, if one is asked for with `recipe=`: another batch than the model's
-5. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes
+5. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
 6. `hardware/{hardware}.yaml`
 7. `sites/{site}.yaml`: what belongs to a cluster
 8. `set='key=value key=value'` on the command line
