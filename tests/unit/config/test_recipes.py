@@ -11,13 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.derived import data_parallel_size, layers_per_stage, num_updates_per_step
+from posttrain.config.derived import (
+    data_parallel_size,
+    layers_per_stage,
+    num_updates_per_step,
+    rollout_samples_per_step,
+)
 from posttrain.config.load import WORKFLOW_KEYS, resolve
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
+from posttrain.planner.duration import Bandwidths
+from posttrain.planner.engine import engine_memory
+from posttrain.planner.layout import assess_layout
 from posttrain.planner.sglang_flags import DECODE, PREFILL, UNIFIED, sglang_flags
+from posttrain.planner.step_time import step_durations, workload
 
-CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG_DIR = ROOT / "config"
 # (model, nodes): TP, PP, CP, EP, ETP, layers of the last stage where the cut is uneven; layers per stage
 LAYOUTS = {
     ("glm5_4layer", 1): (Parallel(4, 1, 1, 8, 1, 0), [4]),
@@ -129,7 +139,7 @@ def test_eagle_at_32_nodes():
 
 def test_recipes_are_for_nodes_of_eight_gpus():
     assert recipe("glm5", 32).origins["parallel.tensor_model_parallel_size"] == "config/nodes/glm5_32.yaml"
-    other = recipe("glm5", 32, hardware="gb300", set="parallel.pipeline_model_parallel_size=2")
+    other = recipe("glm5", 32, hardware="gb300", set="parallel.context_parallel_size=2")
     assert other.config.hardware.gpus_per_node == 4
     assert "config/nodes/glm5_32.yaml" not in other.origins.values()
     assert other.config.engine.mtp_steps == 0
@@ -167,3 +177,40 @@ def test_no_recipe_unless_it_is_asked_for():
         recipe("glm5", 16, recipe="prodction")
     (problem,) = caught.value.problems
     assert (problem.key, problem.remedy) == ("recipe", "did you mean 'production'?")
+
+
+def figures(config):
+    """Return the planner's figures of a recipe, as they stand in docs/production.md."""
+    served, work, engine = engine_memory(config), workload(config), config.engine
+    cost = assess_layout(config, served).cost
+    seconds = step_durations(config, Bandwidths().shared_storage)
+    samples = rollout_samples_per_step(config)
+    on_gpu = samples / (engine.num_engines * engine.gpus_per_engine)
+    tokens = samples * work.mean_tokens
+    longest = on_gpu * (work.prompt_tokens + work.longest_response)
+    saves = seconds["step_save"] / config.trainer.save_interval
+    return {
+        "samples of a step": f"{samples:,}",
+        "updates of a step, samples of each": f"{num_updates_per_step(config)} x {config.training.global_batch_size}",
+        "tokens of an update": f"{tokens / num_updates_per_step(config) / 1e6:.2f} M",
+        "micro-batches of a pipeline": f"{cost.num_micro_batches}",
+        "pipeline idle": f"{cost.idle_fraction:.0%}",
+        "requests of an engine": f"{samples / engine.num_engines:g} of {engine.max_running_requests}",
+        "requests of a GPU": f"{on_gpu:g}",
+        "KV cache used when all are at their longest": f"{longest / served.kv_tokens_per_gpu:.0%}",
+        "rollout": f"{seconds['step_rollout']:.0f} s",
+        "log-probabilities": f"{seconds['step_old_logprobs']:.0f} s",
+        "training": f"{seconds['step_train']:.0f} s",
+        "new weights to the engines": f"{seconds['step_weight_sync']:.0f} s",
+        "a checkpoint's share": f"{saves:.0f} s",
+        "step": f"{seconds['step']:.0f} s",
+        "of which rollout": f"{seconds['step_rollout'] / seconds['step']:.0%}",
+        "trained tokens per second": f"{tokens / seconds['step']:,.0f}",
+    }
+
+
+def test_the_figures_of_the_production_page_are_the_planners():
+    text = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    small, large = figures(recipe("glm5", 16).config), figures(recipe("glm5", 16, recipe="production").config)
+    for name, value in small.items():
+        assert f"| {name} | {value} | {large[name]} |" in text, name
