@@ -45,8 +45,8 @@ def test_a_wrong_setting(settings, key, remedy):
 @pytest.mark.parametrize(
     ("workflow", "key", "allowed", "remedy"),
     [
-        ({"modle": "tiny"}, "modle", "model, nodes", "did you mean 'model'?"),
-        ({"lr": 1}, "lr", "model, nodes", "set='lr=1'"),
+        ({"modle": "tiny"}, "modle", "model, recipe, nodes", "did you mean 'model'?"),
+        ({"lr": 1}, "lr", "model, recipe, nodes", "set='lr=1'"),
         ({"model": "tyni"}, "model", "glm5, glm5.1", "did you mean 'tiny'?"),
         ({"model": None}, "model", "glm5, glm5.1", "choose one of"),
         ({"hardware": "h2000"}, "hardware", "cpu, gb300, h100, h200", "did you mean 'h200'?"),

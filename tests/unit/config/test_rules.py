@@ -61,6 +61,15 @@ VIOLATIONS = (
     # 64 samples divide by 2, but four data-parallel ranks cannot share two.
     ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
+    ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
+    # 80 steps of two updates.
+    ("tiny", "optimizer.lr_warmup_steps=161", ["optimizer.lr_warmup_steps"]),
+    ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
+    ("glm5", "trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
+    ("tiny", "site.name=a/b", ["site.name"]),
+    ("tiny", "data.num_digits=3", ["data.num_train_prompts"]),
+    ("glm5", "data.repo_id=name", ["data.repo_id"]),
+    ("glm5", "parallel.pipeline_model_parallel_size=1", ["parallel.num_layers_in_last_pipeline_stage"]),
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),

@@ -29,10 +29,11 @@ later ones win:
 1. the schema's defaults, for engineering knobs
 2. `base.yaml`: the experiment, the same for all node counts
 3. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
-4. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes
-5. `hardware/{hardware}.yaml`
-6. `sites/{site}.yaml`: what belongs to a cluster
-7. `set='key=value key=value'` on the command line
+4. `recipes/{recipe}.yaml`, if one is asked for with `recipe=`: another batch than the model's
+5. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
+6. `hardware/{hardware}.yaml`
+7. `sites/{site}.yaml`: what belongs to a cluster
+8. `set='key=value key=value'` on the command line
 
 `workflow.yaml` and `--config` choose among them; they know the keys %(workflow_keys)s.
 Every key and value of every layer is checked, and all mistakes are reported at once, each with its file and
@@ -54,7 +55,7 @@ TYPE_NAMES = {
     bool: "true or false",
     list[str]: "list of text",
 }
-CHOICE_FOLDERS = {"model": "models", "nodes": "nodes", "hardware": "hardware", "site": "sites"}
+CHOICE_FOLDERS = {"model": "models", "recipe": "recipes", "nodes": "nodes", "hardware": "hardware", "site": "sites"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def values_by_layer(config_dir: Path) -> dict[str, str]:
     A value of base.yaml is given; for keys that only chosen files set, their folder is named.
     """
     found = {"nodes": "the model's `defaults.nodes`"}
-    for folder in ("sites", "hardware", "nodes", "models"):
+    for folder in ("sites", "hardware", "nodes", "recipes", "models"):
         for path in sorted((config_dir / folder).glob("*.yaml")):
             found |= {key: f"set in `{folder}/`" for key, _ in _leaves(path)}
     return found | {key: f"`{_spell(value)}` in `base.yaml`" for key, value in _leaves(config_dir / "base.yaml")}

@@ -1,8 +1,9 @@
 """From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
 
-Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> nodes/{model family or model}_{n}.yaml or the
-planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and value of every layer is
-checked against the schema on its own, so that all mistakes are reported at once, each with the file it stands in.
+Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> recipes/{recipe}.yaml, if one is asked for ->
+nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and
+value of every layer is checked against the schema on its own, so that all mistakes are reported at once, each with the
+file it stands in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.
-WORKFLOW_KEYS = ("model", "nodes", "hardware", "site", "run", "set")
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "set")
+# What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
+RECIPE_GPUS_PER_NODE = 8
+# A run's name becomes a folder's.
+RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -73,7 +78,8 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:
-        workflow: `config/workflow.yaml` with the user's `--config` on top: model, nodes, hardware, site, run, set.
+        workflow: `config/workflow.yaml` with the user's `--config` on top: model, recipe, nodes, hardware, site, run,
+            set.
         config_dir: The folder `config/`.
         choose_layout: Chooses the layout when `config/nodes` has no recipe for this model and node count; None leaves
             the schema's.
@@ -86,12 +92,16 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     merger.problems += _check_workflow_keys(workflow)
     merger.add_file("base.yaml")
     merger.add_choice("models", "model", workflow.get("model"))
+    if workflow.get("recipe") is not None:
+        merger.add_choice("recipes", "recipe", workflow["recipe"])
     # A wrong count is a problem by now; the model's own lets the other checks go on.
     given = workflow.get("nodes") if _is_count(workflow.get("nodes")) else None
     nodes = given or merger.get("defaults.nodes") or 1
     merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
-    has_recipe = merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
-    merger.add_choice("hardware", "hardware", workflow.get("hardware") or merger.get("defaults.hardware"))
+    hardware = workflow.get("hardware") or merger.get("defaults.hardware")
+    is_written_for = merger.look_up(f"hardware/{hardware}.yaml", "hardware", "gpus_per_node") == RECIPE_GPUS_PER_NODE
+    has_recipe = is_written_for and merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
+    merger.add_choice("hardware", "hardware", hardware)
     merger.add_choice("sites", "site", workflow.get("site"))
     merger.add_overrides(workflow.get("set"))
     if choose_layout and not has_recipe:
@@ -160,6 +170,7 @@ class _Merger:
         self._dir = config_dir
         self._values: dict[str, Any] = {}
         self._types = leaf_types(schema.Config)
+        self._files: dict[str, dict[Any, Any]] = {}
         self._lacks_a_layer = False
         self._refusals: list[Problem] = []
         self.origins: dict[str, str] = {}
@@ -191,22 +202,32 @@ class _Merger:
 
     def add_file(self, name: str) -> None:
         """Add a YAML file as a layer."""
-        try:
-            layer = OmegaConf.to_container(OmegaConf.load(self._dir / name))
-        except (OmegaConfBaseException, OSError, ValueError) as error:
-            raise ConfigError([Problem(name, type(error).__name__, "a readable YAML file", str(error))]) from error
-        for _, _, dotted, value in _walk(layer if isinstance(layer, dict) else {}):
+        for _, _, dotted, value in _walk(self._read(name)):
             # A mapping is walked into; only one that the schema does not know is reported as a whole.
             if not isinstance(value, dict) or not self._is_section(dotted):
                 self.add_value(dotted, value, f"{self._dir.name}/{name}")
+
+    def look_up(self, name: str, section: str, key: str) -> Any:
+        """Return a value of a file that is not a layer yet; None where there is none."""
+        values = self._read(name).get(section) if (self._dir / name).exists() else None
+        return values.get(key) if isinstance(values, dict) else None
+
+    def _read(self, name: str) -> dict[Any, Any]:
+        if name not in self._files:
+            try:
+                layer = OmegaConf.to_container(OmegaConf.load(self._dir / name))
+            except (OmegaConfBaseException, OSError, ValueError) as error:
+                raise ConfigError([Problem(name, type(error).__name__, "a readable YAML file", str(error))]) from error
+            self._files[name] = layer if isinstance(layer, dict) else {}
+        return self._files[name]
 
     def add_overrides(self, text: Any) -> None:
         """Add the values of `set=`: words like a shell's, each `key=value`."""
         try:
             words = shlex.split("" if text is None else str(text))
-            bad = [word for word in words if "=" not in word]
+            bad = [word for word in words if "=" not in word[1:]]
             if bad:
-                raise ValueError(f"{bad[0]!r} has no '='")
+                raise ValueError(f"{bad[0]!r} has no '=' behind a key")
             parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
         except (ValueError, OmegaConfBaseException) as error:
             remedy = f"{error}; quote the whole list"
@@ -279,10 +300,9 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
     if nodes is not None and not _is_count(nodes):
         problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
     run = workflow.get("run")
-    if run is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", str(run)):
-        problems.append(
-            Problem("run", repr(run), "a letter, then letters, digits, '.', '_' or '-'", "choose another name")
-        )
+    if run is not None and not re.fullmatch(RUN_NAME, str(run)):
+        allowed = "a letter, then letters, digits, '.', '_' or '-'; at most 100"
+        problems.append(Problem("run", repr(run), allowed, "choose another name"))
     return problems
 
 

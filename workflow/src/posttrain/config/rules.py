@@ -9,6 +9,7 @@ from posttrain.config.derived import (
     data_parallel_size,
     layers_per_stage,
     model_parallel_size,
+    num_updates_per_step,
     rollout_samples_per_step,
     world_size,
 )
@@ -18,8 +19,9 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
-# A node's name becomes a folder's.
-NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# A node's name becomes a folder's, and so do a model's, a hardware's and a site's.
+NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
 # Families that `checkpoint.param_names` has the names of.
@@ -65,8 +67,7 @@ def check_trainable(config: Config) -> Problems:
 def _model_source(config: Config) -> Problems:
     source = config.model.source
     if source.kind == "hub":
-        if source.repo_id.count("/") != 1:
-            yield Problem("model.source.repo_id", repr(source.repo_id), "owner/name", "give the Hub repository")
+        yield from _repository("model.source.repo_id", source.repo_id)
         if source.revision != UNPINNED:
             yield from _pinned("model.source.revision", source.revision)
     if source.kind == "folder" and not source.folder:
@@ -76,13 +77,24 @@ def _model_source(config: Config) -> Problems:
 def _data_source(config: Config) -> Problems:
     data = config.data
     if data.kind == "hub":
+        yield from _repository("data.repo_id", data.repo_id)
         yield from _pinned("data.revision", data.revision)
-    if data.kind == "jsonl":
+    if data.kind in ("hub", "jsonl"):
         for name in ("train_file", "heldout_file"):
             if not getattr(data, name):
                 yield Problem(f"data.{name}", "''", "a jsonl file", "give the path of the prompts")
     if data.kind == "sort_digits" and data.num_train_prompts < 1:
         yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
+    wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
+    if data.kind == "sort_digits" and wanted > different:
+        allowed = f"at most {different} with the held-out ones: there are no more numbers of {data.num_digits} digits"
+        remedy = "ask for fewer, or raise data.num_digits"
+        yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
+
+
+def _repository(key: str, repo_id: str) -> Problems:
+    if not re.fullmatch(REPOSITORY, repo_id):
+        yield Problem(key, repr(repo_id), "owner/name", "give the Hub repository")
 
 
 def _pinned(key: str, revision: str) -> Problems:
@@ -147,11 +159,17 @@ def _experts(config: Config) -> Problems:
 
 def _stages(config: Config) -> Problems:
     parallel, num_layers = config.parallel, config.model.architecture.num_hidden_layers
+    last, key = parallel.num_layers_in_last_pipeline_stage, "parallel.num_layers_in_last_pipeline_stage"
+    if parallel.pipeline_model_parallel_size == 1:
+        if last not in (0, num_layers):
+            allowed = f"0, or all {num_layers} layers, in the only stage"
+            yield Problem(key, str(last), allowed, "leave it out, or give the number of stages")
+        return
     if sum(layers_per_stage(config)) != num_layers or min(layers_per_stage(config)) < 1:
         others = parallel.pipeline_model_parallel_size - 1
         yield Problem(
-            "parallel.num_layers_in_last_pipeline_stage",
-            str(parallel.num_layers_in_last_pipeline_stage),
+            key,
+            str(last),
             f"so that the other {others} stages share {num_layers} layers evenly",
             "change the last stage or the number of stages",
         )
@@ -167,6 +185,45 @@ def _batches(config: Config) -> Problems:
     if is_layout and batch % ranks:
         allowed = f"a multiple of {ranks}, the data-parallel ranks, which run equally many micro-batches"
         yield Problem(key, str(batch), allowed, "raise the batch, or use more tensor or pipeline parallelism")
+
+
+def _group(config: Config) -> Problems:
+    # An advantage is the distance from the group's mean: of one response it is always 0, and nothing is learned.
+    if config.rollout.num_samples_per_prompt < 2:
+        remedy = "raise it; lower rollout.rollout_batch_size to keep the number of samples"
+        yield Problem("rollout.num_samples_per_prompt", "1", "at least 2: GRPO compares a prompt's responses", remedy)
+
+
+def _warm_up(config: Config) -> Problems:
+    steps, updates = config.optimizer.lr_warmup_steps, config.training.num_steps * max(num_updates_per_step(config), 1)
+    if steps > updates:
+        allowed = f"at most {updates}, the updates of the run"
+        yield Problem("optimizer.lr_warmup_steps", str(steps), allowed, "warm up for less long, or train longer")
+
+
+def _positions(config: Config) -> Problems:
+    longest, positions = config.rollout.max_response_tokens, config.model.architecture.max_position_embeddings
+    if longest >= positions:
+        allowed = f"less than {positions} (max_position_embeddings), which prompt and response share"
+        yield Problem("rollout.max_response_tokens", str(longest), allowed, "cut the responses")
+
+
+def _recomputation(config: Config) -> Problems:
+    chunk, smallest = config.trainer.recompute_num_layers, min(layers_per_stage(config))
+    if config.trainer.recompute_granularity == "full" and chunk > smallest > 0:
+        allowed = f"at most {smallest}, the layers of the smallest pipeline stage"
+        yield Problem("trainer.recompute_num_layers", str(chunk), allowed, "recompute fewer layers at a time")
+
+
+def _names(config: Config) -> Problems:
+    for key, name in (
+        ("model.name", config.model.name),
+        ("hardware.name", config.hardware.name),
+        ("site.name", config.site.name),
+    ):
+        if not re.fullmatch(NODE_NAME, name):
+            allowed = "up to 100 letters, digits, '.', '_' and '-' that start with a letter or digit"
+            yield Problem(key, repr(name), allowed, "give the name of its file: folders are named after it")
 
 
 def _token_budget(config: Config) -> Problems:
@@ -223,9 +280,14 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _experts,
     _stages,
     _batches,
+    _group,
+    _warm_up,
+    _positions,
+    _recomputation,
     _token_budget,
     _hardware,
     _formats,
     _engine_experts,
+    _names,
     _node_names,
 )

@@ -29,6 +29,10 @@ PAGE_TOKENS = 64
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
 NOT_MODELLED = (
     "engine memory: activations, CUDA graphs, DeepEP and NCCL buffers; the MTP layer, which is not served",
+    "engine.kv_tokens with a KV cache in FP8, or with MTP: the cache is counted in BF16 and without the MTP layer's; "
+    "of GLM-5.2 only the difference between two memory fractions is checked (26,000 tokens at 0.75, 553,000 at 0.85 of "
+    "276.6 GiB, radixark/miles, scripts/run_glm5_2_744b_a40b.py): what its engine holds beside weights and cache, and "
+    "so how many tokens each fraction leaves, is not published",
     "engine.kv_tokens of the embedded engine: it has no pool, each request brings its own cache",
 )
 

@@ -13,7 +13,8 @@ from posttrain.config.schema import Config
 from posttrain.planner.memory import BYTES
 from posttrain.planner.model_size import count_parameters, model_weights, mtp_weights
 
-# What Megatron saves per parameter beside the weight: FP32 master copy, first and second moment.
+# What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
+# frozen (docs/decisions/007) and has no state.
 OPTIMIZER_STATE_BYTES = 12
 NOT_MODELLED = ("storage: datasets, logs, persisted rollouts, file headers; the NVFP4 checkpoint, made on demand",)
 
@@ -26,7 +27,7 @@ class Storage:
         hf: The source checkpoint, MTP layers included.
         torch_dist: The same in Megatron's format.
         rollout_fp8: FP8 weights for the engines; 0 when engines serve the source's precision.
-        trained_weights: The weights in one checkpoint of the training run.
+        trained_weights: The weights, the frozen indexer's too, in one checkpoint of the training run.
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
         num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
         hf_export: The trained model in Hub layout.
@@ -69,14 +70,15 @@ def storage(config: Config) -> Storage:
     saved = [*trained, *mtp_weights(arch)]
     hf = sum(weight.bf16_bytes for weight in saved)
     fp8 = sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else 0
-    num_trained = count_parameters(trained)
-    trained_weights = BYTES[config.trainer.params_dtype].weight * num_trained
+    num_parameters = count_parameters(trained)
+    frozen = count_parameters(weight for weight in trained if weight.component == "indexer")
+    trained_weights = BYTES[config.trainer.params_dtype].weight * num_parameters
     return Storage(
         hf=hf,
         torch_dist=hf,
         rollout_fp8=fp8,
         trained_weights=trained_weights,
-        training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * num_trained,
+        training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),
         num_training_checkpoints=config.trainer.keep_checkpoints + 1,
         hf_export=hf,
         node_local_bytes=hf + (fp8 or hf),

@@ -1,0 +1,216 @@
+"""The numbers of the recipes, by meaning, against the facts that are published of them.
+
+Sources: radixark/miles at 31f1ca961, scripts/run_glm5_744b_a40b.py (1, 6 and 16 nodes); THUDM/slime at 624b824a8,
+scripts/run-glm5-744B-A40B.sh (32 nodes). `docs/flags.md` maps their flags to ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.derived import (
+    data_parallel_size,
+    layers_per_stage,
+    num_updates_per_step,
+    rollout_samples_per_step,
+)
+from posttrain.config.load import WORKFLOW_KEYS, resolve
+from posttrain.config.schema import Parallel
+from posttrain.errors import ConfigError
+from posttrain.planner.duration import Bandwidths
+from posttrain.planner.engine import engine_memory
+from posttrain.planner.layout import assess_layout
+from posttrain.planner.sglang_flags import DECODE, PREFILL, UNIFIED, sglang_flags
+from posttrain.planner.step_time import step_durations, workload
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG_DIR = ROOT / "config"
+# (model, nodes): TP, PP, CP, EP, ETP, layers of the last stage where the cut is uneven; layers per stage
+LAYOUTS = {
+    ("glm5_4layer", 1): (Parallel(4, 1, 1, 8, 1, 0), [4]),
+    ("glm5_20layer", 6): (Parallel(4, 3, 1, 16, 1, 6), [7, 7, 6]),
+    ("glm5", 16): (Parallel(4, 4, 2, 32, 1, 18), [20, 20, 20, 18]),
+    ("glm5.1", 16): (Parallel(4, 4, 2, 32, 1, 18), [20, 20, 20, 18]),
+    ("glm5", 32): (Parallel(4, 4, 2, 32, 1, 18), [20, 20, 20, 18]),
+}
+# GPUs of an engine, engines, of which only prefill
+ENGINES = {
+    ("glm5_4layer", 1): (8, 1, 0),
+    ("glm5_20layer", 6): (16, 3, 0),
+    ("glm5", 16): (64, 2, 0),
+    ("glm5.1", 16): (64, 2, 0),
+    ("glm5", 32): (64, 4, 1),
+}
+
+
+def recipe(model, nodes, **more):
+    return resolve({"model": model, "nodes": nodes, "site": "local", **more}, CONFIG_DIR)
+
+
+def flags(config, role=UNIFIED):
+    return {item.name: item.value for item in sglang_flags(config, role)}
+
+
+def test_every_recipe_stands_here():
+    files = {path.stem for path in (CONFIG_DIR / "nodes").glob("*.yaml")}
+    assert files == {f"{model}_{nodes}" for model, nodes in LAYOUTS} == {f"{m}_{n}" for m, n in ENGINES}
+
+
+@pytest.mark.parametrize(("model", "nodes"), LAYOUTS)
+def test_the_trainer(model, nodes):
+    config = recipe(model, nodes).config
+    assert (config.parallel, layers_per_stage(config)) == LAYOUTS[model, nodes]
+    is_pruned = "layer" in model
+    assert config.trainer.max_tokens_per_gpu == (2048 if is_pruned else 16384)
+    assert config.trainer.log_probs_chunk_size == 1024
+    recompute = (config.trainer.recompute_granularity, config.trainer.recompute_method)
+    assert (*recompute, config.trainer.recompute_num_layers) == ("full", "uniform", 1)
+    assert config.trainer.save_interval == 20
+    assert config.trainer.deepep
+    assert config.trainer.optimizer_cpu_offload == (nodes == 32)
+
+
+@pytest.mark.parametrize(("model", "nodes"), LAYOUTS)
+def test_the_experiment(model, nodes):
+    config = recipe(model, nodes).config
+    algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
+    assert (algorithm.advantage_estimator, algorithm.clip_ratio_low, algorithm.clip_ratio_high) == ("grpo", 0.2, 0.28)
+    assert (algorithm.kl_coef, algorithm.entropy_coef) == (0, 0)
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (1e-6, 0.9, 0.98, 0.1)
+    assert optimizer.lr_warmup_steps == 0
+    assert (rollout.rollout_batch_size, rollout.num_samples_per_prompt) == (8, 8)
+    assert (rollout.temperature, rollout.top_p) == (1, 1)
+    # The 4-layer model runs as the source's debug mode, with 100; of the 20-layer model none is longer than a
+    # micro-batch, where the source lets a sample exceed it.
+    longest = {"glm5_4layer": 100, "glm5_20layer": 2048}.get(model, 32768)
+    assert rollout.max_response_tokens == longest
+    assert (config.training.num_steps, config.training.global_batch_size) == (3000, 64)
+
+
+@pytest.mark.parametrize(("model", "nodes"), ENGINES)
+def test_the_engines(model, nodes):
+    config = recipe(model, nodes).config
+    size, count, prefill = ENGINES[model, nodes]
+    engine = config.engine
+    assert (engine.gpus_per_engine, engine.num_engines, engine.pd.num_prefill_engines) == (
+        size,
+        count - prefill,
+        prefill,
+    )
+    assert size * count == 8 * nodes, "all GPUs serve"
+    expected = {
+        "--mem-fraction-static": 0.7,
+        "--tp-size": size,
+        "--ep-size": size,
+        "--attn-dp-size": size,
+        "--moe-dense-tp-size": 1,
+        "--enable-dp-lm-head": True,
+        "--attention-backend": "dsa",
+        "--dsa-prefill-backend": "flashmla_sparse",
+        "--dsa-decode-backend": "flashmla_sparse",
+        "--kv-cache-dtype": "bf16",
+        "--page-size": 64,
+        "--max-running-requests": 512,
+        "--chunked-prefill-size": 2048 * size,
+        "--watchdog-timeout": 3600,
+        "--moe-a2a-backend": "deepep",
+        "--deepep-mode": "auto",
+    }
+    for role in (PREFILL, DECODE) if prefill else (UNIFIED,):
+        given = flags(config, role)
+        assert {name: given.get(name) for name in expected} == expected
+    assert flags(config, DECODE if prefill else UNIFIED)["--cuda-graph-max-bs-decode"] == (8 if prefill else 256)
+
+
+def test_eagle_at_32_nodes():
+    eagle = {
+        "--speculative-algorithm": "EAGLE",
+        "--speculative-num-steps": 3,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": 4,
+    }
+    given = flags(recipe("glm5", 32).config, DECODE)
+    assert {name: given.get(name) for name in eagle} == eagle
+    assert not eagle.keys() & flags(recipe("glm5", 16).config).keys()
+
+
+def test_recipes_are_for_nodes_of_eight_gpus():
+    assert recipe("glm5", 32).origins["parallel.tensor_model_parallel_size"] == "config/nodes/glm5_32.yaml"
+    other = recipe("glm5", 32, hardware="gb300", set="parallel.context_parallel_size=2")
+    assert other.config.hardware.gpus_per_node == 4
+    assert "config/nodes/glm5_32.yaml" not in other.origins.values()
+    assert other.config.engine.mtp_steps == 0
+
+
+def test_production_is_the_same_recipe_with_a_larger_batch():
+    """What differs from the smoke-sized recipe, and nothing else."""
+    small, large = recipe("glm5", 16), recipe("glm5", 16, recipe="production")
+    changed = {key for key, origin in large.origins.items() if origin == "config/recipes/production.yaml"}
+    assert changed == {
+        "rollout.rollout_batch_size",
+        "rollout.num_samples_per_prompt",
+        "training.global_batch_size",
+        "trainer.save_interval",
+    }
+    for section in ("algorithm", "optimizer", "parallel", "engine", "data"):
+        assert getattr(small.config, section) == getattr(large.config, section)
+    assert dataclasses.replace(large.config.rollout, rollout_batch_size=8, num_samples_per_prompt=8) == (
+        small.config.rollout
+    )
+    assert large.run != small.run, "another experiment, another run"
+
+
+@pytest.mark.parametrize("nodes", [16, 32])
+def test_the_production_batch_is_shared_evenly(nodes):
+    config = recipe("glm5", nodes, recipe="production").config
+    assert num_updates_per_step(config) == 2
+    assert config.training.global_batch_size % data_parallel_size(config) == 0
+
+
+def test_no_recipe_unless_it_is_asked_for():
+    assert "recipe" in WORKFLOW_KEYS
+    assert recipe("glm5", 16).config == recipe("glm5", 16, recipe=None).config
+    with pytest.raises(ConfigError) as caught:
+        recipe("glm5", 16, recipe="prodction")
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.remedy) == ("recipe", "did you mean 'production'?")
+
+
+def figures(config):
+    """Return the planner's figures of a recipe, as they stand in docs/production.md."""
+    served, work, engine = engine_memory(config), workload(config), config.engine
+    cost = assess_layout(config, served).cost
+    seconds = step_durations(config, Bandwidths().shared_storage)
+    samples = rollout_samples_per_step(config)
+    on_gpu = samples / (engine.num_engines * engine.gpus_per_engine)
+    tokens = samples * work.mean_tokens
+    longest = on_gpu * (work.prompt_tokens + work.longest_response)
+    saves = seconds["step_save"] / config.trainer.save_interval
+    return {
+        "samples of a step": f"{samples:,}",
+        "updates of a step, samples of each": f"{num_updates_per_step(config)} x {config.training.global_batch_size}",
+        "tokens of an update": f"{tokens / num_updates_per_step(config) / 1e6:.2f} M",
+        "micro-batches of a pipeline": f"{cost.num_micro_batches}",
+        "pipeline idle": f"{cost.idle_fraction:.0%}",
+        "requests of an engine": f"{samples / engine.num_engines:g} of {engine.max_running_requests}",
+        "requests of a GPU": f"{on_gpu:g}",
+        "KV cache used when all are at their longest": f"{longest / served.kv_tokens_per_gpu:.0%}",
+        "rollout": f"{seconds['step_rollout']:.0f} s",
+        "log-probabilities": f"{seconds['step_old_logprobs']:.0f} s",
+        "training": f"{seconds['step_train']:.0f} s",
+        "new weights to the engines": f"{seconds['step_weight_sync']:.0f} s",
+        "a checkpoint's share": f"{saves:.0f} s",
+        "step": f"{seconds['step']:.0f} s",
+        "of which rollout": f"{seconds['step_rollout'] / seconds['step']:.0%}",
+        "trained tokens per second": f"{tokens / seconds['step']:,.0f}",
+    }
+
+
+def test_the_figures_of_the_production_page_are_the_planners():
+    text = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    small, large = figures(recipe("glm5", 16).config), figures(recipe("glm5", 16, recipe="production").config)
+    for name, value in small.items():
+        assert f"| {name} | {value} | {large[name]} |" in text, name
