@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,23 @@ TRAINER = "posttrain.launch.trainer_rank"
 ENGINE = "posttrain.engines.embedded"
 # Rules with more than one job in the tests' configuration.
 NUM_JOBS = {"convert_hf_to_torch_dist": 2, "quantize_rollout_fp8": 2, "stage_to_node_local": 2, "evaluate": 2}
+# All but training, which has tests of its own, in the order of the data. With each rule: what makes it count as done,
+# below the store or the results.
+OUTPUTS = {
+    "make_tiny_model": ["made/*.receipt.json"],
+    "download_hf_checkpoint": ["tiny/*/hf.receipt.json"],
+    "download_dataset": ["datasets/*.receipt.json"],
+    "patch_hf_config": ["tiny/*/hf_patched-*.receipt.json"],
+    "convert_hf_to_torch_dist": ["tiny/*/torch_dist-*.parts/*.receipt.json"],
+    "finalize_torch_dist": ["tiny/*/torch_dist-????????.receipt.json"],
+    "quantize_rollout_fp8": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
+    "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
+    "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
+    "stage_to_node_local": ["tiny-*/node_local/*.json"],
+    "export_hf": ["tiny-*/hf.receipt.json"],
+    "evaluate": ["tiny-*/evaluation/*.json"],
+    "render_report": ["tiny-*/summary.json", "tiny-*/report.html"],
+}
 
 
 @dataclass
@@ -90,6 +108,8 @@ def start(workflow: WorkflowFolder, *targets: str, options: tuple[str, ...] = ()
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # As in a terminal: a shell that runs tests in the background has SIGINT ignored, and children inherit it.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     return Driver(workflow, process, log_path)
 

@@ -21,6 +21,7 @@ import pytest
 from tests.interruptions import (
     ENGINE,
     NUM_JOBS,
+    OUTPUTS,
     POLL_SECONDS,
     SUPERVISOR,
     TRAINER,
@@ -47,23 +48,6 @@ DRIVER_SECONDS = 10.0
 # A step that is still importing when its driver dies has not written yet, and ends when it would begin.
 IMPORT_SECONDS = 30.0
 RESULTS = ROOT / ".test-results" / "faults.json"
-# All but training, which has tests of its own, in the order of the data. With each rule: what makes it count as done,
-# below the store or the results.
-OUTPUTS = {
-    "make_tiny_model": ["made/*.receipt.json"],
-    "download_hf_checkpoint": ["tiny/*/hf.receipt.json"],
-    "download_dataset": ["datasets/*.receipt.json"],
-    "patch_hf_config": ["tiny/*/hf_patched-*.receipt.json"],
-    "convert_hf_to_torch_dist": ["tiny/*/torch_dist-*.parts/*.receipt.json"],
-    "finalize_torch_dist": ["tiny/*/torch_dist-????????.receipt.json"],
-    "quantize_rollout_fp8": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
-    "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
-    "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
-    "stage_to_node_local": ["tiny-*/node_local/*.json"],
-    "export_hf": ["tiny-*/hf.receipt.json"],
-    "evaluate": ["tiny-*/evaluation/*.json"],
-    "render_report": ["tiny-*/summary.json", "tiny-*/report.html"],
-}
 # What to ask for where a rule's own name is no target, because it has several jobs.
 TARGETS = {
     "convert_hf_to_torch_dist": "finalize_torch_dist",
