@@ -21,25 +21,32 @@ def names_of(kind: str) -> list[str]:
     return sorted(path.stem for path in (CONFIG_DIR / kind).glob("*.yaml"))
 
 
-def sort_by_validity() -> tuple[dict[str, dict[str, object]], dict[str, list[str]]]:
-    """Return every model on every hardware with every node count: the valid ones, and why the others are refused."""
-    valid, refused = {}, {}
-    for model, hardware, nodes in product(names_of("models"), names_of("hardware"), NODE_COUNTS):
-        choice = {"model": model, "hardware": hardware, "nodes": nodes}
-        try:
-            resolve({**choice, "site": "local"}, CONFIG_DIR)
-            valid[f"{model}_{hardware}_{nodes}"] = choice
-        except ConfigError as error:
-            refused[f"{model}_{hardware}_{nodes}"] = sorted({problem.key for problem in error.problems})
-    return valid, refused
+def refusal_of(choice: dict[str, object]) -> list[str]:
+    """Return the keys for which a choice of model, hardware and nodes is refused; none when it is valid."""
+    try:
+        resolve({**choice, "site": "local"}, CONFIG_DIR)
+    except ConfigError as error:
+        return sorted({problem.key for problem in error.problems})
+    return []
+
+
+def refused_branches() -> dict[str, list[str]]:
+    """Return why every model on every hardware with every node count is refused, where it is: half a minute's work."""
+    choices = product(names_of("models"), names_of("hardware"), NODE_COUNTS)
+    found = {
+        f"{model}_{hardware}_{nodes}": refusal_of({"model": model, "hardware": hardware, "nodes": nodes})
+        for model, hardware, nodes in choices
+    }
+    return {name: keys for name, keys in found.items() if keys}
 
 
 def main_branches() -> dict[str, dict[str, object]]:
     """Return what is dry-run: each model where it runs by default, GLM-5 on each hardware, counts without a recipe."""
-    valid, _ = sort_by_validity()
     defaults = {model: {"model": model} for model in names_of("models")}
-    others = {name: choice for name, choice in valid.items() if (choice["model"], choice["nodes"]) == ("glm5", 16)}
-    return defaults | others | {name: valid[name] for name in ("tiny_cpu_2", "tiny_h200_1", "glm5_h200_24")}
+    named = [("glm5", hardware, 16) for hardware in names_of("hardware")]
+    named += [("tiny", "cpu", 2), ("tiny", "h200", 1), ("glm5", "h200", 24)]
+    choices = {f"{m}_{hardware}_{n}": {"model": m, "hardware": hardware, "nodes": n} for m, hardware, n in named}
+    return defaults | {name: choice for name, choice in choices.items() if not refusal_of(choice)}
 
 
 # Settings that change which rules there are, or what they read.
