@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -108,10 +107,15 @@ def start(workflow: WorkflowFolder, *targets: str, options: tuple[str, ...] = ()
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # As in a terminal: a shell that runs tests in the background has SIGINT ignored, and children inherit it.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_listen_to_signals,
         )
     return Driver(workflow, process, log_path)
+
+
+def _listen_to_signals() -> None:
+    """As in a terminal; of tests that run in the background or under nohup, children inherit that these are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
 
 def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     first = start_until(workflow, IN_FIRST_ROLLOUT)
-    trainer = first.wait_for(TRAINER)
+    trainer = find_processes(workflow, TRAINER)[0]
     trainer.suspend()  # so that training is not over before the second one asks
     code, output = start(workflow, "train_grpo").finish()
     trainer.resume()
