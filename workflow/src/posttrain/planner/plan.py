@@ -35,6 +35,7 @@ from posttrain.planner.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
+from posttrain.planner.plan_layout import layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split
 from posttrain.planner.published import accuracy_part
@@ -152,6 +153,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         plan=plan,
         config=resolved.config,
         chain=draw_chain(rules, planned),
+        picture=layout_picture(resolved.config),
         stage_bars=stage_bars(plan["trainer"]),
         memory_groups=GROUPS,
         proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
