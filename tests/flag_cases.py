@@ -13,24 +13,24 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 LAYOUT = (
     "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 parallel.context_parallel_size=2 "
     "parallel.expert_model_parallel_size=32 parallel.num_layers_in_last_pipeline_stage=18 "
-    "engine.gpus_per_engine=64 engine.num_engines=2"
+    "engine.gpus_per_engine=64 engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=64"
 )
 # What `set=` adds, by hardware.
 HARDWARE = {"h100": "", "h200": "", "b200": "", "gb300": LAYOUT, "mi300x": "rollout.fp8=false"}
+NO_PREFILL = "engine.pd.num_prefill_engines=0"
 SWITCHES = {
     "recipe": "",
     "bf16_rollout": "rollout.fp8=false",
     "no_deepep": "engine.deepep=false trainer.deepep=false",
-    "few_requests": "engine.dp_attention=false engine.gpus_per_engine=8",
+    "few_requests": f"engine.dp_attention=false engine.gpus_per_engine=8 engine.num_engines=16 {NO_PREFILL}",
     "mtp": "engine.mtp_steps=3",
-    "pd": "engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=64",
-    "pd_mtp": "engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=64 "
-    "engine.mtp_steps=3",
+    "unified": f"engine.num_engines=2 {NO_PREFILL}",
+    "unified_mtp": f"engine.num_engines=2 {NO_PREFILL} engine.mtp_steps=3",
     "offload": "trainer.optimizer_cpu_offload=true",
     "no_recompute": "trainer.recompute_granularity=none",
 }
 # The cookbook has neither EAGLE nor FP8 for sparse attention on AMD, and its recipe is therefore BF16.
-NOT_THERE = {("mi300x", switch) for switch in ("mtp", "pd_mtp", "bf16_rollout", "no_deepep")}
+NOT_THERE = {("mi300x", switch) for switch in ("mtp", "unified_mtp", "bf16_rollout", "no_deepep")}
 SMALL = {
     "tiny-embedded": {"model": "tiny"},
     "tiny-sglang": {"model": "tiny", "set": "engine.kind=sglang engine.num_threads=1"},

@@ -31,6 +31,16 @@ def num_updates_per_step(config: Config) -> int:
     return rollout_samples_per_step(config) // config.training.global_batch_size
 
 
+def prefill_gpus(config: Config) -> int:
+    """Return the GPUs of the engines that only prefill."""
+    return config.engine.pd.num_prefill_engines * config.engine.pd.gpus_per_prefill_engine
+
+
+def engine_gpus(config: Config) -> int:
+    """Return the GPUs of all engines, those that only prefill included."""
+    return prefill_gpus(config) + config.engine.num_engines * config.engine.gpus_per_engine
+
+
 def layers_per_stage(config: Config) -> list[int]:
     """Return the number of decoder layers of each pipeline stage, first to last.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import world_size
+from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -15,10 +15,12 @@ DEEPEP_MAX_TOKENS = 1024
 
 def check_started_engines(config: Config) -> Problems:
     """Yield what can be planned but not started by this version: it has no router that knows who prefills."""
-    prefill = config.engine.pd.num_prefill_engines
-    if prefill:
-        remedy = "plan it; to train, let every engine prefill and decode"
-        yield Problem("engine.pd.num_prefill_engines", str(prefill), "0 to train with this version", remedy)
+    engine, key = config.engine, "engine.pd.num_prefill_engines"
+    if engine.pd.num_prefill_engines:
+        count = max(world_size(config) // engine.gpus_per_engine, 1)
+        allowed = "0 to train with this version, which has no router between engines that prefill and that decode"
+        remedy = f"plan it; to train, let every engine do both: set='{key}=0 engine.num_engines={count}'"
+        yield Problem(key, str(engine.pd.num_prefill_engines), allowed, remedy)
 
 
 def _world_size(config: Config) -> Problems:
@@ -73,8 +75,7 @@ def _disaggregation(config: Config) -> Problems:
         allowed = "0 without SGLang on GPUs"
         yield Problem(key, str(count), allowed, "let every engine prefill and decode")
         return
-    wanted = count * engine.pd.gpus_per_prefill_engine + engine.num_engines * engine.gpus_per_engine
-    if wanted > world_size(config):
+    if engine_gpus(config) > world_size(config):
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
         allowed = f"at most {world_size(config)} GPUs together ({config.nodes} nodes)"
         yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")

@@ -249,7 +249,7 @@ class Engine:
         "sglang: a real SGLang server; embedded: our server over transformers", "sglang", choices=("sglang", "embedded")
     )
     python: str = _doc("Interpreter of the SGLang environment; empty: the workflow's own", "")
-    num_engines: int = _doc("Engines per run", 1, minimum=1)
+    num_engines: int = _doc("Engines per run, without those that only prefill", 1, minimum=1)
     gpus_per_engine: int = _doc("GPUs of one engine (its world size)", 8, minimum=1)
     dtype: str = _doc(
         "Precision of unquantised weights and activations in the engine", "bfloat16", choices=("bfloat16", "float32")
@@ -287,8 +287,8 @@ class Engine:
         maximum=16,
     )
     graph_batch_size: int = _doc(
-        "Largest decode batch per data-parallel rank that is captured as a CUDA graph; 0: the recipe's, 256, or 8 "
-        "beside engines that only prefill",
+        "Largest decode batch per data-parallel rank that is captured as a CUDA graph; 0: the recipe's, which is 256, or "
+        "beside engines that only prefill 8 or what a step gives a rank, if that is more",
         0,
         minimum=0,
     )

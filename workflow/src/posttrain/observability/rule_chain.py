@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
 
 
@@ -82,11 +83,11 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
 
 def _training_rules(config: Config) -> list[RuleNode]:
     on_gpus = config.hardware.device == "cuda"
-    trainer_gpus = config.nodes * config.hardware.gpus_per_node if on_gpus else 0
-    engine_gpus = config.engine.gpus_per_engine if on_gpus else 0
-    engine_nodes = -(-engine_gpus // config.hardware.gpus_per_node) or 1
+    trainer_gpus = world_size(config) if on_gpus else 0
+    serving_gpus = engine_gpus(config) if on_gpus else 0
+    serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
     before = ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
-    evaluated = {"nodes": engine_nodes, "gpus": engine_gpus}
+    evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
     return [
         RuleNode(
             "evaluate before",

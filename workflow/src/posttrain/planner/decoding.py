@@ -9,8 +9,9 @@ For B requests of one engine of W GPUs at a context of c tokens, a decode step t
     cache     of the requests on one GPU: B / W with data-parallel attention, else all B; sparse attention reads the
               latents of min(c, K) tokens and the indexer's keys of all c
 
-All requests of a rollout start together. Their lengths are spread so that a share (1 - x)^a of them is still running at
-a part x of the longest; a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
+All requests of a rollout start together, when their prompts are prefilled; where other engines prefill, the caches
+arrive in no time. Their lengths are spread so that a share (1 - x)^a of them is still running at a part x of the longest;
+a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
 
 Sources: Pope et al., arXiv 2211.05102, section 2 (decoding is bound by reading weights and cache); the constants in
 `rates`.
@@ -41,6 +42,7 @@ class Engine:
         num_gpus: W.
         stored: "fp8", "bf16" or "fp32" weights.
         dp_attention: Each GPU attends for requests of its own.
+        prefill_gpus: GPUs of other engines that prefill for this one; None: it prefills itself.
     """
 
     arch: Architecture
@@ -48,6 +50,7 @@ class Engine:
     num_gpus: int
     stored: str
     dp_attention: bool
+    prefill_gpus: float | None = None
 
     def weights_bytes(self) -> tuple[float, float]:
         """Return the bytes on one GPU: (all but the experts, the experts)."""
@@ -89,9 +92,10 @@ def decode_step_seconds(engine: Engine, num_requests: float, context: float) -> 
 
 
 def prefill_seconds(engine: Engine, num_prompts: float, prompt_tokens: float) -> float:
-    """Return the time of prefilling prompts on an engine."""
+    """Return the time of prefilling an engine's prompts, on its own GPUs or on those that prefill for it."""
     work = num_prompts * sequence_flops(engine.arch, prompt_tokens).forward if prompt_tokens else 0.0
-    return work / (engine.num_gpus * engine.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
+    num_gpus = engine.prefill_gpus or engine.num_gpus
+    return work / (num_gpus * engine.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,23 @@ It is handed out in pages of 64 tokens. The latent has no heads to cut, so a ten
 same cache on every GPU; key-value heads are spread over its GPUs, each GPU holding at least one. With data-parallel
 attention each GPU keeps the whole cache of its own requests.
 
+With prefill apart from decode the figures are a decode engine's: requests stay there until they end, and its cache
+decides how many run at a time. An engine that only prefills has weights and a pool of its own, `EngineMemory.prefill`.
+
 Source of the layout: sgl-project/sglang, python/sglang/srt/mem_cache/memory_pool.py (MLATokenToKVPool,
 NSATokenToKVPool, MHATokenToKVPool); a server's own figures in seeds/vllm-glm5-b200-deployment.txt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.memory import GIB
 from posttrain.planner.model_size import FP8_BLOCK, model_weights
-from posttrain.planner.sglang_flags import has_dp_attention
+from posttrain.planner.sglang_flags import DECODE, PREFILL, has_dp_attention, roles, world_size
 
 PAGE_TOKENS = 64
 # An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
@@ -39,7 +43,7 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one engine.
+    """Memory of one engine, of one that decodes where engines differ.
 
     Args:
         attention: "data_parallel" (each GPU holds all but the experts) or "tensor_parallel".
@@ -48,6 +52,7 @@ class EngineMemory:
         kv_gib_per_gpu: What `mem_fraction_static` leaves for the cache; None without a pool.
         kv_tokens_per_gpu: Tokens that fit into it; None without a pool.
         kv_tokens: Tokens that fit into the whole engine; None without a pool.
+        prefill: Memory of an engine that only prefills; None where every engine does both.
     """
 
     attention: str
@@ -56,6 +61,12 @@ class EngineMemory:
     kv_gib_per_gpu: float | None
     kv_tokens_per_gpu: int | None
     kv_tokens: int | None
+    prefill: EngineMemory | None = None
+
+    @property
+    def heaviest_weights_gib(self) -> float:
+        """Weights on a GPU of the engine that has most of them there."""
+        return max(self.weights_gib_per_gpu, self.prefill.weights_gib_per_gpu if self.prefill else 0.0)
 
 
 def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "bf16") -> int:
@@ -126,17 +137,24 @@ def fits(arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight
 
 def engine_memory(config: Config) -> EngineMemory:
     """Return the memory of one engine as the configuration starts it."""
+    if PREFILL not in roles(config):
+        return _memory_of(config, config.engine.gpus_per_engine)
+    prefill = _memory_of(config, world_size(config, PREFILL))
+    return dataclasses.replace(_memory_of(config, world_size(config, DECODE)), prefill=prefill)
+
+
+def _memory_of(config: Config, num_gpus: int) -> EngineMemory:
     arch, engine, is_embedded = config.model.architecture, config.engine, config.engine.kind == "embedded"
     # The embedded engine dequantises at load; SGLang keeps FP8 codes.
     full = "fp32" if engine.dtype == "float32" else "bf16"
     stored = "fp8" if config.rollout.fp8 and not is_embedded else full
     attention = "data_parallel" if has_dp_attention(config) else "tensor_parallel"
-    weights = weights_bytes_per_gpu(arch, engine.gpus_per_engine, stored, attention) / GIB
-    spread = 1 if attention == "data_parallel" else engine.gpus_per_engine
+    weights = weights_bytes_per_gpu(arch, num_gpus, stored, attention) / GIB
+    spread = 1 if attention == "data_parallel" else num_gpus
     per_token = kv_bytes_per_token(arch, spread)
     if is_embedded:
         return EngineMemory(attention, weights, per_token, None, None, None)
     free = engine.mem_fraction_static * config.hardware.memory_gib_per_gpu - weights
     tokens = kv_tokens(arch, free * GIB, spread)
-    in_engine = tokens * engine.gpus_per_engine if attention == "data_parallel" else tokens
+    in_engine = tokens * num_gpus if attention == "data_parallel" else tokens
     return EngineMemory(attention, weights, per_token, free, tokens, in_engine)

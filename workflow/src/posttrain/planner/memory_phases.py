@@ -199,7 +199,7 @@ class _Plan:
         part = "offloaded_optimizer" if stage.optimizer_on_host else "sleeping_optimizer"
         host = {part: optimizer}
         host["sleeping_weights"] = 0.0 if phase.trainer_awake else stage.weights_bytes / GIB
-        host["sleeping_engine"] = 0.0 if phase.engines_awake else self.served.weights_gib_per_gpu
+        host["sleeping_engine"] = 0.0 if phase.engines_awake else self.served.heaviest_weights_gib
         return host
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
+from posttrain.config.derived import data_parallel_size, engine_gpus, layers_per_stage, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
@@ -67,11 +67,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
         "parallelism": _parallelism_part(config),
         "layouts": _layouts_part(config, layouts, served),
         "trainer": _trainer_part(config, phases),
-        "engine": {
-            **dataclasses.asdict(served),
-            "num_engines": config.engine.num_engines,
-            "kind": config.engine.kind,
-        },
+        "engine": _engine_part(config, served),
         "storage": {
             "shared_bytes": needed.shared_bytes,
             "node_local_bytes": needed.node_local_bytes,
@@ -208,19 +204,18 @@ def _limit(config: Config) -> str:
     return f"at most {capacity_gib(config):g} GiB per rank ({config.hardware.name})"
 
 
-def _check_engine(config: Config, served: engine.EngineMemory) -> list[Problem]:
+def _check_engine(config: Config, served: engine.EngineMemory) -> Iterator[Problem]:
     fraction, memory_gib = config.engine.mem_fraction_static, config.hardware.memory_gib_per_gpu
-    if served.weights_gib_per_gpu <= fraction * memory_gib:
-        return []
-    found = f"{served.weights_gib_per_gpu:.1f} GiB of weights per GPU"
-    allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
-    remedy = "more GPUs per engine, or rollout.fp8=true"
-    return [Problem("engine.gpus_per_engine", found, allowed, remedy)]
+    sizes = {"engine.gpus_per_engine": served, "engine.pd.gpus_per_prefill_engine": served.prefill}
+    for key, of_engine in sizes.items():
+        if of_engine and of_engine.weights_gib_per_gpu > fraction * memory_gib:
+            found = f"{of_engine.weights_gib_per_gpu:.1f} GiB of weights per GPU"
+            allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
+            yield Problem(key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
 
 
 def _check_engine_count(config: Config) -> list[Problem]:
-    count, existing = config.engine.num_engines, world_size(config)
-    wanted = count * config.engine.gpus_per_engine
+    count, existing, wanted = config.engine.num_engines, world_size(config), engine_gpus(config)
     if config.hardware.device == "cpu" or wanted <= existing:
         return []
     found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
@@ -238,6 +233,16 @@ def _model_part(config: Config) -> dict[str, Any]:
         "num_mtp_parameters": count_parameters(mtp_weights(arch)),
         "parameters_by_component": parameters_by_component(weights),
     }
+
+
+def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
+    part = dataclasses.asdict(served)
+    if part["prefill"]:
+        del part["prefill"]["prefill"]
+        pd = config.engine.pd
+        part["prefill"] |= {"num_engines": pd.num_prefill_engines, "gpus_per_engine": pd.gpus_per_prefill_engine}
+    counted = {"num_engines": config.engine.num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
+    return part | counted | {"kind": config.engine.kind}
 
 
 def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:

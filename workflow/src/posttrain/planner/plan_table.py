@@ -43,15 +43,26 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         "trainer GiB per rank, by stage",
         "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"]),
     )
-    table.add_row("engine GiB of weights per GPU", f"{engine['weights_gib_per_gpu']:.4g}")
-    tokens = "not modelled" if engine["kv_tokens"] is None else f"{engine['kv_tokens']:,}"
-    table.add_row("KV cache tokens per engine", tokens)
+    _add_engines(table, engine)
     table.add_row(
         "shared storage",
         f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)",
     )
     table.add_row("each node's own disk", format_bytes(storage["node_local_bytes"]))
     return table
+
+
+def _add_engines(table: Table, engine: Mapping[str, Any]) -> None:
+    """Add a block for each kind of engine."""
+    kinds = [("engine", engine)]
+    if engine["prefill"]:
+        kinds = [("prefill engine", engine["prefill"]), ("decode engine", engine)]
+        sizes = (f"{kind['num_engines']} x {kind['gpus_per_engine']} GPUs" for _, kind in kinds)
+        table.add_row("engines", " prefill, ".join(sizes) + " decode")
+    for name, kind in kinds:
+        table.add_row(f"{name} GiB of weights per GPU", f"{kind['weights_gib_per_gpu']:.4g}")
+        tokens = "not modelled" if kind["kv_tokens"] is None else f"{kind['kv_tokens']:,}"
+        table.add_row(f"KV cache tokens per {name}", tokens)
 
 
 def _layout(layout: Mapping[str, Any]) -> str:

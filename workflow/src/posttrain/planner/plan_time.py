@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.config.derived import prefill_gpus
 from posttrain.config.schema import Config
 from posttrain.planner.published import TOLERANCE
 from posttrain.planner.step_time import Workload, best_split, engine_of, rollout_of, workload
@@ -54,9 +55,9 @@ def why_no_split(config: Config) -> str | None:
         return None
     if config.nodes == 1:
         return "one node cannot be split"
-    gpus = config.engine.gpus_per_engine
-    engine = f"an engine of {gpus} GPUs"
-    left = config.nodes - -(-gpus // config.hardware.gpus_per_node)
+    gpus, prefill = config.engine.gpus_per_engine, prefill_gpus(config)
+    engine = f"an engine of {gpus} GPUs" + (f", with {prefill} that prefill for it," if prefill else "")
+    left = config.nodes - -(-(gpus + prefill) // config.hardware.gpus_per_node)
     if left < 1:
         return f"{engine} leaves no node for the trainer"
     return (
@@ -66,7 +67,9 @@ def why_no_split(config: Config) -> str | None:
 
 
 def _notes(config: Config, work: Workload) -> dict[str, str]:
-    share = f"mean length assumed at {work.mean_share:.0%} of it"
+    share, prefill = f"mean length assumed at {work.mean_share:.0%} of it", prefill_gpus(config)
+    if prefill:
+        share += f"; {prefill} GPUs prefill, then the others decode"
     return {
         "rollout": f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}",
         "old_logprobs": "a forward pass over all samples",

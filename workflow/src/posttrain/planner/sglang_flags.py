@@ -11,8 +11,10 @@ section 3.2; SGLang 0.5.23 `srt/server_args.py`, `srt/environ.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from posttrain.config.derived import rollout_samples_per_step
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.schema import Config
 from posttrain.planner.flag import Flag, flag
@@ -92,9 +94,23 @@ def expert_parallel_size(config: Config, role: str = UNIFIED) -> int:
 
 
 def graph_batch_size(config: Config, role: str = UNIFIED) -> int:
-    """Return the largest decode batch per rank that is captured as a CUDA graph: the recipe's, if DeepEP takes it."""
+    """Return the largest decode batch per rank that is captured as a CUDA graph, if DeepEP takes it.
+
+    It is the recipe's. That of a decode engine is small and meant for a small step: a larger one would decode without
+    graphs, so there it is what a step gives a rank.
+    """
     most = DEEPEP_MAX_TOKENS // (config.engine.mtp_steps + 1)
-    return config.engine.graph_batch_size or min(GRAPH_BATCH_SIZE[role], most)
+    wanted = GRAPH_BATCH_SIZE[role]
+    if role == DECODE:
+        wanted = max(wanted, _requests_of_a_rank(config))
+    return config.engine.graph_batch_size or min(wanted, most)
+
+
+def _requests_of_a_rank(config: Config) -> int:
+    """Return the requests of a step that a rank of a decode engine has at most in one batch."""
+    of_engine = math.ceil(rollout_samples_per_step(config) / config.engine.num_engines)
+    at_a_time = min(of_engine, config.engine.max_running_requests)
+    return math.ceil(at_a_time / config.engine.gpus_per_engine) if has_dp_attention(config) else at_a_time
 
 
 def deepep_tokens(config: Config, role: str = UNIFIED) -> int:
@@ -223,7 +239,9 @@ def _batches(config: Config, role: str) -> list[Flag]:
     flags = [flag("--chunked-prefill-size", chunk, *keys, reason=reason)]
     if role != PREFILL:  # SGLang captures no decode graph in a server that only prefills
         batch = graph_batch_size(config, role)
-        flags.append(flag("--cuda-graph-max-bs-decode", batch, "engine.graph_batch_size", ROLE_KEY))
+        keys = ("engine.graph_batch_size", ROLE_KEY)
+        reason = f"{RECIPE}'s, or beside engines that prefill a rank's requests of a step"
+        flags.append(flag("--cuda-graph-max-bs-decode", batch, *keys, reason=reason))
     return flags
 
 

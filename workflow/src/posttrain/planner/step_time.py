@@ -1,6 +1,7 @@
 """How long a training step takes, phase by phase, and the best split of nodes when trainer and engines are apart.
 
-    rollout        `decoding.rollout_time` of one engine's share of the samples
+    rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
+                   others share the samples and start when all prompts are prefilled
     old_logprobs   a forward pass over all samples
     train          forward, backward and recomputation; x (m + p - 1) / m for p pipeline stages and m micro-batches;
                    and the optimizer's state read and written once per update
@@ -20,7 +21,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from posttrain.config.derived import data_parallel_size, num_updates_per_step, rollout_samples_per_step, world_size
+from posttrain.config.derived import (
+    data_parallel_size,
+    num_updates_per_step,
+    prefill_gpus,
+    rollout_samples_per_step,
+    world_size,
+)
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.decoding import Engine, RolloutTime, rollout_time
 from posttrain.planner.flops import sequence_flops
@@ -39,7 +46,7 @@ from posttrain.planner.sglang_flags import has_dp_attention
 from posttrain.planner.storage import storage
 
 NOT_MODELLED = (
-    "step time: on a CPU; what speculation gains; several waves of requests where the KV cache is full; starting a "
+    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; several waves of requests where the KV cache is full; starting a "
     "micro-batch that is too small to fill a GPU, sleeping and waking, and rewards (compare `step_time_accuracy`)",
     "step time: our plain-torch attention multiplies every query with every key; attention over the selected keys is "
     "counted, as a sparse kernel computes it",
@@ -192,12 +199,21 @@ def trainer_of(config: Config) -> Trainer:
     )
 
 
-def engine_of(config: Config) -> Engine:
-    """Return an engine of a configuration."""
+def engine_of(config: Config, num_engines: int | None = None) -> Engine:
+    """Return an engine of a configuration, one that decodes where engines differ.
+
+    Args:
+        config: The resolved configuration.
+        num_engines: How many share the engines that only prefill; by default the configuration's.
+    """
     full = "fp32" if config.engine.dtype == "float32" else "bf16"
-    stored = "fp8" if config.rollout.fp8 else full
     return Engine(
-        config.model.architecture, config.hardware, config.engine.gpus_per_engine, stored, has_dp_attention(config)
+        arch=config.model.architecture,
+        hardware=config.hardware,
+        num_gpus=config.engine.gpus_per_engine,
+        stored="fp8" if config.rollout.fp8 else full,
+        dp_attention=has_dp_attention(config),
+        prefill_gpus=prefill_gpus(config) / (num_engines or config.engine.num_engines) or None,
     )
 
 
@@ -227,7 +243,7 @@ def evaluation_seconds(config: Config) -> float:
 def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
     """Return the split of the nodes with the shortest step, when trainer and engines have nodes of their own.
 
-    Engines keep their size; the trainer is taken without a pipeline, because its layout for fewer nodes is a choice of
+    Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because its layout for fewer nodes is a choice of
     its own.
 
     Args:
@@ -254,8 +270,9 @@ def split_part(config: Config) -> dict[str, float] | None:
 
 def _split(config: Config, train_nodes: int) -> Split | None:
     work, per_node = workload(config), config.hardware.gpus_per_node
-    engines = (config.nodes - train_nodes) * per_node // config.engine.gpus_per_engine
-    if not engines:
+    decode_gpus = (config.nodes - train_nodes) * per_node - prefill_gpus(config)
+    engines = decode_gpus // config.engine.gpus_per_engine
+    if engines < 1:
         return None
     recompute = config.trainer.recompute_granularity == "full"
     trainer = Trainer(config.model.architecture, config.hardware, train_nodes * per_node, recompute=recompute)
@@ -263,7 +280,7 @@ def _split(config: Config, train_nodes: int) -> Split | None:
         train_nodes,
         config.nodes - train_nodes,
         train_seconds(trainer, work) + logprob_seconds(trainer, work),
-        rollout_of(engine_of(config), engines, work).seconds,
+        rollout_of(engine_of(config, engines), engines, work).seconds,
     )
 
 
