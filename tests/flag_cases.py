@@ -13,7 +13,8 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 LAYOUT = (
     "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 parallel.context_parallel_size=2 "
     "parallel.expert_model_parallel_size=32 parallel.num_layers_in_last_pipeline_stage=18 "
-    "engine.gpus_per_engine=64 engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=64"
+    "engine.gpus_per_engine=64 engine.num_engines=1 "
+    "engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=64"
 )
 # What `set=` adds, by hardware.
 HARDWARE = {"h100": "", "h200": "", "b200": "", "gb300": LAYOUT, "mi300x": "rollout.fp8=false"}
@@ -37,6 +38,8 @@ SMALL = {
     "glm5_4layer-h200-recipe": {"model": "glm5_4layer"},
     "glm5_20layer-h200-recipe": {"model": "glm5_20layer"},
     "glm5.1-h200-recipe": {"model": "glm5.1"},
+    "glm5-32_nodes-recipe": {"model": "glm5", "nodes": 32},
+    "glm5-16_nodes-production": {"model": "glm5", "recipe": "production"},
     "glm4.5_air-recipe": {"model": "glm4.5_air"},
     "qwen3_30b_a3b-recipe": {"model": "qwen3_30b_a3b"},
     "qwen3_4b-recipe": {"model": "qwen3_4b"},

@@ -1,32 +1,30 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.load import resolve
 from posttrain.config.rules import check_trainable
 from posttrain.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
-PREFILL = "engine.pd.num_prefill_engines=1"
+PREFILL, NO_PREFILL = "engine.pd.num_prefill_engines=1", "engine.pd.num_prefill_engines=0"
 
 # model, settings, and the key that must be named
 VIOLATIONS = (
     ("glm5", "engine.gpus_per_engine=12", "engine.gpus_per_engine"),
-    ("glm5", "engine.gpus_per_engine=128 engine.num_engines=1 engine.dp_attention=false", "engine.gpus_per_engine"),
+    ("glm5", f"{NO_PREFILL} engine.gpus_per_engine=128 engine.dp_attention=false", "engine.gpus_per_engine"),
     ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
     ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
     ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
     ("tiny", PREFILL, "engine.pd.num_prefill_engines"),
-    # 128 GPUs are taken by two engines that do both
-    ("glm5", PREFILL, "engine.pd.num_prefill_engines"),
-    (
-        "glm5",
-        f"{PREFILL} engine.num_engines=1 engine.pd.gpus_per_prefill_engine=24",
-        "engine.pd.gpus_per_prefill_engine",
-    ),
+    # 128 GPUs are taken by one engine that decodes and one that prefills
+    ("glm5", "engine.num_engines=2", "engine.pd.num_prefill_engines"),
+    ("glm5", "engine.pd.gpus_per_prefill_engine=24", "engine.pd.gpus_per_prefill_engine"),
     ("glm5", "engine.mtp_steps=3 engine.graph_batch_size=257", "engine.graph_batch_size"),
 )
 
@@ -54,5 +52,10 @@ def test_the_largest_drafts_that_deepep_takes_are_allowed():
 
 
 def test_prefill_apart_is_planned_but_not_started():
-    config = resolve({"model": "glm5", "site": "local", "set": f"{PREFILL} engine.num_engines=1"}, CONFIG_DIR).config
-    assert "engine.pd.num_prefill_engines" in [problem.key for problem in check_trainable(config)]
+    request = {"model": "glm5", "site": "local"}
+    problems = {problem.key: problem for problem in check_trainable(resolve(request, CONFIG_DIR).config)}
+    refused = problems["engine.pd.num_prefill_engines"]
+    settings = re.search("set='(.*)'", refused.remedy)[1]
+    mended = resolve({**request, "set": settings}, CONFIG_DIR).config
+    assert "engine.pd.num_prefill_engines" not in [problem.key for problem in check_trainable(mended)]
+    assert engine_gpus(mended) == world_size(mended) == 128, "all GPUs serve"

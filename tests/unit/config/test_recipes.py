@@ -13,6 +13,7 @@ import pytest
 
 from posttrain.config.derived import (
     data_parallel_size,
+    engine_gpus,
     layers_per_stage,
     num_updates_per_step,
     rollout_samples_per_step,
@@ -23,11 +24,13 @@ from posttrain.errors import ConfigError
 from posttrain.planner.duration import Bandwidths
 from posttrain.planner.engine import engine_memory
 from posttrain.planner.layout import assess_layout
-from posttrain.planner.sglang_flags import DECODE, PREFILL, UNIFIED, sglang_flags
+from posttrain.planner.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
 from posttrain.planner.step_time import step_durations, workload
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"
+EVERY_ENGINE_DOES_BOTH = "engine.pd.num_prefill_engines=0 engine.num_engines=2"
+DEEPEP_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 # (model, nodes): TP, PP, CP, EP, ETP, layers of the last stage where the cut is uneven; layers per stage
 LAYOUTS = {
     ("glm5_4layer", 1): (Parallel(4, 1, 1, 8, 1, 0), [4]),
@@ -36,12 +39,12 @@ LAYOUTS = {
     ("glm5.1", 16): (Parallel(4, 4, 2, 32, 1, 18), [20, 20, 20, 18]),
     ("glm5", 32): (Parallel(4, 4, 2, 32, 1, 18), [20, 20, 20, 18]),
 }
-# GPUs of an engine, engines, of which only prefill
+# GPUs of an engine, engines, of which only prefill: one wherever there are several nodes
 ENGINES = {
     ("glm5_4layer", 1): (8, 1, 0),
-    ("glm5_20layer", 6): (16, 3, 0),
-    ("glm5", 16): (64, 2, 0),
-    ("glm5.1", 16): (64, 2, 0),
+    ("glm5_20layer", 6): (16, 3, 1),
+    ("glm5", 16): (64, 2, 1),
+    ("glm5.1", 16): (64, 2, 1),
     ("glm5", 32): (64, 4, 1),
 }
 
@@ -52,6 +55,10 @@ def recipe(model, nodes, **more):
 
 def flags(config, role=UNIFIED):
     return {item.name: item.value for item in sglang_flags(config, role)}
+
+
+def environment(config, role):
+    return {item.name: item.value for item in environment_flags(config, role)}
 
 
 def test_every_recipe_stands_here():
@@ -95,12 +102,11 @@ def test_the_engines(model, nodes):
     config = recipe(model, nodes).config
     size, count, prefill = ENGINES[model, nodes]
     engine = config.engine
-    assert (engine.gpus_per_engine, engine.num_engines, engine.pd.num_prefill_engines) == (
-        size,
-        count - prefill,
-        prefill,
-    )
-    assert size * count == 8 * nodes, "all GPUs serve"
+    assert (engine.gpus_per_engine, engine.num_engines) == (size, count - prefill)
+    assert engine.pd.num_prefill_engines == prefill
+    if prefill:
+        assert (engine.pd.gpus_per_prefill_engine, engine.pd.max_running_requests) == (size, 512)
+    assert size * count == engine_gpus(config) == 8 * nodes, "all GPUs serve"
     expected = {
         "--mem-fraction-static": 0.7,
         "--tp-size": size,
@@ -122,6 +128,8 @@ def test_the_engines(model, nodes):
     for role in (PREFILL, DECODE) if prefill else (UNIFIED,):
         given = flags(config, role)
         assert {name: given.get(name) for name in expected} == expected
+        modes = (given.get("--disaggregation-mode"), environment(config, role)[DEEPEP_TOKENS])
+        assert modes == ((role, 32) if prefill else (None, 256))
     assert flags(config, DECODE if prefill else UNIFIED)["--cuda-graph-max-bs-decode"] == (8 if prefill else 256)
 
 
@@ -134,7 +142,7 @@ def test_eagle_at_32_nodes():
     }
     given = flags(recipe("glm5", 32).config, DECODE)
     assert {name: given.get(name) for name in eagle} == eagle
-    assert not eagle.keys() & flags(recipe("glm5", 16).config).keys()
+    assert not eagle.keys() & flags(recipe("glm5", 16).config, DECODE).keys()
 
 
 def test_recipes_are_for_nodes_of_eight_gpus():
@@ -146,7 +154,7 @@ def test_recipes_are_for_nodes_of_eight_gpus():
 
 
 def test_production_is_the_same_recipe_with_a_larger_batch():
-    """What differs from the smoke-sized recipe, and nothing else."""
+    """What differs from the smoke-sized recipe, and nothing else of it."""
     small, large = recipe("glm5", 16), recipe("glm5", 16, recipe="production")
     changed = {key for key, origin in large.origins.items() if origin == "config/recipes/production.yaml"}
     assert changed == {
@@ -154,8 +162,9 @@ def test_production_is_the_same_recipe_with_a_larger_batch():
         "rollout.num_samples_per_prompt",
         "training.global_batch_size",
         "trainer.save_interval",
+        "engine.max_running_requests",
     }
-    for section in ("algorithm", "optimizer", "parallel", "engine", "data"):
+    for section in ("algorithm", "optimizer", "parallel", "data"):
         assert getattr(small.config, section) == getattr(large.config, section)
     assert dataclasses.replace(large.config.rollout, rollout_batch_size=8, num_samples_per_prompt=8) == (
         small.config.rollout
@@ -195,8 +204,8 @@ def figures(config):
         "tokens of an update": f"{tokens / num_updates_per_step(config) / 1e6:.2f} M",
         "micro-batches of a pipeline": f"{cost.num_micro_batches}",
         "pipeline idle": f"{cost.idle_fraction:.0%}",
-        "requests of an engine": f"{samples / engine.num_engines:g} of {engine.max_running_requests}",
-        "requests of a GPU": f"{on_gpu:g}",
+        "requests of the engine that decodes": f"{samples / engine.num_engines:,g} of {engine.max_running_requests:,}",
+        "requests of each of its GPUs": f"{on_gpu:g}",
         "KV cache used when all are at their longest": f"{longest / served.kv_tokens_per_gpu:.0%}",
         "rollout": f"{seconds['step_rollout']:.0f} s",
         "log-probabilities": f"{seconds['step_old_logprobs']:.0f} s",
@@ -214,3 +223,6 @@ def test_the_figures_of_the_production_page_are_the_planners():
     small, large = figures(recipe("glm5", 16).config), figures(recipe("glm5", 16, recipe="production").config)
     for name, value in small.items():
         assert f"| {name} | {value} | {large[name]} |" in text, name
+    both = figures(recipe("glm5", 16, recipe="production", set=EVERY_ENGINE_DOES_BOTH).config)
+    assert f"`set='{EVERY_ENGINE_DOES_BOTH}'`" in text
+    assert f"of {both['rollout']} instead of {large['rollout']}" in " ".join(text.split())

@@ -147,7 +147,7 @@ def test_every_rule_is_broken_once():
 def test_what_is_planned_but_not_trained():
     assert not list(check_trainable(resolve(MODELS["tiny"], CONFIG_DIR).config))
     keys = [problem.key for problem in check_trainable(resolve(MODELS["glm5"], CONFIG_DIR).config)]
-    assert keys == ["nodes", "parallel.context_parallel_size"]
+    assert keys == ["nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines"]
 
 
 def test_convertible_are_the_families_that_checkpoints_are_checked_for():

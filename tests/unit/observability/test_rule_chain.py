@@ -48,8 +48,8 @@ def test_jobs_nodes_and_gpus_of_the_recipe():
     assert rules["convert_hf_to_torch_dist"].num_jobs == 16
     assert (rules["train_grpo"].nodes, rules["train_grpo"].gpus) == (16, 128)
     assert (rules["evaluate after"].nodes, rules["evaluate after"].gpus, rules["evaluate after"].rule) == (
-        8,
-        64,
+        16,
+        128,
         "evaluate",
     )
     assert all(rule.gpus == 0 for rule in chain_of("tiny"))

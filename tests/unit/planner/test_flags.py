@@ -33,13 +33,13 @@ def test_a_flag_tells_value_origin_and_keys(flags_of):
         "keys": ["optimizer.lr"],
         "reason": "",
     }
-    assert flags["sglang --tp-size"]["origin"] == "config/nodes/glm5_16.yaml"
+    assert flags["sglang.decode --tp-size"]["origin"] == "config/nodes/glm5_16.yaml"
     assert flags["megatron.optimizer adam_eps"]["origin"] == "config/base.yaml"
     assert flags["megatron.ddp grad_reduce_in_fp32"]["origin"] == "constant"
     assert flags["megatron.ddp grad_reduce_in_fp32"]["reason"]
     # decided by the model's file and by the schema's default
     assert flags["megatron.model moe_layer_freq"]["origin"] == "config/models/glm5.yaml"
-    assert flags["sglang --speculative-num-draft-tokens"]["value"] == 4
+    assert flags["sglang.decode --speculative-num-draft-tokens"]["value"] == 4
 
 
 @pytest.mark.parametrize("model", ["tiny", "glm5"])
@@ -96,6 +96,21 @@ def test_prefill_and_decode_have_a_batch_and_a_world_of_their_own(resolved):
     assert decode["--cuda-graph-max-bs-decode"] == 8
     names = {item.name: item.value for item in environment_flags(config, DECODE)}
     assert names["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ("", 8),  # 64 samples on 64 GPUs; the recipe's
+        ("rollout.rollout_batch_size=128", 8),  # 1,024 samples, of which 512 run at a time
+        ("rollout.rollout_batch_size=128 engine.max_running_requests=1024", 16),
+        ("rollout.rollout_batch_size=128 engine.dp_attention=false", 512),  # a GPU takes part in all of them
+        ("rollout.rollout_batch_size=128 engine.dp_attention=false engine.mtp_steps=3", 256),  # what DeepEP takes
+        ("rollout.rollout_batch_size=128 engine.graph_batch_size=4", 4),
+    ],
+)
+def test_graphs_of_a_decode_engine_cover_a_step(resolved, settings, largest):
+    assert graph_batch_size(resolved("glm5", set=settings).config, DECODE) == largest
 
 
 def test_deepep_buffers_hold_the_largest_graph(resolved):

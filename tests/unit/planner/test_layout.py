@@ -8,7 +8,7 @@ import pytest
 from posttrain.config import load
 from posttrain.config.derived import world_size
 from posttrain.config.rules import check_consistency
-from posttrain.config.schema import Parallel
+from posttrain.config.schema import Parallel, PrefillDecode
 from posttrain.errors import ConfigError
 from posttrain.planner.activations import fullest_micro_batch
 from posttrain.planner.engine import engine_memory
@@ -44,7 +44,8 @@ def test_every_count_has_a_valid_layout_or_a_reasoned_refusal(model, resolved):
     """64 node counts in a few seconds: what `resolve` does behind the files."""
     started, config = time.process_time(), resolved(model).config
     for nodes in NODE_COUNTS:
-        asked = dataclasses.replace(config, nodes=nodes, parallel=Parallel())
+        engine = dataclasses.replace(config.engine, pd=PrefillDecode())
+        asked = dataclasses.replace(config, nodes=nodes, parallel=Parallel(), engine=engine)
         chosen = choose_layout(asked, {})
         given = with_values(asked, chosen.values)
         problems = check_consistency(given)

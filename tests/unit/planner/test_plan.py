@@ -36,7 +36,7 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.save_interval"]["value"] == 20
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    untrainable = {"nodes", "parallel.context_parallel_size", "trainer.save_interval"}
+    untrainable = {"nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines", "trainer.save_interval"}
     assert not_trainable == (untrainable if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
@@ -111,7 +111,7 @@ def test_bars_add_up_and_stand_against_the_capacity(plan_of):
 
 
 def test_more_engines_than_gpus_is_a_problem(plan_of):
-    (problem,) = plan_of("glm5", set="engine.num_engines=3")["problems"]
+    (problem,) = plan_of("glm5", set="engine.num_engines=3 engine.pd.num_prefill_engines=0")["problems"]
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
 
 
@@ -140,10 +140,38 @@ def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-PD = "engine.num_engines=1 engine.pd.num_prefill_engines=1 engine.pd.gpus_per_prefill_engine=32"
+UNIFIED = "engine.num_engines=2 engine.pd.num_prefill_engines=0"
+SMALL_PREFILL = "engine.gpus_per_engine=8 engine.pd.gpus_per_prefill_engine=8"
 
 
-@pytest.mark.parametrize("more", [{"model": "tiny"}, {"model": "glm5"}, {"model": "glm5", "set": PD}])
+def test_both_kinds_of_engines_are_shown(plan_of, resolved, capsys):
+    uneven = "engine.pd.gpus_per_prefill_engine=32 engine.pd.num_prefill_engines=2"
+    plan = plan_of("glm5", set=uneven)
+    decode, prefill = plan["engine"], plan["engine"]["prefill"]
+    assert (prefill["num_engines"], prefill["gpus_per_engine"]) == (2, 32)
+    assert (decode["num_engines"], decode["gpus_per_engine"]) == (1, 64)
+    # half the GPUs hold twice the experts each, and less cache
+    assert prefill["weights_gib_per_gpu"] > decode["weights_gib_per_gpu"]
+    assert prefill["kv_tokens_per_gpu"] < decode["kv_tokens_per_gpu"]
+    page = render_plan(plan, resolved("glm5", set=uneven))
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    assert "2 × 32 GPUs prefill, 1 × 64 GPUs decode" in page
+    assert "2 x 32 GPUs prefill, 1 x 64 GPUs decode" in printed
+    for tokens in (prefill["kv_tokens"], decode["kv_tokens"]):
+        assert f"{tokens:,}" in page
+        assert f"{tokens:,}" in printed
+    assert "64 GPUs prefill, then the others decode" in page
+    assert "GPUs prefill" not in render_plan(plan_of("glm5", set=UNIFIED), resolved("glm5", set=UNIFIED))
+
+
+def test_a_prefill_engine_too_small_for_the_weights_is_named(plan_of):
+    (problem,) = plan_of("glm5", set="engine.pd.gpus_per_prefill_engine=2")["problems"]
+    assert problem["key"] == "engine.pd.gpus_per_prefill_engine"
+    assert "GiB of weights per GPU" in problem["value"]
+
+
+@pytest.mark.parametrize("more", [{"model": "tiny"}, {"model": "glm5"}, {"model": "glm5", "set": UNIFIED}])
 def test_the_page_lists_every_flag_of_every_program(plan_of, resolved, more):
     plan = plan_of(**more)
     page = html.unescape(render_plan(plan, resolved(**more)))
@@ -160,7 +188,7 @@ def test_the_page_lists_every_flag_of_every_program(plan_of, resolved, more):
 
 
 def test_flags_are_told_apart_by_who_reads_them(plan_of):
-    groups = {group["reader"]: group["what"] for group in flag_groups(plan_of("glm5", set=PD)["flags"])}
+    groups = {group["reader"]: group["what"] for group in flag_groups(plan_of("glm5")["flags"])}
     assert groups["megatron.model"] == "MLATransformerConfig"
     assert groups["trainer.env"] == "environment of the trainer"
     assert groups["sglang.prefill"] == "command line of a prefill engine"
@@ -192,10 +220,11 @@ def test_phases_add_up_to_the_step(plan_of):
     ("model", "more", "reason"),
     [
         ("tiny", {}, "no step time is planned for a machine without GPUs"),
-        ("glm5", {}, "an engine of 64 GPUs leaves 8 of 16 nodes, on whose GPUs"),
-        ("glm5", {"set": "engine.gpus_per_engine=128 engine.num_engines=1"}, "leaves no node for the trainer"),
+        ("glm5", {}, "an engine of 64 GPUs, with 64 that prefill for it, leaves no node for the trainer"),
+        ("glm5", {"set": UNIFIED}, "an engine of 64 GPUs leaves 8 of 16 nodes, on whose GPUs"),
+        ("glm5", {"set": f"{UNIFIED} engine.gpus_per_engine=128 engine.num_engines=1"}, "128 GPUs leaves no node"),
         ("tiny", {"hardware": "h200"}, "one node cannot be split"),
-        ("glm5", {"set": "engine.gpus_per_engine=8 trainer.optimizer_cpu_offload=true"}, None),
+        ("glm5", {"set": f"{SMALL_PREFILL} trainer.optimizer_cpu_offload=true"}, None),
     ],
 )
 def test_a_split_or_why_there_is_none(plan_of, resolved, model, more, reason):

@@ -48,7 +48,7 @@ def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
     hours = needs.seconds["train_grpo"] / 3600
     assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {hours:.0f} h)"
-    assert needs.message("evaluate").startswith(" (8 nodes, 64 GPUs, about ")
+    assert needs.message("evaluate").startswith(" (16 nodes, 128 GPUs, about ")
     assert needs.message("make_tiny_model") == ""
 
 

@@ -15,12 +15,14 @@ from posttrain.planner.published import (
     machine_of,
     step_time_accuracy,
 )
+from posttrain.planner.rates import COMPUTE_SHARE
 from posttrain.planner.step_time import (
     Trainer,
     Workload,
     best_split,
     engine_of,
     logprob_seconds,
+    rollout_of,
     step_durations,
     train_seconds,
     trainer_of,
@@ -33,6 +35,10 @@ SHARED_STORAGE = 20e9
 @pytest.fixture
 def glm5(resolved):
     return resolved("glm5").config
+
+
+def rollout_seconds(config):
+    return rollout_of(engine_of(config), config.engine.num_engines, workload(config)).seconds
 
 
 @pytest.fixture
@@ -162,6 +168,31 @@ def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
     assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples
 
 
+def test_engines_that_prefill_do_not_decode(resolved, glm5):
+    """Half of 128 GPUs decode 64 samples at the speed of one engine of two; the prompts are short."""
+    both = resolved("glm5", set="engine.num_engines=2 engine.pd.num_prefill_engines=0").config
+    apart, together = rollout_seconds(glm5), rollout_seconds(both)
+    work = workload(glm5)
+    assert apart > together
+    half = dataclasses.replace(work, num_samples=work.num_samples // 2)
+    # The same 64 GPUs prefill the prompts of all, where each engine prefilled those of its half.
+    one = rollout_of(engine_of(both), 1, work).seconds
+    assert apart == pytest.approx(one, rel=1e-9)
+    assert together == pytest.approx(rollout_of(engine_of(both), 1, half).seconds, rel=1e-9)
+    slower = resolved("glm5", set="engine.pd.gpus_per_prefill_engine=8").config
+    prompts = work.num_samples * sequence_flops(glm5.model.architecture, work.prompt_tokens).forward
+    more = prompts * (1 / 8 - 1 / 64) / (glm5.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
+    assert rollout_seconds(slower) - apart == pytest.approx(more, rel=1e-6)
+
+
+def test_a_split_keeps_the_engines_that_prefill(resolved):
+    settings = "engine.gpus_per_engine=16 engine.pd.gpus_per_prefill_engine=32 trainer.optimizer_cpu_offload=true"
+    config = resolved("glm5", set=settings).config
+    # 10 of 16 nodes train: of 48 GPUs 32 prefill and one engine decodes; with 11 none is left to decode.
+    assert best_split(config, fits=lambda nodes: nodes == 10)
+    assert best_split(config, fits=lambda nodes: nodes == 11) is None
+
+
 def test_an_offloaded_optimizer_takes_longer(resolved, glm5):
     offloaded = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
     there, here = (step_durations(config, SHARED_STORAGE)["step_train"] for config in (offloaded, glm5))
@@ -174,7 +205,10 @@ def test_a_cpu_has_no_step_time(resolved):
 
 
 def test_the_best_split_leaves_both_enough(resolved):
-    settings = "engine.gpus_per_engine=16 engine.num_engines=8 trainer.optimizer_cpu_offload=true"
+    settings = (
+        "engine.gpus_per_engine=16 engine.num_engines=8 engine.pd.num_prefill_engines=0 "
+        "trainer.optimizer_cpu_offload=true"
+    )
     config = resolved("glm5", set=settings).config
     split = best_split(config)
     assert split.train_nodes + split.rollout_nodes == 16
@@ -185,7 +219,7 @@ def test_the_best_split_leaves_both_enough(resolved):
 
 
 def test_there_may_be_no_split(glm5):
-    """12 nodes hold the trainer; 4 nodes hold no engine of 64 GPUs."""
+    """12 nodes hold the trainer; 4 nodes hold no engine of 64 GPUs, and none that prefills beside it."""
     assert best_split(glm5) is None
 
 

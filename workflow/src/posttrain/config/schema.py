@@ -287,8 +287,8 @@ class Engine:
         maximum=16,
     )
     graph_batch_size: int = _doc(
-        "Largest decode batch per data-parallel rank that is captured as a CUDA graph; 0: the recipe's, which is 256, or "
-        "beside engines that only prefill 8 or what a step gives a rank, if that is more",
+        "Largest decode batch per data-parallel rank that is captured as a CUDA graph; 0: the recipe's, which is 256, "
+        "or beside engines that only prefill 8 or what a step gives a rank, if that is more",
         0,
         minimum=0,
     )

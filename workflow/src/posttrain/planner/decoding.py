@@ -10,8 +10,8 @@ For B requests of one engine of W GPUs at a context of c tokens, a decode step t
               latents of min(c, K) tokens and the indexer's keys of all c
 
 All requests of a rollout start together, when their prompts are prefilled; where other engines prefill, the caches
-arrive in no time. Their lengths are spread so that a share (1 - x)^a of them is still running at a part x of the longest;
-a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
+arrive in no time. Their lengths are spread so that a share (1 - x)^a of them is still running at a part x of the
+longest; a = (1 - mean) / mean, with the mean as a part of the longest, so that the last one ends at it.
 
 Sources: Pope et al., arXiv 2211.05102, section 2 (decoding is bound by reading weights and cache); the constants in
 `rates`.

@@ -46,8 +46,9 @@ from posttrain.planner.sglang_flags import has_dp_attention
 from posttrain.planner.storage import storage
 
 NOT_MODELLED = (
-    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; several waves of requests where the KV cache is full; starting a "
-    "micro-batch that is too small to fill a GPU, sleeping and waking, and rewards (compare `step_time_accuracy`)",
+    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
+    "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
+    "is too small to fill a GPU, sleeping and waking, and rewards (compare `step_time_accuracy`)",
     "step time: our plain-torch attention multiplies every query with every key; attention over the selected keys is "
     "counted, as a sparse kernel computes it",
 )
@@ -243,8 +244,8 @@ def evaluation_seconds(config: Config) -> float:
 def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
     """Return the split of the nodes with the shortest step, when trainer and engines have nodes of their own.
 
-    Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because its layout for fewer nodes is a choice of
-    its own.
+    Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because
+    its layout for fewer nodes is a choice of its own.
 
     Args:
         config: The resolved configuration.
