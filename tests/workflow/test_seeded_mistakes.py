@@ -179,7 +179,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "engine of one and a half nodes": (glm5("engine.gpus_per_engine=12"), ("engine.gpus_per_engine",)),
     "engine that cannot share experts": (glm5("engine.gpus_per_engine=48"), ("engine.gpus_per_engine",)),
-    "prefill beside full engines": (glm5("engine.pd.num_prefill_engines=1"), ("engine.pd.num_prefill_engines",)),
+    "prefill beside full engines": (glm5("engine.num_engines=2"), ("engine.pd.num_prefill_engines",)),
     "graphs larger than DeepEP's buffers": (glm5("engine.graph_batch_size=2048"), ("engine.graph_batch_size",)),
     # The site
     "too little shared disk": (glm5("site.shared_disk_gb=10000"), ("site.shared_disk_gb",)),
@@ -191,9 +191,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 # Refused by the plan: they hold together, but not in this memory or on so few GPUs.
 PLANNED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "more engines than GPUs": (glm5("engine.num_engines=3"), ("engine.num_engines",)),
+    "more engines than GPUs": (
+        glm5("engine.num_engines=3 engine.pd.num_prefill_engines=0"),
+        ("engine.num_engines",),
+    ),
     "engine too small for the weights": (
-        glm5("engine.gpus_per_engine=2 engine.num_engines=64"),
+        glm5("engine.gpus_per_engine=2 engine.num_engines=32"),
         ("engine.gpus_per_engine",),
     ),
     "engines that leave the trainer no room": (
