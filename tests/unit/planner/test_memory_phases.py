@@ -127,3 +127,11 @@ def test_the_shortcut_of_the_layout_search_finds_the_fullest_phase(resolved, mod
     assert (phase, gib) == (expected.phase, pytest.approx(expected.gpu_gib))
     other = max(row.gpu_gib for row in phase_memory(config) if row.phase not in (*LARGE_PHASES, "save"))
     assert other <= gib
+
+
+def test_the_heavier_kind_of_engine_sleeps_in_host_memory(resolved):
+    config = resolved("glm5", set="engine.pd.num_prefill_engines=2 engine.pd.gpus_per_prefill_engine=32").config
+    served = engine_memory(config)
+    asleep = {item.host["sleeping_engine"] for item in phase_memory(config) if item.phase == "train"}
+    assert asleep == {served.prefill.weights_gib_per_gpu}
+    assert served.prefill.weights_gib_per_gpu > served.weights_gib_per_gpu
