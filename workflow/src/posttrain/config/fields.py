@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
@@ -25,19 +26,47 @@ TYPE_NAMES = {
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
 
 
+@lru_cache
 def leaf_types(section: type) -> dict[str, Any]:
-    """Return dotted key -> type of every value of a section."""
+    """Return dotted key -> type of every value of a section; not to be changed."""
     return {key: kind for key, kind, _ in fields_of(section)}
 
 
-def fields_of(section: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield (dotted key, type, limits) of every value of a section."""
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from fields_of(hints[field.name], f"{prefix}{field.name}.")
+@lru_cache
+def fields_of(section: type, prefix: str = "") -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
+    """Return (dotted key, type, limits) of every value of a section."""
+    found: list[tuple[str, Any, Mapping[str, Any]]] = []
+    for name, kind, metadata in _members(section):
+        if dataclasses.is_dataclass(kind):
+            found += fields_of(typing.cast(type, kind), f"{prefix}{name}.")
         else:
-            yield f"{prefix}{field.name}", hints[field.name], field.metadata
+            found.append((f"{prefix}{name}", kind, metadata))
+    return tuple(found)
+
+
+def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a section as its dataclass.
+
+    Args:
+        section: Its class.
+        values: Dotted key -> value, of the right types, for every value of the section.
+        prefix: What the section's keys begin with.
+    """
+    members: dict[str, Any] = {}
+    for name, kind, _ in _members(section):
+        if dataclasses.is_dataclass(kind):
+            members[name] = build(typing.cast(type, kind), values, f"{prefix}{name}.")
+        else:
+            value = values[f"{prefix}{name}"]
+            members[name] = list(value) if isinstance(value, list) else value
+    return section(**members)
+
+
+@lru_cache
+def _members(section: type) -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
+    """Return (name, type, limits) of a section's own fields; reading the types takes long."""
+    hints = typing.get_type_hints(section)
+    return tuple((field.name, hints[field.name], field.metadata) for field in dataclasses.fields(section))
 
 
 def typed(value: Any, kind: Any) -> Any:

@@ -15,6 +15,7 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import schema
 from posttrain.config.families import dimensions
-from posttrain.config.fields import TYPE_NAMES, check_ranges, did_you_mean, leaf_types, typed, unknown_key
+from posttrain.config.fields import TYPE_NAMES, build, check_ranges, did_you_mean, leaf_types, typed, unknown_key
 from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -278,8 +279,7 @@ class _Merger:
         ]
         self.problems += check_ranges(known)
         raise_if_any(self.problems)
-        merged = OmegaConf.merge(OmegaConf.structured(schema.Config), _nested(self._values))
-        return typing.cast(schema.Config, OmegaConf.to_object(merged))
+        return typing.cast(schema.Config, build(schema.Config, known))
 
     def _is_section(self, dotted: str) -> bool:
         return any(known.startswith(f"{dotted}.") for known in self._types)
@@ -323,19 +323,9 @@ def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator
             yield from _walk(value, f"{dotted}.", depth + 1)
 
 
+@lru_cache
 def schema_defaults() -> dict[str, Any]:
-    """Return the default of every leaf by its dotted key; "???" where there is none."""
+    """Return the default of every leaf by its dotted key, "???" where there is none; not to be changed."""
     plain = OmegaConf.to_container(OmegaConf.structured(schema.Config))
     assert isinstance(plain, dict)
     return leaves_of(plain)
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        *parents, leaf = dotted.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.memory import GIB
@@ -98,6 +99,7 @@ def kv_tokens(arch: Architecture, memory_bytes: float, num_gpus: int = 1) -> int
     return max(pages, 0) * PAGE_TOKENS
 
 
+@lru_cache(maxsize=1024)
 def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: str, attention: str) -> int:
     """Return the bytes of weights on one GPU of an engine.
 
