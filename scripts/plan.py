@@ -8,14 +8,14 @@ from pathlib import Path
 
 from posttrain.artifacts import write_json, write_text
 from posttrain.cli import run
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan import build_plan, plan_of_problems, render_plan
 from posttrain.planner.plan_table import print_plan
 
 
 def main() -> None:
-    """Resolve, compute, write, show; if nothing resolves, both files hold the problems."""
+    """Resolve, compute, write, show, and end with the problems; if nothing resolves, both files hold nothing else."""
     arguments = parse_arguments()
     try:
         resolved = resolve(arguments.workflow, arguments.config_dir)
@@ -28,7 +28,8 @@ def main() -> None:
     write_text(arguments.html, render_plan(plan, resolved))
     write_json(arguments.json, plan)
     print_plan(plan)
-    print(f"plan: {arguments.html.resolve()}")
+    print(f"plan: {arguments.html.resolve()}", flush=True)
+    raise_if_any([Problem(**problem) for problem in plan["problems"]])
 
 
 def parse_arguments() -> argparse.Namespace:

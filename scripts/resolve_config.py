@@ -13,11 +13,12 @@ from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import raise_if_any
 from posttrain.planner.layout_choice import resolve
+from posttrain.planner.problems import find_problems
 from posttrain.preflight.services import check_wandb
 
 
 def main() -> None:
-    """Resolve the configuration and write what changed of it; refuse what this version cannot train."""
+    """Resolve the configuration and write what changed of it; refuse what cannot be trained."""
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
     if not Paths(resolved).train_done.exists():
@@ -29,7 +30,7 @@ def main() -> None:
 def refuse_early(config: Config) -> None:
     """Refuse what would stop the training job, before hours of other work."""
     missing_key = check_wandb(config).problem
-    raise_if_any([*check_trainable(config), *([missing_key] if missing_key else [])])
+    raise_if_any([*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])])
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -34,11 +34,14 @@ def test_the_recipe_is_planned_on_a_laptop(tmp_path):
     assert "<!doctype html>" in (tmp_path / "plan.html").read_text()
 
 
-def test_a_plan_that_does_not_fit_says_so(tmp_path):
+def test_a_plan_that_does_not_fit_is_shown_and_fails(tmp_path):
     done, written = plan(tmp_path, model="glm5", site="local", set="parallel.expert_model_parallel_size=8")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert [problem["key"] for problem in written["problems"]] == ["parallel"]
     assert "optimizer_cpu_offload" in done.stdout
+    assert "1 problem in the configuration" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "1 problem</h3>" in (tmp_path / "plan.html").read_text()
 
 
 def test_a_configuration_with_mistakes_leaves_them_in_both_files_and_fails(tmp_path):

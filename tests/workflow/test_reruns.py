@@ -37,6 +37,7 @@ def jobs_with(undisturbed: WorkflowFolder, settings: dict[str, object], **config
         ({"engine.num_engines": 2, "engine.port": 30000}, {}),
         ({"trainer.keep_checkpoints": 5, "trainer.save_interval": 1}, {}),
         ({"trainer.num_threads": 2, "logging.wandb_project": "other"}, {}),
+        ({"hardware.memory_gib_per_gpu": 0.1}, {}),
         ({"hardware.gpus_per_node": 2, "parallel.tensor_model_parallel_size": 2}, {}),
     ],
     ids=str,

@@ -1,4 +1,7 @@
-"""Wrong configuration ends before any rule: one message with every problem, exit code 1, no traceback, no file."""
+"""Wrong configuration ends before any rule: one message with every problem, exit code 1, no traceback, no file.
+
+What does not fit this hardware ends the same way, but for the plan, whose page is drawn first, and for what is trained.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.workflow.branches import dry_run
+from tests.workflow_runs import run_snakemake
 
 # What `--config` gives; the keys that must be named, each with what its remedy says.
 WRONG: dict[str, tuple[dict[str, object], dict[str, str]]] = {
@@ -50,3 +54,40 @@ def test_wrong_input_is_refused_in_one_message(name: str, tmp_path: Path) -> Non
     for key, _, _, remedy in problems:
         assert expected[key] in remedy
     assert {path.name for path in tmp_path.iterdir()} <= {".snakemake"}
+
+
+TOO_LITTLE_MEMORY = {"run": "mine", "set": "hardware.memory_gib_per_gpu=0.1"}
+REPORT = "1 problem in the configuration:\n  - parallel = "
+
+
+def test_what_does_not_fit_is_refused_and_told_where_the_page_is(tmp_path: Path) -> None:
+    code, output = dry_run(tmp_path, TOO_LITTLE_MEMORY)
+    assert code == 1
+    assert REPORT in output
+    assert "`snakemake plan` with the same --config" in output
+    assert {path.name for path in tmp_path.iterdir()} <= {".snakemake"}
+
+
+def test_a_plan_is_drawn_and_ends_with_the_same_report(tmp_path: Path) -> None:
+    words = [f"{key}={value}" for key, value in TOO_LITTLE_MEMORY.items()]
+    ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", *words)
+    assert ended.returncode == 1
+    assert REPORT in ended.stdout
+    assert "1 problem</h3>" in (tmp_path / "results" / "mine" / "plan.html").read_text()
+    assert (tmp_path / "results" / "mine" / "plan.json").exists()
+
+
+def test_what_is_asked_for_beside_a_plan_is_refused_before_work(tmp_path: Path) -> None:
+    words = [f"{key}={value}" for key, value in TOO_LITTLE_MEMORY.items()]
+    ended = run_snakemake(tmp_path, "plan", "all", "--cores", "1", "--config", *words)
+    assert ended.returncode == 1
+    assert f"resolve_config.py: {REPORT}" in ended.stdout
+    assert not (tmp_path / "resources").exists()
+
+
+def test_what_is_trained_stays_when_memory_is_judged_otherwise(tmp_path: Path) -> None:
+    done = tmp_path / "results" / "mine" / "train" / "done.json"
+    done.parent.mkdir(parents=True)
+    done.write_text("{}")
+    code, output = dry_run(tmp_path, TOO_LITTLE_MEMORY)
+    assert code == 0, output

@@ -13,7 +13,8 @@ from posttrain.artifacts import Paths, part_receipt_of, receipt_of
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
-from posttrain.errors import ConfigError
+from posttrain.planner.problems import find_problems
+from posttrain.errors import ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
 
 name_driver()
@@ -25,11 +26,16 @@ os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.enviro
 SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
 CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
+
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))
     PATHS = Paths(RESOLVED)
     if PATHS.train.exists():
         refuse_other_experiment(PATHS.experiment, RESOLVED)
+    # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads
+    # this, so what is asked for beside it passes here and is refused by resolve_config.
+    if not PATHS.train_done.exists() and "plan" not in sys.argv:
+        raise_if_any(find_problems(RESOLVED.config), hint="`snakemake plan` with the same --config draws all figures.")
 except ConfigError as error:
     # An exception would be shown with its place in this file, which is not where the mistake is.
     logger.error(str(error))

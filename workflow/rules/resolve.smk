@@ -23,9 +23,6 @@ rule resolve_config:
 
 
 rule plan:
-    output:
-        json=PATHS.run / "plan.json",
-        html=PATHS.run / "plan.html",
     log:
         PATHS.run_log("plan"),
     benchmark:
@@ -33,12 +30,14 @@ rule plan:
     localrule: True
     params:
         workflow=WORKFLOW,
-        content=artifacts.digest8(dataclasses.asdict(CFG)),
+        # Not outputs: a plan with problems fails when its page is drawn, and Snakemake deletes what failed jobs made.
+        json=PATHS.run / "plan.json",
+        html=PATHS.run / "plan.html",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
-        " --json {output.json:q} --html {output.html:q}"
+        " --json {params.json:q} --html {params.html:q}"
 
 
 rule check:

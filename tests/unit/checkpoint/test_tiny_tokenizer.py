@@ -2,6 +2,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.checkpoint.tiny_tokenizer import CHARACTERS, CONTROL_TOKENS, NUM_TOKENS, make_tokenizer, stop_token_ids
+from posttrain.planner.made_model import SMALLEST_VOCABULARY
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +13,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_one_token_per_character_and_control_token(tokenizer):
-    assert len(tokenizer) == NUM_TOKENS == 64
+    assert len(tokenizer) == NUM_TOKENS == SMALLEST_VOCABULARY
     for i, token in enumerate((*CHARACTERS, *CONTROL_TOKENS)):
         assert tokenizer.convert_tokens_to_ids(token) == i
     text = "[gMASK]<sop><|user|>\n3141, is it?<|assistant|>"

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.checkpoint.hf_config import CLASS_OF
 from posttrain.config.families import FAMILIES, dimensions
-from posttrain.config.load import resolve
+from posttrain.config.load import read_yaml, resolve
 from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
 from posttrain.errors import ConfigError
 
@@ -55,6 +55,7 @@ VIOLATIONS = (
     ("tiny", "hardware.emulated_formats=[fp6]", ["hardware.emulated_formats"]),
     ("glm5", "parallel.tensor_model_parallel_size=3", ["parallel", "parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_tensor_parallel_size=2", ["parallel.expert_model_parallel_size"]),
+    ("glm5", "parallel.tensor_model_parallel_size=16", ["parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
     ("glm5", "parallel.num_layers_in_last_pipeline_stage=17", ["parallel.num_layers_in_last_pipeline_stage"]),
     ("glm5", "training.global_batch_size=48", ["training.global_batch_size"]),
@@ -79,6 +80,20 @@ VIOLATIONS = (
 @pytest.mark.parametrize("model", MODELS)
 def test_the_recipes_break_no_rule(model):
     resolve(MODELS[model], CONFIG_DIR)
+
+
+def test_tensor_parallelism_spans_nodes_that_links_join():
+    # Source of TP 8 on GB300, whose nodes have four GPUs: radixark/miles, scripts/run_glm5_2_744b_a40b.py.
+    recipe = read_yaml(CONFIG_DIR / "nodes" / "glm5_16.yaml")["parallel"]
+    sizes = {**recipe, "tensor_model_parallel_size": 8, "expert_model_parallel_size": 16}
+    settings = " ".join(f"parallel.{name}={size}" for name, size in sizes.items())
+    on_gb300 = {**MODELS["glm5"], "hardware": "gb300"}
+    resolve({**on_gb300, "set": settings}, CONFIG_DIR)
+    with pytest.raises(ConfigError) as caught:
+        resolve({**on_gb300, "set": f"{settings} hardware.linked_gpus=0"}, CONFIG_DIR)
+    (problem,) = caught.value.problems
+    assert problem.key == "parallel.tensor_model_parallel_size"
+    assert problem.allowed.startswith("at most 4, the GPUs that fast links join (hardware.gpus_per_node)")
 
 
 def test_every_family_but_one_has_a_model():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.planner.capacity import check_capacity
+from posttrain.planner.capacity import check_declared, check_typical
 from posttrain.planner.engine import fits, serving_gib_per_gpu
 from posttrain.planner.storage import storage
 
@@ -62,6 +62,7 @@ def test_numbers_of_a_file_fit_together(resolved, name):
     assert hardware.bf16_tflops <= hardware.fp8_tflops <= 2.01 * hardware.bf16_tflops
     assert hardware.gpu_link_gb_per_s < hardware.hbm_gb_per_s
     assert hardware.local_disk_gb_per_s < hardware.local_disk_gb
+    assert hardware.linked_gpus % hardware.gpus_per_node == 0
     assert not set(hardware.formats) & set(hardware.emulated_formats)
     assert hardware.trainer_deepep != bool(hardware.trainer_deepep_reason)
     assert resolved("tiny", hardware=name).config.trainer.deepep == (hardware.trainer_deepep)
@@ -69,7 +70,7 @@ def test_numbers_of_a_file_fit_together(resolved, name):
 
 def test_gb300_has_four_gpus_and_no_deepep_in_the_trainer(resolved):
     config = resolved("tiny", hardware="gb300").config
-    assert config.hardware.gpus_per_node == 4
+    assert (config.hardware.gpus_per_node, config.hardware.linked_gpus) == (4, 72)
     assert (config.hardware.deepep, config.hardware.trainer_deepep, config.trainer.deepep) == (True, False, False)
 
 
@@ -92,11 +93,22 @@ def test_kernels_are_those_that_the_cookbook_names(resolved):
 def test_declared_capacities_are_checked(resolved):
     undeclared = resolved("glm5").config
     needed = storage(undeclared)
-    assert not list(check_capacity(undeclared, needed, 5000.0))
+    assert not list(check_declared(undeclared, needed, 5000.0))
     tight = "site.shared_disk_gb=30000 site.local_disk_gb=2000 site.host_memory_gib=1024"
     config = resolved("glm5", set=tight).config
-    problems = {problem.key: problem for problem in check_capacity(config, needed, 1025.0)}
+    problems = {problem.key: problem for problem in check_declared(config, needed, 1025.0)}
     assert list(problems) == ["site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib"]
     assert f"{needed.shared_bytes / 1e9:,.1f} GB" in problems["site.shared_disk_gb"].allowed
     ample = resolved("glm5", set="site.shared_disk_gb=40000 site.local_disk_gb=3000 site.host_memory_gib=1024").config
-    assert not list(check_capacity(ample, needed, 1024.0))
+    assert not list(check_declared(ample, needed, 1024.0))
+
+
+def test_what_such_nodes_usually_lack_is_found_unless_the_site_declares_it(resolved):
+    config = resolved("glm5").config
+    needed = storage(config)
+    assert not list(check_typical(config, needed, 2048.0))
+    (problem,) = check_typical(config, needed, 2048.1)
+    assert (problem.key, problem.value) == ("hardware.host_memory_gib", "2,048 GiB, typical of h200")
+    assert not list(check_typical(resolved("glm5", set="site.host_memory_gib=4096").config, needed, 2048.1))
+    small = resolved("glm5", set="hardware.local_disk_gb=2000").config
+    assert [problem.key for problem in check_typical(small, needed, 1.0)] == ["hardware.local_disk_gb"]

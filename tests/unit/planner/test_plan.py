@@ -110,6 +110,19 @@ def test_bars_add_up_and_stand_against_the_capacity(plan_of):
     assert {part for _, _, parts in GROUPS for part in parts} >= {p for row in trainer["phases"] for p in row["gpu"]}
 
 
+def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
+    assert [found["key"] for found in plan_of("tiny")["warnings"]] == []
+    # The local site names two nodes.
+    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names"]
+    half = "hardware.host_memory_gib=1024"
+    plan = plan_of("glm5", set=half)
+    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", "site.node_names"]
+    assert plan["problems"] == []
+    assert "2 warnings</h3>" in render_plan(plan, resolved("glm5", set=half))
+    print_plan(plan)
+    assert capsys.readouterr().out.count("\nwarning ") == 2
+
+
 def test_more_engines_than_gpus_is_a_problem(plan_of):
     (problem,) = plan_of("glm5", set="engine.num_engines=3 engine.pd.num_prefill_engines=0")["problems"]
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")

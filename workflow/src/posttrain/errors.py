@@ -37,20 +37,26 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; `problems` lists everything that is, not only the first."""
+    """The configuration is wrong; `problems` lists everything that is, not only the first.
 
-    def __init__(self, problems: Sequence[Problem]):
+    Args:
+        problems: At least one.
+        hint: Where to read more, at the end of the message.
+    """
+
+    def __init__(self, problems: Sequence[Problem], hint: str = ""):
         assert problems, "a ConfigError needs at least one problem"
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]
+        super().__init__("\n".join([*lines, hint] if hint else lines))
 
 
 class CheckpointError(ValueError):
     """A checkpoint, shard or receipt is not as expected; the text names file, tensor and both sides."""
 
 
-def raise_if_any(problems: Sequence[Problem]) -> None:
+def raise_if_any(problems: Sequence[Problem], hint: str = "") -> None:
     """Raise `ConfigError` when there is at least one problem."""
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, hint)

@@ -26,10 +26,11 @@ from torch import nn
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedTokenizerFast
 
 from posttrain.artifacts import building, write_json
-from posttrain.checkpoint.tiny_tokenizer import NUM_TOKENS, make_tokenizer, stop_token_ids
+from posttrain.checkpoint.tiny_tokenizer import make_tokenizer, stop_token_ids
 from posttrain.checkpoint.tiny_warm_up import Examples, warm_up
 from posttrain.config.schema import Architecture
-from posttrain.errors import Problem, raise_if_any
+from posttrain.errors import raise_if_any
+from posttrain.planner.made_model import check_made
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def make_tiny_model(
 
     Args:
         folder: Where it goes, complete or not at all.
-        architecture: Its dimensions; a `glm_moe_dsa` with a vocabulary of at least 64.
+        architecture: Its dimensions; what `planner.made_model.check_made` allows.
         train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}, all of one length.
         heldout_rows: The same, for measuring the pass rate; the warm-up does not see them.
         seed: Seed of weights and warm-up.
@@ -62,7 +63,7 @@ def make_tiny_model(
         ConfigError: When the architecture is not one it can make.
         RuntimeError: When the pass rate is not within `PASS_RATE_LIMITS`.
     """
-    raise_if_any(check_architecture(architecture))
+    raise_if_any(list(check_made(architecture)))
     tokenizer = make_tokenizer(architecture.max_position_embeddings)
     config = config_json(architecture)
     with _reproducible(seed):
@@ -76,18 +77,6 @@ def make_tiny_model(
     _check_pass_rate(pass_rate, seed)
     _write(folder, config, tokenizer, tensors)
     return pass_rate
-
-
-def check_architecture(architecture: Architecture) -> list[Problem]:
-    """Return what keeps `architecture` from being made."""
-    problems = []
-    if architecture.model_type != "glm_moe_dsa":
-        remedy = "only GLM-5 is made here; take another model from the Hub or a folder"
-        problems.append(Problem("model.architecture.model_type", architecture.model_type, "glm_moe_dsa", remedy))
-    if architecture.vocab_size < NUM_TOKENS:
-        allowed, remedy = f"at least {NUM_TOKENS}", "the tokenizer has that many tokens"
-        problems.append(Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, remedy))
-    return problems
 
 
 def config_json(architecture: Architecture) -> dict[str, Any]:

@@ -139,6 +139,19 @@ def _divisors(config: Config) -> Problems:
             yield Problem(f"parallel.{size_name}", str(size), allowed, "choose one that divides it")
 
 
+def _links(config: Config) -> Problems:
+    # Every layer waits for exchanges among these ranks; over a network between nodes they would take most of the time.
+    hardware, parallel = config.hardware, config.parallel
+    linked = hardware.linked_gpus or hardware.gpus_per_node
+    if hardware.device == "cpu":
+        return
+    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(parallel, name)) > linked:
+            joined = "hardware.linked_gpus" if hardware.linked_gpus else "hardware.gpus_per_node"
+            allowed = f"at most {linked}, the GPUs that fast links join ({joined}): every layer exchanges among them"
+            yield Problem(f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism")
+
+
 def _experts(config: Config) -> Problems:
     parallel, num_experts = config.parallel, config.model.architecture.n_routed_experts
     tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
@@ -277,6 +290,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _architecture,
     _ranks,
     _divisors,
+    _links,
     _experts,
     _stages,
     _batches,

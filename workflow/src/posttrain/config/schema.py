@@ -157,7 +157,7 @@ class Algorithm:
 class Rollout:
     """Sampling of responses."""
 
-    rollout_batch_size: int = _doc("Prompts per step", minimum=1)
+    rollout_batch_size: int = _doc("Prompts per step; more than the dataset has come from several epochs", minimum=1)
     num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
@@ -323,6 +323,11 @@ class Hardware:
     name: str = _doc("Name; the file `config/hardware/{name}.yaml`")
     device: str = _doc("Where tensors live", choices=("cuda", "cpu"))
     gpus_per_node: int = _doc("GPUs per node; on CPU, trainer ranks per node", minimum=1)
+    linked_gpus: int = _doc(
+        "GPUs that NVLink or xGMI joins, where it joins nodes; 0: those of a node. Tensor parallelism stays among them",
+        0,
+        minimum=0,
+    )
     memory_gib_per_gpu: float = _doc("Memory the driver reports per GPU; on CPU, per node", exclusive_minimum=0)
     bf16_tflops: float = _doc("BF16 matrix products per GPU, 10^12 operations per second", exclusive_minimum=0)
     fp8_tflops: float = _doc("FP8 matrix products per GPU; emulated: as fast as what emulates", exclusive_minimum=0)

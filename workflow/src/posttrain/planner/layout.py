@@ -1,8 +1,9 @@
 """Layouts of the trainer for any number of nodes: which are valid, which fit, in which order to take them.
 
-Every product of sizes is tried that can be valid: TP inside a node; PP up to the number of layers, cut so that the
-largest stage is as small as it can be; CP in powers of two up to 16 (each rank takes two chunks of a sequence); EP a
-divisor of the experts; ETP 1, or TP where the rules ask for it. `config.rules.check_consistency` judges each.
+Every product of sizes is tried that can be valid: TP inside a node, even where links join nodes, because a job may get
+nodes that no link joins; PP up to the number of layers, cut so that the largest stage is as small as it can be; CP in
+powers of two up to 16 (each rank takes two chunks of a sequence); EP a divisor of the experts; ETP 1, or TP where the
+rules ask for it. `config.rules.check_consistency` judges each.
 
 Order: layouts that fit with headroom, then those that fit, then the rest; among equals the shorter update
 (`layout_cost`), then the smaller sizes. "Fits" looks at every phase but the save, whose gathering is a property of the

@@ -4,9 +4,6 @@
 count of ranks the best layout of `planner.layout` is filled in, and engines that hold the model. Values that a file or
 `set=` gave stay. Where nothing works, the refusal names the rules that fail and the nearest requests that work.
 
-What a site declares too little of is refused here as well, so at the dry run: a declaration is the cluster's own word.
-It is checked last, because it takes a configuration that holds together; a site that declares nothing costs no time.
-
 `config` cannot import the planner, which stands on it: `config.load.resolve` takes the choice as a function
 (docs/decisions/009).
 """
@@ -21,8 +18,7 @@ from typing import Any
 from posttrain.config import load
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
-from posttrain.errors import Problem, raise_if_any
-from posttrain.planner.capacity import check_capacity
+from posttrain.errors import Problem
 from posttrain.planner.engine import engine_memory
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import (
@@ -32,8 +28,6 @@ from posttrain.planner.layout import (
     some_layout_fits,
     some_layout_is_valid,
 )
-from posttrain.planner.memory_phases import host_gib_by_phase, phase_memory
-from posttrain.planner.storage import storage
 
 LARGEST_NODES = 128
 ENGINE_KEYS = ("engine.gpus_per_engine", "engine.num_engines")
@@ -47,20 +41,9 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> load.Resolved:
         config_dir: The folder `config/`.
 
     Raises:
-        ConfigError: With every problem found; with too small declared capacities when there is no other.
+        ConfigError: With every problem found.
     """
-    resolved = load.resolve(workflow, config_dir, choose_layout)
-    raise_if_any(declared_problems(resolved.config))
-    return resolved
-
-
-def declared_problems(config: Config) -> list[Problem]:
-    """Return what the site declares too little of; nothing is computed when it declares nothing."""
-    site = config.site
-    if not (site.shared_disk_gb or site.local_disk_gb or site.host_memory_gib):
-        return []
-    host_memory_gib = max(host_gib_by_phase(config, phase_memory(config)).values())
-    return list(check_capacity(config, storage(config), host_memory_gib))
+    return load.resolve(workflow, config_dir, choose_layout)
 
 
 def choose_layout(config: Config, origins: Mapping[str, str]) -> load.Chosen:

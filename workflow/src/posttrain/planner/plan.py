@@ -7,10 +7,10 @@ not model is listed under "not_modelled", in the JSON and on the page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.config.derived import data_parallel_size, engine_gpus, layers_per_stage, world_size
+from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
@@ -21,11 +21,9 @@ from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import rule_chain
 from posttrain.planner import duration, engine, memory, storage
-from posttrain.planner.capacity import check_capacity
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
-from posttrain.planner.layout_choice import requests_that_fit
 from posttrain.planner.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
 from posttrain.planner.model_size import (
     count_active_parameters,
@@ -38,6 +36,7 @@ from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_layout import layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split
+from posttrain.planner.problems import check_save, find_problems, find_warnings
 from posttrain.planner.published import accuracy_part
 from posttrain.planner.step_time import split_part
 
@@ -88,8 +87,9 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             for key, value in flat_config(config).items()
         }
         | rendered_flags(config, resolved.origins),
-        "problems": [problem.as_dict() for problem in find_problems(config, phases, layouts, served, needed)],
-        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *_check_save(config, phases))],
+        "problems": [problem.as_dict() for problem in find_problems(config)],
+        "warnings": [problem.as_dict() for problem in find_warnings(config)],
+        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_save(config))],
         "not_modelled": list(NOT_MODELLED),
     }
 
@@ -101,36 +101,10 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     return {
         **empty,
         "problems": [problem.as_dict() for problem in problems],
+        "warnings": [],
         "not_trainable": [],
         "not_modelled": list(NOT_MODELLED),
     }
-
-
-def find_problems(
-    config: Config,
-    phases: Sequence[PhaseMemory],
-    layouts: Sequence[LayoutProposal],
-    served: engine.EngineMemory,
-    needed: storage.Storage,
-) -> list[Problem]:
-    """Return what the plan's numbers rule out on this hardware and at this site.
-
-    Args:
-        config: The resolved configuration.
-        phases: `phase_memory` of it.
-        layouts: `propose_layouts` of it.
-        served: `engine_memory` of it.
-        needed: `storage` of it.
-    """
-    host_memory_gib = max(host_gib_by_phase(config, list(phases)).values())
-    alone = [*_check_trainer(config, phases, layouts), *_check_engine(config, served)]
-    # What is too large by itself needs no second problem for the phases in which it meets the other.
-    return [
-        *alone,
-        *(() if alone else _check_shared(config, phases)),
-        *_check_engine_count(config),
-        *check_capacity(config, needed, host_memory_gib),
-    ]
 
 
 def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
@@ -157,69 +131,6 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         config_sections=config_rows(resolved.config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
-
-
-def _check_trainer(
-    config: Config, phases: Sequence[PhaseMemory], layouts: Sequence[LayoutProposal]
-) -> Iterator[Problem]:
-    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch"))
-    if fullest.gpu_gib <= capacity_gib(config):
-        return
-    fitting = [layout for layout in layouts if layout.fits]
-    if fitting:
-        sizes = " ".join(f"parallel.{name}={size}" for name, size in fitting[0].sizes.items())
-        remedy = f"set='{sizes}', or trainer.optimizer_cpu_offload=true"
-    else:
-        remedy = requests_that_fit(config, {})
-    yield Problem("parallel", _amount(fullest), _limit(config), remedy)
-
-
-def _check_shared(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    """Yield what does not fit while engines are awake."""
-    fullest, fraction = _fullest(phases, ("rollout", "weight_sync")), config.engine.mem_fraction_static
-    excess = fullest.gpu_gib - capacity_gib(config)
-    if excess > 0 and config.hardware.device == "cuda":
-        lower = fraction - excess / config.hardware.memory_gib_per_gpu
-        remedy = f"{max(0.0, lower - 0.005):.2f} or less"
-        yield Problem("engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", _limit(config), remedy)
-
-
-def _check_save(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    """Yield that a save does not fit: its gathering depends on the checkpoint's exchange, not on the layout alone."""
-    fullest = _fullest(phases, ("save",))
-    if fullest.gpu_gib > capacity_gib(config):
-        allowed = f"{_limit(config)} to save with this version, which gathers optimizer state on the GPU"
-        yield Problem("trainer.save_interval", _amount(fullest), allowed, "plan it, or take more nodes")
-
-
-def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory:
-    return max((item for item in phases if item.phase in names), key=lambda item: item.gpu_gib)
-
-
-def _amount(found: PhaseMemory) -> str:
-    return f"{found.gpu_gib:.1f} GiB per rank of stage {found.stage} in {found.phase}"
-
-
-def _limit(config: Config) -> str:
-    return f"at most {capacity_gib(config):g} GiB per rank ({config.hardware.name})"
-
-
-def _check_engine(config: Config, served: engine.EngineMemory) -> Iterator[Problem]:
-    fraction, memory_gib = config.engine.mem_fraction_static, config.hardware.memory_gib_per_gpu
-    sizes = {"engine.gpus_per_engine": served, "engine.pd.gpus_per_prefill_engine": served.prefill}
-    for key, of_engine in sizes.items():
-        if of_engine and of_engine.weights_gib_per_gpu > fraction * memory_gib:
-            found = f"{of_engine.weights_gib_per_gpu:.1f} GiB of weights per GPU"
-            allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
-            yield Problem(key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
-
-
-def _check_engine_count(config: Config) -> list[Problem]:
-    count, existing, wanted = config.engine.num_engines, world_size(config), engine_gpus(config)
-    if config.hardware.device == "cpu" or wanted <= existing:
-        return []
-    found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
-    return [Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")]
 
 
 def _model_part(config: Config) -> dict[str, Any]:

@@ -15,16 +15,17 @@ SHOWN_LAYOUTS = 5
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print the plan's main numbers, the rules, and every problem."""
+    """Print the plan's main numbers, the rules, and every problem and warning."""
     console = Console(width=WIDTH)
     console.print(_numbers(plan))
     for table in (_phases(plan), _layouts(plan), _step(plan), _rules(plan)):
         if table is not None:
             console.print()
             console.print(table)
-    for problem in plan["problems"]:
-        console.print(f"\n[bold red]problem[/] {problem['key']} = {problem['value']}", highlight=False)
-        console.print(f"  allowed: {problem['allowed']}\n  remedy:  {problem['remedy']}", highlight=False)
+    for kind, mark in (("problem", "[bold red]problem[/]"), ("warning", "[yellow]warning[/]")):
+        for found in plan[f"{kind}s"]:
+            console.print(f"\n{mark} {found['key']} = {found['value']}", highlight=False)
+            console.print(f"  allowed: {found['allowed']}\n  remedy:  {found['remedy']}", highlight=False)
     for problem in plan["not_trainable"]:
         console.print(f"\n{problem['key']} = {problem['value']} can be planned; {problem['allowed']}", highlight=False)
     console.print(

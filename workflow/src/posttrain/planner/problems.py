@@ -1,0 +1,117 @@
+"""What the numbers of a plan rule out, and what they make doubtful.
+
+The Snakefile asks for the problems while it is read, so that a dry run refuses what cannot run before anything starts;
+the plan shows the same list on its page. Layouts that would fit are looked for only when a remedy names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from posttrain.config.derived import engine_gpus, world_size
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+from posttrain.planner.capacity import check_declared, check_typical
+from posttrain.planner.engine import engine_memory
+from posttrain.planner.layout import propose_layouts
+from posttrain.planner.layout_choice import requests_that_fit
+from posttrain.planner.made_model import check_made
+from posttrain.planner.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
+from posttrain.planner.storage import storage
+
+
+def find_problems(config: Config) -> list[Problem]:
+    """Return what cannot run on this hardware and at this site; for a configuration that resolved."""
+    phases = phase_memory(config)
+    alone = [*_check_trainer(config, phases), *_check_engine(config)]
+    return [
+        *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
+        *alone,
+        # What is too large by itself needs no second problem for the phases in which it meets the other.
+        *(() if alone else _check_shared(config, phases)),
+        *_check_engine_count(config),
+        *check_declared(config, storage(config), _host_gib(config, phases)),
+    ]
+
+
+def find_warnings(config: Config) -> list[Problem]:
+    """Return what may keep the run from working, but is not known well enough to refuse it."""
+    return [
+        *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
+        *_check_node_names(config),
+    ]
+
+
+def check_save(config: Config) -> Iterator[Problem]:
+    """Yield that a save does not fit: its gathering depends on the checkpoint's exchange, not on the layout alone."""
+    fullest = _fullest(phase_memory(config), ("save",))
+    if fullest.gpu_gib > capacity_gib(config):
+        allowed = f"{_limit(config)} to save with this version, which gathers optimizer state on the GPU"
+        yield Problem("trainer.save_interval", _amount(fullest), allowed, "plan it, or take more nodes")
+
+
+def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch"))
+    if fullest.gpu_gib <= capacity_gib(config):
+        return
+    best = next((layout for layout in propose_layouts(config) if layout.fits), None)
+    if best:
+        sizes = " ".join(f"parallel.{name}={size}" for name, size in best.sizes.items())
+        remedy = f"set='{sizes}', or trainer.optimizer_cpu_offload=true"
+    else:
+        remedy = requests_that_fit(config, {})
+    yield Problem("parallel", _amount(fullest), _limit(config), remedy)
+
+
+def _check_shared(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    """Yield what does not fit while engines are awake."""
+    fullest, fraction = _fullest(phases, ("rollout", "weight_sync")), config.engine.mem_fraction_static
+    excess = fullest.gpu_gib - capacity_gib(config)
+    if excess > 0 and config.hardware.device == "cuda":
+        lower = fraction - excess / config.hardware.memory_gib_per_gpu
+        remedy = f"{max(0.0, lower - 0.005):.2f} or less"
+        yield Problem("engine.mem_fraction_static", f"{fraction}: {_amount(fullest)}", _limit(config), remedy)
+
+
+def _check_engine(config: Config) -> Iterator[Problem]:
+    served, fraction = engine_memory(config), config.engine.mem_fraction_static
+    memory_gib = config.hardware.memory_gib_per_gpu
+    sizes = {"engine.gpus_per_engine": served, "engine.pd.gpus_per_prefill_engine": served.prefill}
+    for key, of_engine in sizes.items():
+        if of_engine and of_engine.weights_gib_per_gpu > fraction * memory_gib:
+            found = f"{of_engine.weights_gib_per_gpu:.1f} GiB of weights per GPU"
+            allowed = f"less than {fraction * memory_gib:.1f} GiB (engine.mem_fraction_static of {memory_gib:g} GiB)"
+            yield Problem(key, found, allowed, "more GPUs per engine, or rollout.fp8=true")
+
+
+def _check_engine_count(config: Config) -> Iterator[Problem]:
+    count, existing, wanted = config.engine.num_engines, world_size(config), engine_gpus(config)
+    if config.hardware.device == "cuda" and wanted > existing:
+        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
+        yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
+
+
+def _check_node_names(config: Config) -> Iterator[Problem]:
+    """Yield that copies reach fewer nodes than train; the names of a local launcher are folders, so it refuses none."""
+    names = config.site.node_names
+    if 0 < len(names) < config.nodes:
+        allowed = f"{config.nodes} for as many nodes: the others read from the shared storage"
+        remedy = "name every node in the site's file, or none: each node then copies when the job starts"
+        yield Problem("site.node_names", f"{len(names)} names", allowed, remedy)
+
+
+def _host_gib(config: Config, phases: list[PhaseMemory]) -> float:
+    """Return the host memory that a node needs at its fullest."""
+    return max(host_gib_by_phase(config, phases).values())
+
+
+def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory:
+    return max((item for item in phases if item.phase in names), key=lambda item: item.gpu_gib)
+
+
+def _amount(found: PhaseMemory) -> str:
+    return f"{found.gpu_gib:.1f} GiB per rank of stage {found.stage} in {found.phase}"
+
+
+def _limit(config: Config) -> str:
+    return f"at most {capacity_gib(config):g} GiB per rank ({config.hardware.name})"
