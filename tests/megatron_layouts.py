@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,7 +38,10 @@ def main() -> None:
     from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
     config = small_batches(test_config(ARCHITECTURE, **arguments["parallel"]), arguments["ranks"])
-    print(json.dumps(run(config, Path(arguments["checkpoint"]), Path(arguments["folder"]))))
+    trainer = dataclasses.replace(config.trainer, **arguments["trainer"])
+    config = dataclasses.replace(config, trainer=trainer)
+    other = Path(arguments["other"]) if "other" in arguments else None
+    print(json.dumps(run(config, Path(arguments["checkpoint"]), Path(arguments["folder"]), other)))
 
 
 def small_batches(config: Config, ranks: int) -> Config:
@@ -47,7 +51,7 @@ def small_batches(config: Config, ranks: int) -> Config:
     return dataclasses.replace(config, trainer=trainer, training=training, hardware=hardware)
 
 
-def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
+def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> dict[str, object]:
     from megatron.core import parallel_state
 
     from posttrain.megatron_backend import train_step
@@ -80,16 +84,28 @@ def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
     folder.mkdir(exist_ok=True)
     save_training_state(policy, 1, folder)
     dist.barrier()
-    for parameter in policy.model.parameters():
-        parameter.data.zero_()
+    held = [tensor.clone() for tensor in optimizer_tensors(policy.optimizer)]
+    differences = differences_to_megatron(policy, folder)
+    for tensor in (*policy.model.parameters(), *optimizer_tensors(policy.optimizer)):
+        tensor.data.fill_(7.0)
     restored_step = load_training_state(policy, folder)
     restored = dict(weights.gather(dtype=torch.float32))
+    state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
     again = train_step.update(policy, update.micro_batches(), lr=1e-3)
+    if other:
+        # The state of another layout, into an optimizer that has made no step; what is saved then is read by the test.
+        fresh = build_policy(config)
+        load_training_state(fresh, other)
+        copy = folder.with_name("copy")
+        copy.mkdir(exist_ok=True)
+        save_training_state(fresh, 1, copy)
     result = {
         "round_trip_exact": exact == is_source,
         "statistics": dataclasses.asdict(statistics),
         "second_grad_norm": again.grad_norm,
         "restored_step": restored_step,
+        "state_restored_equal": state_is_equal,
+        "differences_to_megatron": differences,
         "logprobs": {str(i): v for part in everybody for i, v in part.items()},
     }
     if dist.get_rank() == 0:
@@ -97,6 +113,39 @@ def run(config: Config, checkpoint: Path, folder: Path) -> dict[str, object]:
         result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
     dist.destroy_process_group()
     return result
+
+
+def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
+    """Yield moments and, where they are not the weights themselves, the FP32 master copies."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+        for group in part.shard_fp32_from_float16_groups:
+            yield from group
+
+
+def differences_to_megatron(policy, folder: Path) -> list[str]:
+    """Return the keys whose stored state is not, bit by bit, what Megatron's own exchange gathers on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+    from posttrain.megatron_backend.checkpoint import sharded_weights
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}
+    metadata["chained_optim_avoid_prefix"] = True
+    gathered = policy.optimizer.sharded_state_dict(sharded_weights(policy.model), metadata=metadata)
+    apply_factories(gathered)
+    tensors, _ = extract_matching_values(gathered, lambda value: isinstance(value, ShardedTensor))
+    reader, different, num_keys = TorchDistReader(folder), [], 0
+    for expected in nested_values(tensors):
+        sizes = (1,) * expected.prepend_axis_num + expected.local_shape
+        stored = reader.read(expected.key, expected.global_offset, sizes)
+        num_keys += 1
+        different += [] if torch.equal(stored, expected.data.view(sizes)) else [expected.key]
+    return different if num_keys else ["nothing was gathered"]
 
 
 def digest(named) -> str:

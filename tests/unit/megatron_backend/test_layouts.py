@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.megatron_single import run_ranks
+
+from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {
@@ -17,6 +20,7 @@ LAYOUTS = {
     "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
     "data": {},
 }
+TWO_RANKS = [name for name in LAYOUTS if name != "one_rank"]
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +35,21 @@ def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
                 "root": str(ROOT),
                 "checkpoint": str(checkpoint[0]),
                 "folder": str(folder),
-                "parallel": LAYOUTS[name],
+                "parallel": LAYOUTS.get(name, {}),
+                "trainer": {"params_dtype": "bf16"} if name == "bf16" else {},
                 "ranks": ranks,
             }
+            if name in TWO_RANKS:
+                request["other"] = run("one_rank")["folder"]
             outputs = run_ranks(ROOT / "tests/megatron_layouts.py", ranks, json.dumps(request))
-            finished[name] = json.loads(outputs[0].strip().splitlines()[-1])
+            by_rank = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+            finished[name] = {**by_rank[0], "folder": str(folder), "by_rank": by_rank}
         return finished[name]
 
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one_rank"])
+@pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks_equal_one(run_layout, name: str) -> None:
     one, two = run_layout("one_rank"), run_layout(name)
     assert one["logprobs"].keys() == two["logprobs"].keys()
@@ -55,12 +63,26 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
         assert two["after"][tensor][1] == pytest.approx(norm, rel=1e-6), tensor
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("name", [*LAYOUTS, "bf16"])
 def test_weights_and_state_round_trip(run_layout, name: str) -> None:
     result = run_layout(name)
     assert result["round_trip_exact"], "gathering what was put in must give the same bits"
     assert result["restored_step"] == 1
     assert result["restored_equal"], "a saved and loaded state must give the same bits"
+    for rank in result["by_rank"]:
+        assert rank["state_restored_equal"], "so must master weights and moments"
+        assert rank["differences_to_megatron"] == []
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_state_goes_through_another_layout_unchanged(run_layout, name: str) -> None:
+    """One rank's checkpoint, loaded in another layout and saved there, is the same checkpoint bit by bit."""
+    original = TorchDistReader(Path(run_layout("one_rank")["folder"]))
+    copy = TorchDistReader(Path(run_layout(name)["folder"]).with_name("copy"))
+    assert copy.keys == original.keys
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in original.keys)
+    for key in original.keys:
+        assert torch.equal(original.read(key), copy.read(key)), key
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))

@@ -1,8 +1,8 @@
 """One rank of several small configurations: trains an update in each, prints what it holds as JSON.
 
 Sizes are those of tensor storages: parameters and buffers of modules, Megatron's gradient buffers, the optimizer's
-state, and what autograd saves in the first micro-batch (saved-tensor hooks). The process's resident memory says nothing
-at this size.
+state, what autograd saves in the first micro-batch (saved-tensor hooks), and what a save adds. The process's resident
+memory says nothing at this size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from posttrain.config.schema import Architecture, Config
 from posttrain.planner.activations import MicroBatch
@@ -43,7 +48,7 @@ def case_config(case: dict) -> Config:
 def measure(config: Config) -> dict[str, object]:
     """Return the bytes that this rank holds after one update, and its place in the layout."""
     from megatron.core import parallel_state
-    from tests.megatron_layouts import make_groups
+    from tests.megatron_layouts import make_groups, optimizer_tensors
 
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.initialize import initialize, shut_down
@@ -71,7 +76,7 @@ def measure(config: Config) -> dict[str, object]:
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": storage_bytes(optimizer_tensors(policy.optimizer)),
         "activations": saved.num_bytes,
-        "gathered_state": storage_bytes(gathered_tensors(policy)),
+        "save_staging": staged_by_a_save(policy),
         "batch": dataclasses.asdict(MicroBatch(sum(lengths), len(lengths), max(lengths))),
     }
     shut_down()
@@ -105,30 +110,49 @@ class _SavedTensors:
         return tensor
 
 
-def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
-    """Yield moments and, where they are not the weights themselves, the FP32 master copies."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value))
-        for group in part.shard_fp32_from_float16_groups:
-            yield from group
+def staged_by_a_save(policy) -> int:
+    """Return the most bytes of weights and state that a save has beside those that lie there anyway."""
+    from posttrain.megatron_backend.checkpoint import save_training_state
+
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        with _PeakOfNew() as new:
+            save_training_state(policy, 1, Path(shared[0]))
+    return new.peak
 
 
-def gathered_tensors(policy) -> list[torch.Tensor]:
-    """Return the optimizer's tensors as a save hands them to the writer, which is not called."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
+class _PeakOfNew(TorchDispatchMode):
+    """Adds up floating-point storages that operations make, for as long as each of them lives.
 
-    from posttrain.megatron_backend import checkpoint
+    What ranks tell each other about their tensors are bytes, not numbers, and left out.
+    """
 
-    found: dict = {}
-    save = checkpoint.dist_checkpointing.save
-    checkpoint.dist_checkpointing.save = lambda state, *_, **__: found.update(state)
-    try:
-        checkpoint.save_training_state(policy, 1, Path())
-    finally:
-        checkpoint.dist_checkpointing.save = save
-    values = (getattr(value, "data", None) for value in nested_values(found["optimizer"]))
-    return [value for value in values if torch.is_tensor(value)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._held = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        old = {place(tensor) for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.is_floating_point() and place(tensor) not in old:
+                self._add(tensor)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._held += storage.nbytes()
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(storage, self._drop, storage.nbytes())
+
+    def _drop(self, num_bytes: int) -> None:
+        self._held -= num_bytes
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,12 +1,15 @@
 """Reads and writes torch_dist checkpoints of the trainer through Megatron's `dist_checkpointing`.
 
 What a training checkpoint holds: the model's weights, the optimizer's main weights and moments (in a form that any
-layout can load), and the number of finished steps. There is no random state and no data position to save: both are pure
-functions of the seed and of the step.
+layout can load, see `optimizer_state`), and the numbers of finished steps and updates. There is no random state and no
+data position to save: both are pure functions of the seed and of the step.
+
+A save needs no memory on the GPU, and in host memory one tensor at a time.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint import save as torch_save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.model import Policy
-
-WRITER_THREADS = 1
+from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
 
 
 def load_weights(model: LogprobModel, folder: Path) -> None:
@@ -55,8 +61,9 @@ def save_training_state(policy: Policy, step: int, folder: Path) -> None:
         step: Number of finished steps.
         folder: An empty folder that exists.
     """
-    state = _training_state(policy, loading=False)
-    state["step"] = step
+    assert policy.optimizer is not None, "a policy without optimizer has no training state"
+    counts = {"step": step, "optimizer_steps": count_steps(policy.optimizer)}
+    state = {**_training_state(policy), **counts}
     dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
 
 
@@ -73,10 +80,12 @@ def load_training_state(policy: Policy, folder: Path) -> int:
     Raises:
         CheckpointError: When the checkpoint does not fit the model.
     """
-    state = _load(_training_state(policy, loading=True), folder)
-    _fill(policy.model, state["model"])
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
-    policy.optimizer.load_state_dict(state["optimizer"])
+    allocate_state(policy.optimizer)
+    # The pieces of the optimizer's state are views of it: the load fills them where they are.
+    state = _load(_training_state(policy), folder)
+    _fill(policy.model, state["model"])
+    restore_state(policy.optimizer, int(state["optimizer_steps"]))
     return int(state["step"])
 
 
@@ -92,7 +101,7 @@ class InProcessSave(SaveShardedStrategy):
         sharded_state_dict, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         torch_save(
             mcore_to_pyt_state_dict(sharded_state_dict, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=WRITER_THREADS, sync_files=True),
+            storage_writer=_OneTensorAtATime(checkpoint_dir),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
@@ -102,24 +111,48 @@ class InProcessSave(SaveShardedStrategy):
         return True
 
 
-def _training_state(policy: Policy, loading: bool) -> dict[str, Any]:
+class _OneTensorAtATime(FileSystemWriter):
+    """Writes a rank's file with a single tensor in host memory.
+
+    torch's own writer keeps the last tensor of each name until its file is complete.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what a rank's plan names into one file, and return where each item lies in it."""
+        name = f"{plan.storage_data.prefix}0.distcp"
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            results = [
+                _write_item(
+                    self.transforms, stream, _on_host(planner, item), item, name, SerializationFormat.TORCH_SAVE
+                )
+                for item in plan.items
+            ]
+            stream.flush()
+            os.fsync(stream.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _on_host(planner: SavePlanner, item: WriteItem) -> Any:
+    data = planner.resolve_data(item)
+    if not torch.is_tensor(data):
+        return data
+    tensor = data.detach().cpu()
+    # torch.save of a view would write the whole buffer behind it.
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def _training_state(policy: Policy) -> dict[str, Any]:
     weights = sharded_weights(policy.model)
-    assert policy.optimizer is not None, "a policy without optimizer has no training state"
-    optimizer = policy.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata())
-    return {"model": weights, "optimizer": optimizer}
+    return {"model": weights, "optimizer": sharded_state(policy.optimizer, weights)}
 
 
 def sharded_weights(model: LogprobModel) -> ShardedStateDict:
     """Return the sharded weights; Transformer Engine's `_extra_state` (scales of FP8 training) is not part of them."""
-    state = model.sharded_state_dict(metadata=_metadata())
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = model.sharded_state_dict(metadata=groups)
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
-
-
-def _metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
 
 
 def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
