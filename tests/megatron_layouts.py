@@ -93,12 +93,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
     again = train_step.update(policy, update.micro_batches(), lr=1e-3)
     if other:
-        # The state of another layout, into an optimizer that has made no step; what is saved then is read by the test.
-        fresh = build_policy(config)
-        load_training_state(fresh, other)
-        copy = folder.with_name("copy")
-        copy.mkdir(exist_ok=True)
-        save_training_state(fresh, 1, copy)
+        copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
         "round_trip_exact": exact == is_source,
         "statistics": dataclasses.asdict(statistics),
@@ -113,6 +108,15 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
     dist.destroy_process_group()
     return result
+
+
+def copy_state(fresh, other: Path, copy: Path) -> None:
+    """Load the state of another layout into a policy that has made no step, and save it."""
+    from posttrain.megatron_backend.checkpoint import load_training_state, save_training_state
+
+    load_training_state(fresh, other)
+    copy.mkdir(exist_ok=True)
+    save_training_state(fresh, 1, copy)
 
 
 def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:

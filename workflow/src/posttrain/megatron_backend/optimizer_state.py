@@ -1,8 +1,8 @@
 """The optimizer's state as boxes of whole tensors: what a rank holds goes into a checkpoint as it lies there.
 
 In Megatron's distributed optimizer weights stand one after the other in a buffer, of which each data-parallel rank
-holds one run of elements. Its part of a weight may start and end within a row and is at most a few boxes; of a 4 x 6 weight,
-elements 4 to 21:
+holds one run of elements. Its part of a weight may start and end within a row and is at most a few boxes; of a 4 x 6
+weight, elements 4 to 21:
 
     . . . . a a      the end of a row
     b b b b b b      whole rows

@@ -34,7 +34,7 @@ from functools import lru_cache
 
 from posttrain.config.schema import Architecture, Config, Trainer
 from posttrain.planner.guesses import Guesses
-from posttrain.planner.memory import BYTES, largest_weight_elements, layer_kinds
+from posttrain.planner.memory import BYTES, largest_weights, layer_kinds
 from posttrain.planner.model_size import Weight
 
 INT64 = 8
@@ -97,7 +97,7 @@ def stage_activations(config: Config, stage: int, layers: range, batch: MicroBat
     recomputed = config.trainer.recompute_num_layers if config.trainer.recompute_method == "uniform" else 1
     is_recomputed = config.trainer.recompute_granularity == "full"
     chunk = sum(sorted(of_layers)[-recomputed:]) if is_recomputed else 0
-    gradient = row.p * largest_weight_elements(config)
+    gradient = row.p * max(largest_weights(config, stage))
     has_experts = any(row.is_moe(index) for index in layers)
     return Activations(
         saved=(stages - stage) * saved,

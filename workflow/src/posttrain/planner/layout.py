@@ -6,8 +6,7 @@ powers of two up to 16 (each rank takes two chunks of a sequence); EP a divisor 
 rules ask for it. `config.rules.check_consistency` judges each.
 
 Order: layouts that fit with headroom, then those that fit, then the rest; among equals the shorter update
-(`layout_cost`), then the smaller sizes. "Fits" looks at every phase but the save, whose gathering is a property of the
-checkpoint's format and not of the layout; `plan` reports it apart.
+(`layout_cost`), then the smaller sizes. "Fits" looks at every phase.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class LayoutProposal:
         layers_per_stage: Decoder layers of each stage.
         data_parallel_size: Ranks that see different samples.
         held_gib: Weights, gradients and optimizer state of the fullest rank, nothing guessed.
-        peak_gib: The fullest rank in the fullest phase but the save.
+        peak_gib: The fullest rank in the fullest phase.
         peak_phase: That phase.
         capacity_gib: Memory of a rank.
         fits: The peak is below it.

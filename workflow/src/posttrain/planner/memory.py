@@ -121,20 +121,31 @@ def shards(config: Config) -> tuple[int, int]:
     return stage_ranks // parallel.tensor_model_parallel_size, stage_ranks // expert_size
 
 
-def largest_weight_elements(config: Config) -> int:
-    """Return the elements of the largest trained tensor on a rank: its gradient exists once beside the buffer."""
-    parallel = config.parallel
-    return _largest_weight(
-        config.model.architecture, parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    )
+def largest_weights(config: Config, stage: int) -> tuple[int, int]:
+    """Return the elements of the largest dense tensor and of an expert's on a rank of a pipeline stage.
+
+    What is done tensor by tensor needs room for one: its gradient beside the buffer, its copy on the way to a file.
+    """
+    parallel, counts = config.parallel, layers_per_stage(config)
+    cuts = (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size, 1)
+    start, is_first, is_last = sum(counts[:stage]), stage == 0, stage == len(counts) - 1
+    return _largest_weights(config.model.architecture, cuts, start, counts[stage], is_first, is_last)
 
 
 @lru_cache(maxsize=4096)
-def _largest_weight(arch: Architecture, tensor: int, expert_tensor: int) -> int:
+def _largest_weights(
+    arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
+) -> tuple[int, int]:
+    kinds, kind_of = layer_kinds(arch)
     first, last = edge_weights(arch)
-    weights = [*first, *last, *(weight for kind in layer_kinds(arch)[0] for weight in kind)]
-    parts = {"tensor": tensor, "expert": expert_tensor, "none": 1}
-    return max(math.prod(weight.shape) // parts[weight.split] for weight in weights)
+    there = [*(first if is_first else ()), *(last if is_last else ())]
+    for kind in set(kind_of[start : start + count]):
+        there += kinds[kind]
+    parts, largest = dict(zip(("tensor", "expert", "none"), cuts, strict=True)), {True: 0, False: 0}
+    for weight in there:
+        is_expert = weight.split == "expert"
+        largest[is_expert] = max(largest[is_expert], math.prod(weight.shape) // parts[weight.split])
+    return largest[False], largest[True]
 
 
 def _cuts(config: Config) -> tuple[int, int, int]:

@@ -8,17 +8,8 @@ memory, gradients apart, which are dropped. Per phase and rank:
     optimizer awake   gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits
     weight_sync       a bucket of weights, gathered and in the engines' precision
-    save              a bucket of optimizer state on its way from all ranks that share it
+    save              nothing on the GPU; in host memory one tensor on its way to the file
 
-A save gathers: Megatron's "fully_reshardable" exchange gives every rank the whole FP32 state of its weights in host
-memory (12 B per parameter), copies its own shards beside it (12 B per element of the largest bucket's shard), and
-receives and joins one of three tensors at a time (4 B and 4 B per element of the bucket). Over NCCL the send and the
-receive buffer (4 B / shards and 4 B) lie on the GPU. On the first stage with overlapped gradient reduction a bucket is
-about max(40 M, 1 M x shards) elements; on the others, and on a CPU, it is the whole buffer.
-
-Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py` (`get_parameter_state_dp_zero`,
-`sharded_param_state_fully_reshardable` without `distrib_optim_fully_reshardable_mem_efficient`) and
-`core/distributed/distributed_data_parallel.py` (bucket size); `megatron_backend/checkpoint.py` asks for this exchange.
 On a machine without GPUs nothing sleeps and everything lies in host memory.
 """
 
@@ -31,14 +22,12 @@ from posttrain.config.schema import Config
 from posttrain.planner.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.engine import EngineMemory, engine_memory
 from posttrain.planner.guesses import GUESSES, Guesses
-from posttrain.planner.memory import GIB, StageMemory, largest_weight_elements, shards, stage_memory
+from posttrain.planner.memory import BYTES, GIB, StageMemory, largest_weights, shards, stage_memory
 from posttrain.planner.phases import ASLEEP, PHASES, Phase
 
 MIB = 1 << 20
-STATE_BYTES = 12
-GATHERED_BYTES = 4
-SMALLEST_BUCKET = 40_000_000
-BUCKET_PER_RANK = 1_000_000
+# Master weights and moments: FP32.
+STATE_BYTES = 4
 # The others hold part of what one of these holds.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 
@@ -91,7 +80,7 @@ def phase_memory(config: Config, guesses: Guesses = GUESSES, batch: MicroBatch |
 def fullest_phase(
     config: Config, stages: list[StageMemory], served: EngineMemory, guesses: Guesses
 ) -> tuple[str, float]:
-    """Return the fullest phase but the save, and the GiB of its fullest rank.
+    """Return the fullest phase, and the GiB of its fullest rank.
 
     Args:
         config: The resolved configuration.
@@ -155,9 +144,7 @@ class _Plan:
         gpu |= self._work(phase, stage, layers)
         host = {} if everything else self._asleep(phase, stage)
         if phase.name == "save":
-            on_gpu, on_host = save_staging_bytes(self.config, stage)
-            gpu["save_staging"] = (on_gpu + (on_host if everything else 0)) / GIB
-            host |= {} if everything else {"save_staging": on_host / GIB}
+            (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 
     def _reserve(self) -> float:
@@ -203,27 +190,24 @@ class _Plan:
         return host
 
 
-def save_staging_bytes(config: Config, stage: StageMemory) -> tuple[float, float]:
-    """Return what a save adds on the GPU and in host memory of one rank.
+def save_staging_bytes(config: Config, stage: StageMemory) -> int:
+    """Return what a save adds in host memory of one rank: its largest tensor, weight or optimizer state.
+
+    A rank writes a weight whole, and of its state what lies in the rank's shard of the buffer.
 
     Args:
         config: The resolved configuration.
         stage: What a rank of the stage holds.
 
     Example:
-        GLM-5 on 16 nodes, middle stages: 45 GiB on the GPU, 194 GiB in host memory.
+        GLM-5 on 16 nodes: 0.77 GiB on the first stage, of the embedding; 0.09 in the middle, of a projection.
     """
-    on_gpu, beside_state = 0.0, 0.0
-    for elements, parts in zip((stage.dense_elements, stage.expert_elements), shards(config), strict=True):
-        bucket = elements
-        if config.hardware.device == "cuda" and stage.stage == 0:
-            closed_at = max(SMALLEST_BUCKET, BUCKET_PER_RANK * shards(config)[0])
-            bucket = min(elements, closed_at + largest_weight_elements(config))
-        exchanged = GATHERED_BYTES * bucket
-        on_gpu = max(on_gpu, exchanged + exchanged / parts)
-        beside_state = max(beside_state, 2 * exchanged + STATE_BYTES * bucket / parts)
-    state = STATE_BYTES * (stage.dense_elements + stage.expert_elements)
-    return (0.0 if config.hardware.device == "cpu" else on_gpu), state + beside_state
+    weight_bytes = BYTES[config.trainer.params_dtype].weight
+    buffers = (stage.dense_elements, stage.expert_elements)
+    return max(
+        max(weight_bytes * elements, STATE_BYTES * min(elements, buffer // parts))
+        for elements, buffer, parts in zip(largest_weights(config, stage.stage), buffers, shards(config), strict=True)
+    )
 
 
 def _present(parts: Mapping[str, float]) -> dict[str, float]:

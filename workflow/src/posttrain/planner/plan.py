@@ -36,7 +36,7 @@ from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_layout import layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split
-from posttrain.planner.problems import check_save, find_problems, find_warnings
+from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.published import accuracy_part
 from posttrain.planner.step_time import split_part
 
@@ -89,7 +89,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
         | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config)],
         "warnings": [problem.as_dict() for problem in find_warnings(config)],
-        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_save(config))],
+        "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
         "not_modelled": list(NOT_MODELLED),
     }
 

@@ -42,16 +42,8 @@ def find_warnings(config: Config) -> list[Problem]:
     ]
 
 
-def check_save(config: Config) -> Iterator[Problem]:
-    """Yield that a save does not fit: its gathering depends on the checkpoint's exchange, not on the layout alone."""
-    fullest = _fullest(phase_memory(config), ("save",))
-    if fullest.gpu_gib > capacity_gib(config):
-        allowed = f"{_limit(config)} to save with this version, which gathers optimizer state on the GPU"
-        yield Problem("trainer.save_interval", _amount(fullest), allowed, "plan it, or take more nodes")
-
-
 def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch"))
+    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch", "save"))
     if fullest.gpu_gib <= capacity_gib(config):
         return
     best = next((layout for layout in propose_layouts(config) if layout.fits), None)
