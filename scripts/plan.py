@@ -24,7 +24,7 @@ def main() -> None:
         write_text(arguments.html, render_plan(plan, None))
         write_json(arguments.json, plan)
         raise
-    plan = build_plan(resolved, arguments.workflow)
+    plan = build_plan(resolved, arguments.workflow, arguments.jobs_at_once)
     write_text(arguments.html, render_plan(plan, resolved))
     write_json(arguments.json, plan)
     print_plan(plan)
@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
     parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    parser.add_argument("--jobs-at-once", type=int, help="jobs that run side by side; by default all of a rule")
     parser.add_argument("--json", type=Path, required=True, help="plan.json to write")
     parser.add_argument("--html", type=Path, required=True, help="plan.html to write")
     return parser.parse_args()

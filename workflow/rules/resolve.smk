@@ -33,10 +33,12 @@ rule plan:
         # Not outputs: a plan with problems fails when its page is drawn, and Snakemake deletes what failed jobs made.
         json=PATHS.run / "plan.json",
         html=PATHS.run / "plan.html",
+        # Elsewhere a scheduler decides it.
+        jobs_at_once=f" --jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}{params.jobs_at_once}"
         " --json {params.json:q} --html {params.html:q}"
 
 

@@ -27,6 +27,16 @@ def test_jobs_side_by_side_stop_helping_when_shared_storage_is_full(resolved):
     assert times[3] == times[4] == pytest.approx(moved / 20e9, abs=0.001)
 
 
+def test_parts_that_wait_for_others_take_turns(resolved):
+    config = resolved("glm5", set="convert.num_parts=16").config
+    needed, rates = storage(config), Bandwidths()
+    of_all, of_two, of_five = (
+        durations_seconds(config, needed, rates, at_once)["convert_hf_to_torch_dist"] for at_once in (None, 2, 5)
+    )
+    assert of_two == pytest.approx(8 * of_all, abs=0.01)
+    assert of_five == pytest.approx(4 * of_all, abs=0.01)
+
+
 def test_staging_to_many_nodes_is_bound_by_shared_storage(resolved):
     few = resolved("glm5").config
     names = ",".join(f"n{index}" for index in range(32))

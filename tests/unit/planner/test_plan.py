@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from posttrain.errors import Problem
+from posttrain.planner.engine import POOL_BOUND
 from posttrain.planner.phases import PHASES
 from posttrain.planner.plan import NOT_MODELLED, build_plan, plan_of_problems, render_plan
 from posttrain.planner.plan_figures import GROUPS, LABEL_WIDTH, flag_groups, stage_bars
@@ -162,6 +163,14 @@ UNIFIED = "engine.num_engines=2 engine.pd.num_prefill_engines=0"
 SMALL_PREFILL = "engine.gpus_per_engine=8 engine.pd.gpus_per_prefill_engine=8"
 
 
+def test_the_page_tells_what_its_figures_leave_out_where_they_stand(resolved):
+    config = resolved("glm5")
+    known, unknown = (render_plan(build_plan(config, {}, jobs), config) for jobs in (2, None))
+    assert POOL_BOUND in html.unescape(known).split("Engine memory")[1].split("Storage")[0]
+    assert "Of a rule's jobs 2 at a time run side by side" in html.unescape(known)
+    assert "All jobs of a rule are assumed to run side by side" in unknown
+
+
 def test_both_kinds_of_engines_are_shown(plan_of, resolved, capsys):
     uneven = "engine.pd.gpus_per_prefill_engine=32 engine.pd.num_prefill_engines=2"
     plan = plan_of("glm5", set=uneven)
@@ -237,7 +246,7 @@ def test_phases_add_up_to_the_step(plan_of):
 @pytest.mark.parametrize(
     ("model", "more", "reason"),
     [
-        ("tiny", {}, "no step time is planned for a machine without GPUs"),
+        ("tiny", {}, "no step time is planned without GPUs"),
         ("glm5", {}, "an engine of 64 GPUs, with 64 that prefill for it, leaves no node for the trainer"),
         ("glm5", {"set": UNIFIED}, "an engine of 64 GPUs leaves 8 of 16 nodes, on whose GPUs"),
         ("glm5", {"set": f"{UNIFIED} engine.gpus_per_engine=128 engine.num_engines=1"}, "128 GPUs leaves no node"),
@@ -277,7 +286,7 @@ def test_time_and_accuracy_on_page_and_table(plan_of, resolved, capsys):
 def test_without_gpus_no_time_is_told(plan_of, resolved, capsys):
     plan = plan_of("tiny")
     assert plan["step"] is None
-    assert "Not modelled on a machine without GPUs" in render_plan(plan, resolved("tiny"))
+    assert f"Not modelled: {plan['why_no_step']}." in html.unescape(render_plan(plan, resolved("tiny")))
     print_plan(plan)
     assert "a step takes" not in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ modelled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
@@ -36,27 +37,37 @@ class Bandwidths:
     node_disk: float = 2.0e9
 
 
-def durations_seconds(config: Config, needed: Storage, rates: Bandwidths) -> dict[str, float]:
+def durations_seconds(
+    config: Config, needed: Storage, rates: Bandwidths, jobs_at_once: int | None = None
+) -> dict[str, float]:
     """Return rule -> seconds, and with GPUs "step" and "step_{phase}" -> seconds of a training step.
+
+    Args:
+        config: The resolved configuration.
+        needed: Bytes on disk.
+        rates: What is assumed of lines and disks.
+        jobs_at_once: Parts of a rule that run side by side; None: all, which is also how long one part takes.
 
     Example:
         GLM-5 at 1 GB/s from the Hub: 1,507.7 s to download.
     """
-    parts, nodes = config.convert.num_parts, len(config.site.node_names) or config.nodes
+    parts = config.convert.num_parts
+    turns = math.ceil(parts / (jobs_at_once or parts))
+    nodes = len(config.site.node_names) or config.nodes
     # Files of a folder are linked and hashed, which no bandwidth here tells.
     seconds = {"download_hf_checkpoint": needed.hf / rates.hub} if config.model.source.kind == "hub" else {}
     seconds |= {
-        "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, rates),
-        "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, 1, rates),
+        "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, turns, rates),
+        "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, 1, 1, rates),
         "stage_to_node_local": max(
             needed.node_local_bytes / rates.node_disk, nodes * needed.node_local_bytes / rates.shared_storage
         ),
     }
     if needed.rollout_fp8:
-        seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, rates)
+        seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, turns, rates)
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 
 
-def _side_by_side(moved_bytes: int, num_jobs: int, rates: Bandwidths) -> float:
-    return max(moved_bytes / (num_jobs * rates.job), moved_bytes / rates.shared_storage)
+def _side_by_side(moved_bytes: int, num_jobs: int, turns: int, rates: Bandwidths) -> float:
+    return max(turns * moved_bytes / (num_jobs * rates.job), moved_bytes / rates.shared_storage)

@@ -32,12 +32,19 @@ from posttrain.planner.sglang_flags import DECODE, PREFILL, has_dp_attention, ro
 PAGE_TOKENS = 64
 # An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
+# SGLang's pool is what `mem_fraction_static` of the memory free before loading leaves beside what loading took (sglang,
+# srt/mem_cache/kv_cache_configurator.py); neither is published for an engine of GLM-5.
+POOL_BOUND = (
+    "engine.kv_tokens is an upper bound: it takes the whole GPU for free before loading, and weights for all that is "
+    "loaded. Of GLM-5.2 in FP8 with MTP on four GB300 (276.6 GiB), data-parallel attention, a GPU's pool is published "
+    "as 26,000 tokens at a memory fraction of 0.75 and 553,000 at 0.85 (radixark/miles, "
+    "examples/experimental/openenv/glm52_tbench2/README.md). The difference is predicted to 3 %, the pools are not: "
+    "15 GiB per GPU beside weights and cache are taken there that no source itemises"
+)
 NOT_MODELLED = (
     "engine memory: activations, CUDA graphs, DeepEP and NCCL buffers; the MTP layer, which is not served",
-    "engine.kv_tokens with a KV cache in FP8, or with MTP: the cache is counted in BF16 and without the MTP layer's; "
-    "of GLM-5.2 only the difference between two memory fractions is checked (26,000 tokens at 0.75, 553,000 at 0.85 of "
-    "276.6 GiB, radixark/miles, scripts/run_glm5_2_744b_a40b.py): what its engine holds beside weights and cache, and "
-    "so how many tokens each fraction leaves, is not published",
+    "engine.kv_tokens with a KV cache in FP8, or with MTP: the cache is counted in BF16 and without the MTP layer's",
+    POOL_BOUND,
     "engine.kv_tokens of the embedded engine: it has no pool, each request brings its own cache",
 )
 

@@ -35,7 +35,7 @@ from posttrain.planner.model_size import (
 from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_layout import layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
-from posttrain.planner.plan_time import step_part, why_no_split
+from posttrain.planner.plan_time import step_part, why_no_split, why_no_step
 from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.published import accuracy_part
 from posttrain.planner.step_time import split_part
@@ -49,14 +49,15 @@ NOT_MODELLED = (
 )
 
 
-def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any]:
+def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: int | None = None) -> dict[str, Any]:
     """Return the content of `plan.json` for a configuration that resolved.
 
     Args:
         resolved: The configuration.
         workflow: What it was resolved from; stands in the commands.
+        jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
     """
-    config, needs = resolved.config, RuleNeeds(resolved.config)
+    config, needs = resolved.config, RuleNeeds(resolved.config, jobs_at_once=jobs_at_once)
     needed = needs.storage
     served, phases = engine.engine_memory(config), phase_memory(config)
     layouts = propose_layouts(config)
@@ -75,7 +76,9 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             **dataclasses.asdict(needed),
         },
         "durations_seconds": needs.seconds,
+        "jobs_at_once": jobs_at_once,
         "step": step_part(config, needs.seconds),
+        "why_no_step": why_no_step(config),
         "guesses": dataclasses.asdict(GUESSES),
         "step_time_accuracy": accuracy_part(config),
         "best_split": split_part(config),
@@ -153,7 +156,8 @@ def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
         pd = config.engine.pd
         part["prefill"] |= {"num_engines": pd.num_prefill_engines, "gpus_per_engine": pd.gpus_per_prefill_engine}
     counted = {"num_engines": config.engine.num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
-    return part | counted | {"kind": config.engine.kind}
+    bound = None if served.kv_tokens is None else engine.POOL_BOUND
+    return part | counted | {"kind": config.engine.kind, "pool_bound": bound}
 
 
 def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:

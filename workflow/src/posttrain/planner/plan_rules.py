@@ -28,9 +28,10 @@ class RuleNeeds:
         rates: Assumed bandwidths.
     """
 
-    def __init__(self, config: Config, rates: Bandwidths | None = None) -> None:
+    def __init__(self, config: Config, rates: Bandwidths | None = None, jobs_at_once: int | None = None) -> None:
         self._config = config
         self.rates = rates or Bandwidths()
+        self._jobs_at_once = jobs_at_once
 
     @cached_property
     def chain(self) -> list[RuleNode]:
@@ -45,7 +46,7 @@ class RuleNeeds:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """`durations_seconds`: only of what the planner can tell."""
-        return durations_seconds(self._config, self.storage, self.rates)
+        return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
     def plan_part(self, workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the rules as they stand in `plan.json`.

@@ -62,7 +62,7 @@ def _add_engines(table: Table, engine: Mapping[str, Any]) -> None:
         table.add_row("engines", " prefill, ".join(sizes) + " decode")
     for name, kind in kinds:
         table.add_row(f"{name} GiB of weights per GPU", f"{kind['weights_gib_per_gpu']:.4g}")
-        tokens = "not modelled" if kind["kv_tokens"] is None else f"{kind['kv_tokens']:,}"
+        tokens = "not modelled" if kind["kv_tokens"] is None else f"at most {kind['kv_tokens']:,}"
         table.add_row(f"KV cache tokens per {name}", tokens)
 
 

@@ -47,10 +47,20 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     return {"seconds": step, "phases": rows, "waiting": waiting, "tolerance": TOLERANCE}
 
 
+def why_no_step(config: Config) -> str | None:
+    """Return why a step has no time table; None where it has one."""
+    if config.hardware.device != "cpu":
+        return None
+    return (
+        "without GPUs trainer and engines share the cores, and the small tensors of a model that fits are bound by "
+        "calls, not by the rates of the machine: no published measurement tells how long these take"
+    )
+
+
 def why_no_split(config: Config) -> str | None:
     """Return why trainer and engines cannot have nodes of their own; None where a split is planned."""
     if config.hardware.device == "cpu":
-        return "no step time is planned for a machine without GPUs"
+        return "no step time is planned without GPUs"
     if best_split(config) is not None:
         return None
     if config.nodes == 1:
