@@ -133,10 +133,20 @@ def test_stages_are_cut_as_evenly_as_they_can_be(resolved):
     assert cuts[8] == (10,) * 7 + (8,)
 
 
+def test_rates_are_shares_of_the_hardwares_own(resolved):
+    h200, b200 = (Rates.of(resolved("glm5", hardware=name).config.hardware) for name in ("h200", "b200"))
+    assert (h200.flops, h200.node_link, h200.network) == (0.4 * 989.5e12, 2 / 3 * 450e9, 0.8 * 50e9)
+    assert b200.flops / h200.flops == pytest.approx(2250 / 989.5)
+    assert b200.node_link == 2 * h200.node_link
+
+
 def test_a_small_model_stays_whole(resolved):
-    for nodes in (2, 4, 16):
-        best = propose_layouts(dataclasses.replace(resolved("tiny").config, nodes=nodes))[0]
-        assert best.parallel == Parallel()
+    """Unless the network is so slow against the rest that half the gradients are worth a bubble: 16 CPU nodes."""
+    for hardware, counts in (("h200", (2, 4, 16)), ("cpu", (2, 4))):
+        config = resolved("tiny", hardware=hardware).config
+        for nodes in counts:
+            best = propose_layouts(dataclasses.replace(config, nodes=nodes))[0]
+            assert best.parallel == Parallel(), (hardware, nodes)
 
 
 def test_counts_without_a_recipe_get_the_planners_layout():

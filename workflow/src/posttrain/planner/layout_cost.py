@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from posttrain.config.derived import data_parallel_size, layers_per_stage
-from posttrain.config.schema import Architecture, Config
+from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.activations import MicroBatch
 from posttrain.planner.memory import BYTES, StageMemory, shards
 from posttrain.planner.model_size import count_active_parameters
@@ -33,26 +33,36 @@ from posttrain.planner.model_size import count_active_parameters
 PASSES = 3
 
 
+# Guessed shares of a machine's peaks, in `config/hardware`, that a layout's work reaches.
+COMPUTE_SHARE, NODE_LINK_SHARE, NETWORK_SHARE = 0.4, 2 / 3, 0.8
+
+
 @dataclass(frozen=True)
 class Rates:
     """Guessed rates per GPU; only their ratios matter here.
 
     Args:
-        flops: Matrix products, operations per second: 40 % of the 989 TFLOPS of an H200's data sheet.
-        node_link: To GPUs of the same node, bytes per second: NVLink, two thirds of 450 GB/s.
-        network: To other nodes, bytes per second: 400 Gbit/s, four fifths used.
+        flops: Matrix products, operations per second.
+        node_link: To GPUs of the same node, bytes per second.
+        network: To other nodes, bytes per second.
         launch_seconds: Least time of a layer in one micro-batch, however small: some hundred kernels are launched.
         latency_seconds: Of one collective or message.
     """
 
-    flops: float = 4.0e14
-    node_link: float = 3.0e11
-    network: float = 4.0e10
+    flops: float
+    node_link: float
+    network: float
     launch_seconds: float = 1.0e-3
     latency_seconds: float = 5.0e-5
 
-
-RATES = Rates()
+    @classmethod
+    def of(cls, hardware: Hardware) -> Rates:
+        """Return the rates of a machine."""
+        return cls(
+            flops=COMPUTE_SHARE * hardware.bf16_tflops * 1e12,
+            node_link=NODE_LINK_SHARE * hardware.gpu_link_gb_per_s * 1e9,
+            network=NETWORK_SHARE * hardware.network_gb_per_s * 1e9 / hardware.gpus_per_node,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,16 +82,16 @@ class Cost:
     communication_fraction: float
 
 
-def layout_cost(config: Config, stages: list[StageMemory], batch: MicroBatch, rates: Rates = RATES) -> Cost:
+def layout_cost(config: Config, stages: list[StageMemory], batch: MicroBatch, rates: Rates | None = None) -> Cost:
     """Return the cost of an update whose samples are as long as `batch`'s longest.
 
     Args:
         config: The configuration with the layout.
         stages: What its ranks hold.
         batch: The fullest micro-batch.
-        rates: Guessed rates.
+        rates: Guessed rates; by default those of the hardware.
     """
-    parallel, counts = config.parallel, layers_per_stage(config)
+    parallel, counts, rates = config.parallel, layers_per_stage(config), rates or Rates.of(config.hardware)
     samples = config.training.global_batch_size // data_parallel_size(config)
     together = min(samples, max(1, batch.tokens // batch.longest))
     micro_batches, tokens = -(-samples // together), together * batch.longest
