@@ -21,6 +21,7 @@ rule all:
 include: "workflow/rules/download.smk"
 include: "workflow/rules/patch.smk"
 include: "workflow/rules/convert.smk"
+include: "workflow/rules/adopt.smk"
 include: "workflow/rules/quantize.smk"
 include: "workflow/rules/stage.smk"
 include: "workflow/rules/train.smk"

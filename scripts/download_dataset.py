@@ -8,8 +8,8 @@ import json
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, building, write_receipt
-from posttrain.checkpoint.hub_listing import manifest_of
+from posttrain.artifacts import Receipt, building, manifest_of, write_receipt
+from posttrain.checkpoint.hub_retries import RetryRule
 from posttrain.cli import run
 from posttrain.config.schema import Data
 from posttrain.data.dataset_files import make_dataset
@@ -20,7 +20,7 @@ def main() -> None:
     args, started = parse_arguments(), time.time()
     args.receipt.unlink(missing_ok=True)
     with building(args.folder) as partial:
-        files = make_dataset(args.data, partial, manifest_of(args.folder))
+        files = make_dataset(args.data, partial, manifest_of(args.folder), RetryRule(args.num_retries))
     settings = dataclasses.asdict(args.data)
     write_receipt(args.receipt, Receipt("download_dataset", files, {}, settings), started)
 
@@ -30,6 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, type=data_section, help="the section `data` as JSON")
     parser.add_argument("--folder", required=True, type=Path, help="where the dataset goes")
+    parser.add_argument("--num-retries", type=int, default=RetryRule.num_retries, help="failed attempts in a row")
     parser.add_argument("--receipt", required=True, type=Path)
     return parser.parse_args()
 

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,10 +37,25 @@ class Repo:
 
 @dataclass
 class Faults:
-    """What goes wrong; paths are those of files in a repository."""
+    """What goes wrong; paths are those of files in a repository.
+
+    Attributes:
+        cut_after: For each file, after how many bytes each next answer breaks off.
+        wrong_bytes: How many next answers with a file have a bit flipped.
+        whole_length: Files that the server holds to be only so long.
+        busy: Statuses of the next answers, whatever is asked for, each with its Retry-After.
+        busy_content: The same for requests of large files' content.
+        no_ranges: Ranges are ignored.
+        status: Status of all answers.
+        bytes_per_second: Speed of each answer; 0: as fast as can be.
+    """
 
     cut_after: dict[str, list[int]] = field(default_factory=dict)
     wrong_bytes: Counter[str] = field(default_factory=Counter)
+    whole_length: dict[str, int] = field(default_factory=dict)
+    busy: list[tuple[int, str]] = field(default_factory=list)
+    busy_content: list[tuple[int, str]] = field(default_factory=list)
+    no_ranges: bool = False
     status: int = 0
     bytes_per_second: float = 0
 
@@ -51,16 +67,20 @@ class HubServer:
         url: Its address, for HF_ENDPOINT.
         fetched: File path -> how often its content was asked for.
         sent_bytes: File path -> bytes of content sent.
+        tokens: Host name -> what stood in Authorization in requests to it.
         most_at_once: Largest number of files that were being sent at a time.
         faults: What goes wrong from now on.
+        on_cut: Called before a connection is cut.
     """
 
     def __init__(self) -> None:
         self.url = self._content_url = ""
         self.fetched: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
+        self.tokens: dict[str, set[str]] = {}
         self.most_at_once = self._sending = 0
         self.faults = Faults()
+        self.on_cut: Callable[[], object] = lambda: None
         self._repos: dict[tuple[str, str], Repo] = {}
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -105,7 +125,7 @@ class HubServer:
         self._loop.close()
 
     def _app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[self._watch])
         for prefix, repo_type in (("", "model"), ("/datasets", "dataset")):
             api = f"/api/{repo_type}s/{{owner}}/{{name}}/revision/{{revision}}"
             file = f"{prefix}/{{owner}}/{{name}}/resolve/{{revision}}/{{path:.+}}"
@@ -113,6 +133,16 @@ class HubServer:
             app.router.add_get(file, self._handler(self._resolve, repo_type))
         app.router.add_get("/content/{type}/{owner}/{name}/{path:.+}", self._content)
         return app
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler) -> web.StreamResponse:
+        """Note the token of every request, and be busy when asked to."""
+        self.tokens.setdefault(request.url.host or "", set()).add(request.headers.get("Authorization", ""))
+        is_content = request.path.startswith("/content/")
+        if faults := self.faults.busy_content if is_content else self.faults.busy:
+            status, retry_after = faults.pop(0)
+            return web.Response(status=status, headers={"Retry-After": retry_after} if retry_after else {})
+        return await handler(request)
 
     def _handler(self, answer, repo_type: str):
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -159,9 +189,12 @@ class HubServer:
 
     async def _send(self, request: web.Request, repo: Repo, path: str, headers: dict) -> web.StreamResponse:
         """Send a file or a range of it, in chunks, with the faults that were asked for."""
-        data = (repo.folder / path).read_bytes()
-        wanted = request.http_range
-        start, status = wanted.start or 0, 206 if "Range" in request.headers else 200
+        data = (repo.folder / path).read_bytes()[: self.faults.whole_length.get(path)]
+        has_range = "Range" in request.headers and not self.faults.no_ranges
+        wanted = request.http_range if has_range else slice(None)
+        start, status = wanted.start or 0, 206 if has_range else 200
+        if start >= len(data) > 0:
+            return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
         body = data[wanted]
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{start + len(body) - 1}/{len(data)}"
@@ -196,6 +229,7 @@ class HubServer:
                 await asyncio.sleep(len(chunk) / self.faults.bytes_per_second)
         if limit < len(body):
             await asyncio.sleep(0.05)
+            self.on_cut()
             request.transport.abort()
 
 

@@ -32,7 +32,9 @@ NUM_JOBS = {"convert_hf_to_torch_dist": 2, "quantize_rollout_fp8": 2, "stage_to_
 # below the store or the results.
 OUTPUTS = {
     "make_tiny_model": ["made/*.receipt.json"],
-    "download_hf_checkpoint": ["tiny/*/hf.receipt.json"],
+    "list_hf_checkpoint": ["tiny/*/hf.manifest.json"],
+    "download_hf_checkpoint": ["tiny/*/hf.parts/*.receipt.json"],
+    "finalize_hf_checkpoint": ["tiny/*/hf.receipt.json"],
     "download_dataset": ["datasets/*.receipt.json"],
     "patch_hf_config": ["tiny/*/hf_patched-*.receipt.json"],
     "convert_hf_to_torch_dist": ["tiny/*/torch_dist-*.parts/*.receipt.json"],

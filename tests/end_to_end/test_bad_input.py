@@ -166,9 +166,9 @@ def quantise(model: Path) -> Sequence[str]:
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
-        (remove_a_shard, "download_hf_checkpoint"),
-        (truncate_a_shard, "download_hf_checkpoint"),
-        (name_an_absent_file, "download_hf_checkpoint"),
+        (remove_a_shard, "list_hf_checkpoint"),
+        (truncate_a_shard, "list_hf_checkpoint"),
+        (name_an_absent_file, "list_hf_checkpoint"),
         (change_a_shape, "patch_hf_config"),
         (quantise, "patch_hf_config"),
         (put_a_nan, "convert_hf_to_torch_dist"),
@@ -202,7 +202,7 @@ def test_a_hub_that_refuses(
         "model.source.repo_id": "owner/small",
         "model.source.revision": "f" * 40,
     }
-    refuse(workflow, "stage_all_nodes", settings=settings, HF_ENDPOINT=hub.url).check("download_hf_checkpoint", *texts)
+    refuse(workflow, "stage_all_nodes", settings=settings, HF_ENDPOINT=hub.url).check("list_hf_checkpoint", *texts)
 
 
 def test_bad_lines_of_a_dataset(workflow: WorkflowFolder, tmp_path: Path) -> None:

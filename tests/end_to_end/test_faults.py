@@ -50,6 +50,7 @@ IMPORT_SECONDS = 30.0
 RESULTS = ROOT / ".test-results" / "faults.json"
 # What to ask for where a rule's own name is no target, because it has several jobs.
 TARGETS = {
+    "download_hf_checkpoint": "finalize_hf_checkpoint",
     "convert_hf_to_torch_dist": "finalize_torch_dist",
     "quantize_rollout_fp8": "finalize_rollout_fp8",
     "stage_to_node_local": "stage_all_nodes",

@@ -67,6 +67,7 @@ def from_hub(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "model.source.repo_id": "owner/small",
             "model.source.revision": hub.add_repo("owner/small", made, token=HF_CANARY),
             "logging.wandb": "true",
+            "download.num_parts": 2,
         }
         environment = {
             "HF_ENDPOINT": hub.url,
@@ -110,7 +111,11 @@ def test_every_file_is_fetched_once_at_the_pinned_commit(from_hub: HubRun) -> No
     (receipt,) = from_hub.workflow.store.glob("tiny/*/hf.receipt.json")
     assert receipt.parent.name == revision[:12]
     content = json.loads(receipt.read_text())
-    assert content["settings"] == {"repo_id": "owner/small", "revision": revision}
+    assert {name: content["settings"][name] for name in ("repo_id", "revision")} == {
+        "repo_id": "owner/small",
+        "revision": revision,
+    }
+    assert len(list(receipt.parent.glob("hf.parts/*.receipt.json"))) == 2
     assert all(from_hub.hub.fetched[record["path"]] == 1 for record in content["files"])
     assert all(len(r["sha256"]) == 64 for r in content["files"] if r["path"].endswith(".safetensors"))
 
@@ -121,8 +126,8 @@ def test_nothing_is_left_to_do(from_hub: HubRun) -> None:
 
 def test_another_split_converts_again_and_downloads_nothing(from_hub: HubRun) -> None:
     workflow = from_hub.workflow
-    settings = workflow.settings | {"convert.num_parts": 3}
+    settings = workflow.settings | {"convert.num_parts": 3, "download.num_parts": 3, "download.num_workers": 1}
     changed = WorkflowFolder(workflow.folder, workflow.store, settings, workflow.environment)
     jobs = jobs_of(changed.dry_run())
     assert {"convert_hf_to_torch_dist", "finalize_torch_dist", "quantize_rollout_fp8", "finalize_rollout_fp8"} <= jobs
-    assert not jobs & {"download_hf_checkpoint", "download_dataset", "patch_hf_config"}
+    assert not {job for job in jobs if "download" in job or job == "patch_hf_config"}

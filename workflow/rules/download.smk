@@ -1,4 +1,5 @@
 # The model's files and the prompts, verified against their source.
+from posttrain.artifacts import manifest_of
 from posttrain.config.rules import check_convertible
 
 # resolve_config refuses a model that this version cannot convert; nothing is fetched for it before that.
@@ -26,16 +27,26 @@ if CFG.model.source.kind == "made":
             " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
 
 
-rule download_hf_checkpoint:
+# A finished download keeps the parts that it was made in: another split is no reason to read terabytes again.
+HF_PARTS_MADE = (
+    list(part_receipt_of(PATHS.hf, 0).parent.glob("*.receipt.json")) if receipt_of(PATHS.hf).exists() else []
+)
+HF_PARTS = range(len(HF_PARTS_MADE) or CFG.download.num_parts)
+
+
+rule list_hf_checkpoint:
     input:
         made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
         refused_by=REFUSED_BY,
     output:
-        receipt_of(PATHS.hf),
+        manifest_of(PATHS.hf),
     log:
-        PATHS.store_log("download_hf_checkpoint"),
+        PATHS.store_log("list_hf_checkpoint"),
     benchmark:
-        PATHS.store_log("download_hf_checkpoint").with_suffix(".benchmark.tsv")
+        PATHS.store_log("list_hf_checkpoint").with_suffix(".benchmark.tsv")
+    localrule: True
+    resources:
+        num_retries=CFG.download.num_retries,
     params:
         source=(
             ["--kind", "hub", "--repo-id", CFG.model.source.repo_id, "--revision", CFG.model.source.revision]
@@ -45,10 +56,54 @@ rule download_hf_checkpoint:
         made=lambda wildcards, input: ["--source-receipt", input.made] if input.made else [],
         folder=PATHS.hf,
     message:
-        f"fetch {SIZE} ({CFG.model.source.kind}) and verify every file{NEEDS.message('download_hf_checkpoint')}"
+        f"list the files of {SIZE} ({CFG.model.source.kind}){NEEDS.message('list_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_hf_checkpoint.py {params.source:q} {params.made:q}"
-        " --folder {params.folder:q} --receipt {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/list_hf_checkpoint.py {params.source:q} {params.made:q}"
+        " --folder {params.folder:q} --num-retries {resources.num_retries} --manifest {output:q}"
+
+
+rule download_hf_checkpoint:
+    input:
+        manifest_of(PATHS.hf),
+    output:
+        part_receipt_of(PATHS.hf, "{part}"),
+    log:
+        PATHS.store_log("download_hf_checkpoint", ".part{part}"),
+    benchmark:
+        PATHS.store_log("download_hf_checkpoint", ".part{part}").with_suffix(".benchmark.tsv")
+    # How files are fetched is no reason to fetch them again.
+    resources:
+        num_workers=CFG.download.num_workers,
+        num_retries=CFG.download.num_retries,
+        xet=int(CFG.download.xet),
+    params:
+        folder=PATHS.hf,
+        num_parts=len(HF_PARTS),
+    message:
+        f"fetch part {{wildcards.part}} of {{params.num_parts}} of {SIZE} ({CFG.model.source.kind}), verify every file{NEEDS.message('download_hf_checkpoint')}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_hf_checkpoint.py --manifest {input:q} --folder {params.folder:q}"
+        " --part {wildcards.part} --num-parts {params.num_parts} --num-workers {resources.num_workers}"
+        " --num-retries {resources.num_retries} --xet {resources.xet} --receipt {output:q}"
+
+
+rule finalize_hf_checkpoint:
+    input:
+        manifest=manifest_of(PATHS.hf),
+        parts=[part_receipt_of(PATHS.hf, part) for part in HF_PARTS],
+    output:
+        receipt_of(PATHS.hf),
+    log:
+        PATHS.store_log("finalize_hf_checkpoint"),
+    benchmark:
+        PATHS.store_log("finalize_hf_checkpoint").with_suffix(".benchmark.tsv")
+    params:
+        folder=PATHS.hf,
+    message:
+        f"join the parts of {SIZE}, check its layout{NEEDS.message('finalize_hf_checkpoint')}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_hf_checkpoint.py --manifest {input.manifest:q}"
+        " --part-receipts {input.parts:q} --folder {params.folder:q} --receipt {output:q}"
 
 
 rule download_dataset:
@@ -60,6 +115,8 @@ rule download_dataset:
         Path("logs") / "download_dataset" / f"{PATHS.dataset.name}.log",
     benchmark:
         Path("logs") / "download_dataset" / f"{PATHS.dataset.name}.benchmark.tsv"
+    resources:
+        num_retries=CFG.download.num_retries,
     params:
         data=json.dumps(dataclasses.asdict(CFG.data)),
         folder=PATHS.dataset,
@@ -67,4 +124,4 @@ rule download_dataset:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
-        " --receipt {output:q}"
+        " --num-retries {resources.num_retries} --receipt {output:q}"

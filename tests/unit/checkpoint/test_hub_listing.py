@@ -4,10 +4,12 @@ import huggingface_hub
 import pytest
 from tests.hub_server import HubServer
 
-from posttrain.checkpoint.hub_listing import HubFile, HubSource, list_files, manifest_of
+from posttrain.artifacts import manifest_of
+from posttrain.checkpoint.hub_listing import HubSource, list_files
+from posttrain.checkpoint.listed_files import ListedFile
 from posttrain.errors import CheckpointError, ConfigError
 
-HELLO = HubFile("config.json", 6, "", "ce013625030ba8dba906f756967f9e9ca394464a")
+HELLO = ListedFile("config.json", 6, git_blob="ce013625030ba8dba906f756967f9e9ca394464a")
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
@@ -32,9 +34,9 @@ def go_offline(monkeypatch):
 
 
 def test_files_have_the_hash_of_where_they_are_stored(source, manifest):
-    files = list_files(source, manifest, lambda path: True)
-    assert files == [HELLO, HubFile("model.safetensors", 0, EMPTY_SHA256, "")]
-    assert list_files(source, manifest, "config.json".__eq__) == [HELLO]
+    files = list_files(source, manifest, lambda path: True).files
+    assert files == (HELLO, ListedFile("model.safetensors", 0, EMPTY_SHA256))
+    assert list_files(source, manifest, "config.json".__eq__).files == (HELLO,)
 
 
 def test_the_answer_is_kept_for_offline_use(source, manifest, tmp_path, go_offline):
@@ -47,7 +49,9 @@ def test_the_answer_is_kept_for_offline_use(source, manifest, tmp_path, go_offli
 def test_an_answer_about_another_commit_is_not_used(source, manifest, go_offline):
     list_files(source, manifest, lambda path: True)
     go_offline()
-    assert list_files(HubSource(source.repo_id, "0" * 40), manifest, lambda path: True) is None
+    with pytest.raises(CheckpointError, match=r"hf.manifest.json: lists .*, not owner/name@0000.*; delete it"):
+        list_files(HubSource(source.repo_id, "0" * 40), manifest, lambda path: True)
+    assert list_files(source, manifest.with_name("other.manifest.json"), lambda path: True) is None
 
 
 def test_a_spoilt_answer_is_named(source, manifest, go_offline):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import socket
@@ -5,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts import Receipt, record_files
-from posttrain.checkpoint import local_folder
-from posttrain.checkpoint.local_folder import place_folder
+from posttrain.artifacts import Receipt, manifest_of, record_files
+from posttrain.checkpoint import listed_files
+from posttrain.checkpoint.listed_files import ListedFile, Manifest, write_manifest
+from posttrain.checkpoint.local_folder import list_folder, place_files
 from posttrain.errors import CheckpointError, ConfigError
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -35,6 +37,11 @@ def other_disk(tmp_path):
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
+
+
+def place_folder(origin, folder, receipt=None):
+    """List a folder and bring all of it, in one part."""
+    return place_files(origin, folder, list_folder(origin, receipt).files, 2)
 
 
 def test_needed_files_get_a_second_name_without_a_network(origin, tmp_path, monkeypatch):
@@ -71,26 +78,45 @@ def test_space_is_needed_for_copies_only(origin, tmp_path, other_disk, monkeypat
     def no_space(folder, needed, what):
         assert needed == 0, what
 
-    monkeypatch.setattr(local_folder, "require_free_space", no_space)
+    monkeypatch.setattr(listed_files, "require_free_space", no_space)
     place_folder(origin, tmp_path / "hf")
-    with pytest.raises(AssertionError, match="the copy of"):
+    with pytest.raises(AssertionError, match="the rest of"):
         place_folder(origin, other_disk)
 
 
 def test_files_are_compared_with_the_receipt_of_the_step_that_made_them(origin, tmp_path):
     receipt = Receipt("make_tiny_model", record_files(origin), {}, {})
     place_folder(origin, tmp_path / "right", receipt)
-    (origin / NAMES[0]).write_text(json.dumps({"name": "confiG.json"}))
-    (origin / NAMES[2]).unlink()
+    manifest = list_folder(origin, receipt)
+    assert manifest.source["receipt"] == receipt.digest
+    for name in (NAMES[0], NAMES[2]):
+        (origin / name).write_text((origin / name).read_text().swapcase())
     with pytest.raises(CheckpointError) as raised:
-        place_folder(origin, tmp_path / "wrong", receipt)
+        place_files(origin, tmp_path / "wrong", manifest.files, 2)
     lines = str(raised.value).splitlines()
-    assert lines[0] == f"{origin} is not what its receipt says:"
-    assert [line.split(":")[0].strip() for line in lines[1:]] == [
-        str(origin / NAMES[0]),
-        str(origin / NAMES[2]),
-    ]
-    assert "(missing)" in lines[2]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [str(origin / NAMES[0]), str(origin / NAMES[2])]
+    assert "xxh3_128" in lines[1]
+    assert os.listdir(tmp_path / "wrong") == [NAMES[1]]
+    (origin / NAMES[2]).unlink()
+    with pytest.raises(CheckpointError, match=f"is not what its receipt says:\n  {origin / NAMES[2]}: missing"):
+        place_folder(origin, tmp_path / "wrong", receipt)
+
+
+def test_a_download_elsewhere_is_held_against_the_hubs_list_beside_it(origin, tmp_path):
+    content = (origin / NAMES[1]).read_bytes()
+    listed = ListedFile(NAMES[1], len(content), sha256=hashlib.sha256(content).hexdigest())
+    source = {"kind": "hub", "repo_id": "owner/name", "revision": "a" * 40, "repo_type": "model"}
+    write_manifest(manifest_of(origin), Manifest(source, (listed,)))
+    manifest = list_folder(origin)
+    assert (manifest.source["kind"], manifest.source["repo_id"]) == ("folder", "owner/name")
+    (record,) = place_files(origin, tmp_path / "hf", manifest.files, 1)
+    assert record.sha256 == listed.sha256
+    (origin / NAMES[1]).write_bytes(content.swapcase())
+    with pytest.raises(CheckpointError, match=f"{origin / NAMES[1]}: SHA-256 [0-9a-f]+, {listed.sha256} is listed"):
+        place_files(origin, tmp_path / "hf", manifest.files, 1)
+    os.truncate(origin / NAMES[1], 3)
+    with pytest.raises(CheckpointError, match=rf"{NAMES[1]}: 3 bytes, {len(content)} expected"):
+        list_folder(origin)
 
 
 def test_a_folder_that_does_not_exist_or_holds_nothing(tmp_path):

@@ -87,8 +87,8 @@ def test_an_empty_or_absent_or_binary_file(tmp_path):
         load_prompts(_write(tmp_path / "empty.jsonl", [""]), "prompt", "label")
     with pytest.raises(ConfigError, match="No such file"):
         load_prompts(tmp_path / "absent.jsonl", "prompt", "label")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="a readable UTF-8 file"):
+    (tmp_path / "binary.jsonl").write_bytes(b'{"prompt": "a", "label": "1"}\n\xff\xfe\x00\n')
+    with pytest.raises(ConfigError, match=r"1 of 2 lines are wrong:\n        line 2: not UTF-8"):
         load_prompts(tmp_path / "binary.jsonl", "prompt", "label")
 
 

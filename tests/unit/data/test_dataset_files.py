@@ -92,6 +92,23 @@ def test_bad_lines_of_a_local_file(make, tmp_path):
         make(_local(tmp_path, ["a", "a"], ["c", "d"]))
 
 
+def test_one_report_lists_every_wrong_line_of_both_files(make, tmp_path):
+    data = _local(tmp_path, ["a", "b"], ["c", "d"])
+    (tmp_path / "a.jsonl").write_text("no json\n" * 60)
+    with open(data.heldout_file, "a") as file:
+        file.write('{"question": "e"}\n')
+    report = tmp_path / "data.wrong_lines.txt"
+    with pytest.raises(ConfigError, match=rf"and 10 more, all of them in {report}") as raised:
+        make(data)
+    assert [problem.key for problem in raised.value.problems] == [data.train_file, data.heldout_file]
+    lines = report.read_text().splitlines()
+    assert len(lines) == 61
+    assert lines[59].startswith(f"{data.train_file}: line 60: not JSON")
+    assert lines[60] == f"{data.heldout_file}: line 3: 'answer' is missing"
+    make(_local(tmp_path, ["a", "b"], ["c", "d"]))
+    assert not report.exists()
+
+
 # ---- the Hub ----
 
 

@@ -22,10 +22,12 @@ log = logging.getLogger(__name__)
 FORMAT_VERSIONS: Mapping[str, int] = {
     "make_tiny_model": 1,
     "download_hf_checkpoint": 1,
+    "finalize_hf_checkpoint": 1,
     "download_dataset": 1,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,
     "finalize_torch_dist": 1,
+    "adopt_torch_dist": 1,
     "quantize_rollout_fp8": 1,
     "finalize_rollout_fp8": 1,
     "quantize_nvfp4": 1,
@@ -180,7 +182,9 @@ class Paths:
 
     def _convert_settings(self) -> dict[str, Any]:
         versions = [FORMAT_VERSIONS[step] for step in ("convert_hf_to_torch_dist", "finalize_torch_dist")]
-        return {"format": versions, "patched": self._patch_settings()}
+        adopted = self.resolved.config.download.torch_dist_folder
+        source = {"adopted": os.path.abspath(adopted)} if adopted else {}
+        return {"format": versions, "patched": self._patch_settings(), **source}
 
     def _quantize_settings(self) -> dict[str, Any]:
         versions = [FORMAT_VERSIONS[step] for step in ("quantize_rollout_fp8", "finalize_rollout_fp8")]
@@ -190,6 +194,11 @@ class Paths:
 def receipt_of(folder: Path) -> Path:
     """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
     return folder.with_name(folder.name + ".receipt.json")
+
+
+def manifest_of(folder: Path) -> Path:
+    """Return where the list of a downloaded folder's files is kept: `hf` -> `hf.manifest.json`."""
+    return folder.with_name(folder.name + ".manifest.json")
 
 
 def part_receipt_of(folder: Path, part: int | str) -> Path:

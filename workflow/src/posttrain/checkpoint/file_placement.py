@@ -65,6 +65,15 @@ class TransferProgress:
         with self._lock:
             self._bar.advance(amount)
 
+    def pause(self, seconds: float) -> None:
+        """Wait.
+
+        Raises:
+            TransferStopped: As soon as another file fails.
+        """
+        if self._stopped.wait(seconds):
+            raise TransferStopped("another file failed")
+
     def stop(self) -> None:
         """Make every transfer end at its next chunk."""
         self._stopped.set()
@@ -110,12 +119,19 @@ def copy_file(
         with open(temporary, "wb", buffering=0) as file:
             for chunk in _chunks(source):
                 state.update(chunk)
-                _write_whole(file, chunk)
+                write_whole(file, chunk)
                 progress.advance(len(chunk))
         check(state.hexdigest())
 
     write_atomic(target, write)
     return state.hexdigest()
+
+
+def write_whole(file: RawIOBase, chunk: bytes) -> None:
+    """Write all of `chunk`: near a full disk a raw file may take a part only, and raises at the next call."""
+    view = memoryview(chunk)
+    while view:
+        view = view[file.write(view) :]
 
 
 def hard_link(source: Path, target: Path) -> bool:
@@ -210,13 +226,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             yield chunk
-
-
-def _write_whole(file: RawIOBase, chunk: bytes) -> None:
-    # A raw file may take a part only, near a full disk for example; the next call then raises.
-    view = memoryview(chunk)
-    while view:
-        view = view[file.write(view) :]
 
 
 def _is_alive(process: int) -> bool:

@@ -9,6 +9,9 @@ from typing import Any
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError
 
+# One of them: the tokenizers library's own file, SentencePiece's, or a vocabulary.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def check_layout(folder: Path) -> CheckpointReader:
     """Check that config, index and shards of a checkpoint fit together.
@@ -25,6 +28,25 @@ def check_layout(folder: Path) -> CheckpointReader:
     """
     read_json(folder / "config.json")
     return CheckpointReader(folder)
+
+
+def check_source(folder: Path) -> None:
+    """Check a checkpoint that comes from outside: its layout, that it has a tokenizer, and that its JSON is whole.
+
+    Raises:
+        CheckpointError: See `check_layout`; also listing every JSON file that cannot be read.
+    """
+    wrong = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            wrong.append(f"{path}: not JSON ({error}), {path.stat().st_size} bytes")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+    if wrong:
+        raise CheckpointError(f"{folder}: not a whole checkpoint:\n  " + "\n  ".join(wrong))
+    check_layout(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

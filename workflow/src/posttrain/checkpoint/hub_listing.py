@@ -8,18 +8,15 @@ network.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import HfApi
+from huggingface_hub import DatasetInfo, HfApi, ModelInfo
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HTTPError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
@@ -27,8 +24,9 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
-from posttrain.artifacts import write_json
 from posttrain.checkpoint.file_placement import TransferStopped
+from posttrain.checkpoint.hub_retries import GaveUp, Retries, RetryRule, status_of
+from posttrain.checkpoint.listed_files import ListedFile, Manifest, read_manifest, write_manifest
 from posttrain.errors import CheckpointError, ConfigError, Problem
 
 # Nobody's use of a workflow is anybody else's business.
@@ -56,50 +54,46 @@ class HubSource:
     def __str__(self) -> str:
         return f"{self.repo_id}@{self.revision[:12]}"
 
-
-@dataclass(frozen=True)
-class HubFile:
-    """One file as the Hub lists it.
-
-    Args:
-        path: Inside the repository, with "/".
-        size_bytes: Its length.
-        sha256: Hash of a file in LFS or Xet storage; empty for a file that Git holds itself.
-        git_blob: Git's id of the content, for a file that Git holds itself; empty otherwise.
-    """
-
-    path: str
-    size_bytes: int
-    sha256: str
-    git_blob: str
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a list of its files is about."""
+        return {"kind": "hub", "repo_id": self.repo_id, "revision": self.revision, "repo_type": self.repo_type}
 
 
-def manifest_of(folder: Path) -> Path:
-    """Return where the Hub's list of files is kept: `hf` -> `hf.manifest.json`."""
-    return folder.with_name(folder.name + ".manifest.json")
-
-
-def list_files(source: HubSource, manifest: Path, needed: Callable[[str], bool]) -> list[HubFile] | None:
+def list_files(
+    source: HubSource, kept: Path, needed: Callable[[str], bool], rule: RetryRule | None = None
+) -> Manifest | None:
     """Return the needed files of a repository, with sizes and hashes.
 
     Args:
         source: What to ask for.
-        manifest: Where the Hub's answer is kept. With `HF_HUB_OFFLINE=1` it is read instead of asking.
+        kept: Where the Hub's answer is kept. With `HF_HUB_OFFLINE=1` it is read instead of asking.
         needed: Which files.
+        rule: How often to ask again.
 
     Returns:
-        The files sorted by path; None when offline and the Hub was never asked.
+        The list; None when offline and the Hub was never asked.
 
     Raises:
         ConfigError: The repository or revision does not exist or may not be read.
+        CheckpointError: None of its files is needed; or the kept answer is about something else.
         RuntimeError: The Hub cannot be reached.
     """
     if huggingface_hub.is_offline_mode():
-        files = _read_manifest(source, manifest)
-    else:
-        files = _ask_hub(source)
-        write_json(manifest, {"source": _identity(source), "files": [dataclasses.asdict(file) for file in files]})
-    return None if files is None else sorted((f for f in files if needed(f.path)), key=lambda f: f.path)
+        return _read_kept(source, kept) if kept.exists() else None
+    files = [file for file in _ask_hub(source, rule or RetryRule()) if needed(file.path)]
+    if not files:
+        raise CheckpointError(f"{source}: the repository holds none of the files that are needed")
+    manifest = Manifest(source.identity, tuple(sorted(files, key=lambda file: file.path)))
+    write_manifest(kept, manifest)
+    return manifest
+
+
+def _read_kept(source: HubSource, kept: Path) -> Manifest:
+    manifest = read_manifest(kept)
+    if manifest.source != source.identity:
+        raise CheckpointError(f"{kept}: lists {dict(manifest.source)}, not {source}; delete it and run again online")
+    return manifest
 
 
 @contextlib.contextmanager
@@ -140,8 +134,9 @@ def _no_answer(source: HubSource, at: str, error: Exception) -> str:
         if status
         else (f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")
     )
+    tried = f" ({error})" if isinstance(error, GaveUp) else ""
     return (
-        f"{at}: {endpoint} {what}\n"
+        f"{at}: {endpoint} {what}{tried}\n"
         f"  remedy: check the network, the proxy and HF_ENDPOINT, then run the same command again: "
         f"what is verified is kept"
     )
@@ -161,8 +156,8 @@ def _status_of(error: BaseException) -> int | None:
     for found in (error, error.__cause__):
         if isinstance(found, RepositoryNotFoundError):
             return 401
-        if isinstance(found, HfHubHTTPError):
-            return found.response.status_code
+        if status := status_of(found):
+            return status
     return None
 
 
@@ -171,36 +166,28 @@ def _is_local(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError)
 
 
-def _identity(source: HubSource) -> dict[str, str]:
-    return {"repo_id": source.repo_id, "revision": source.revision, "repo_type": source.repo_type}
-
-
-def _ask_hub(source: HubSource) -> list[HubFile]:
-    api = HfApi(endpoint=source.endpoint)
-    ask = api.dataset_info if source.repo_type == "dataset" else api.model_info
+def _ask_hub(source: HubSource, rule: RetryRule) -> list[ListedFile]:
     with explained(source):
-        info = ask(source.repo_id, revision=source.revision, files_metadata=True)
+        info = _ask_until_answered(source, Retries(rule, f"list {source}"))
     if info.sha != source.revision:
         allowed, remedy = "the full commit id, 40 hex digits", f"the Hub resolves it to {info.sha}: pin that"
         raise ConfigError([Problem(f"{source.key}.revision", source.revision, allowed, remedy)])
-    return [_hub_file(source, sibling) for sibling in info.siblings or []]
+    return [_listed_file(source, sibling) for sibling in info.siblings or []]
 
 
-def _hub_file(source: HubSource, sibling: Any) -> HubFile:
+def _ask_until_answered(source: HubSource, retries: Retries) -> ModelInfo | DatasetInfo:
+    api = HfApi(endpoint=source.endpoint)
+    ask = api.dataset_info if source.repo_type == "dataset" else api.model_info
+    while True:
+        try:
+            return ask(source.repo_id, revision=source.revision, files_metadata=True)
+        except HTTPError as error:
+            retries.wait_after(error)
+
+
+def _listed_file(source: HubSource, sibling: Any) -> ListedFile:
     if sibling.lfs:
-        return HubFile(sibling.rfilename, sibling.lfs.size, sibling.lfs.sha256, "")
+        return ListedFile(sibling.rfilename, sibling.lfs.size, sha256=sibling.lfs.sha256)
     if sibling.size is None or not sibling.blob_id:
         raise RuntimeError(f"{source}: the Hub gives no size or hash for {sibling.rfilename}; is HF_ENDPOINT a Hub?")
-    return HubFile(sibling.rfilename, sibling.size, "", sibling.blob_id)
-
-
-def _read_manifest(source: HubSource, manifest: Path) -> list[HubFile] | None:
-    if not manifest.is_file():
-        return None
-    try:
-        row = json.loads(manifest.read_text(encoding="utf-8"))
-        files = [HubFile(**file) for file in row["files"]]
-        known = row["source"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest}: not a list of files ({error}); delete it and run again online") from error
-    return files if known == _identity(source) else None
+    return ListedFile(sibling.rfilename, sibling.size, git_blob=sibling.blob_id)

@@ -12,17 +12,9 @@ Field comments become `config/README.md`. Units end the name. No torch in this p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from omegaconf import MISSING
-
-
-def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:
-    """Declare a field with its description and, as metadata, the range or choices that `validate` enforces."""
-    metadata = {"doc": text, **limits}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from posttrain.config.document import _doc
+from posttrain.config.download import Download
 
 
 @dataclass(frozen=True)
@@ -385,6 +377,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     trainer: Trainer = field(default_factory=Trainer)
     engine: Engine = field(default_factory=Engine)
+    download: Download = field(default_factory=Download)
     convert: Convert = field(default_factory=Convert)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)

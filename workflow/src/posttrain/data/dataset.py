@@ -51,14 +51,39 @@ def load_prompts(path: Path, prompt_key: str, label_key: str) -> list[Prompt]:
         ConfigError: Listing every line that is not JSON, lacks prompt or label, has one of the wrong type, or
             repeats the prompt of another line.
     """
+    checked = check_prompts(path, prompt_key, label_key)
+    if checked.bad or not checked.prompts:
+        raise ConfigError([describe_bad_lines(checked, prompt_key, label_key)])
+    return checked.prompts
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What was found in a dataset's file.
+
+    Args:
+        path: The file.
+        prompts: Of its right lines, in order.
+        bad: Its wrong lines, in order.
+    """
+
+    path: Path
+    prompts: list[Prompt]
+    bad: list[BadLine]
+
+
+def check_prompts(path: Path, prompt_key: str, label_key: str) -> CheckedFile:
+    """Read a file and check every line; see `load_prompts`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     prompts, bad = parse_prompts(_read_lines(path), prompt_key, label_key)
-    if bad or not prompts:
-        raise ConfigError([describe_bad_lines(str(path), bad, len(prompts) + len(bad), prompt_key, label_key)])
-    log.info("%s: %d prompts", path, len(prompts))
-    return prompts
+    log.info("%s: %d prompts, %d wrong lines", path, len(prompts), len(bad))
+    return CheckedFile(path, prompts, bad)
 
 
-def parse_prompts(lines: Sequence[str], prompt_key: str, label_key: str) -> tuple[list[Prompt], list[BadLine]]:
+def parse_prompts(lines: Sequence[bytes], prompt_key: str, label_key: str) -> tuple[list[Prompt], list[BadLine]]:
     """Return the prompts of all right lines and what is wrong with the others; see `load_prompts`."""
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
@@ -78,14 +103,22 @@ def parse_prompts(lines: Sequence[str], prompt_key: str, label_key: str) -> tupl
     return prompts, bad
 
 
-def describe_bad_lines(name: str, bad: Sequence[BadLine], num_lines: int, prompt_key: str, label_key: str) -> Problem:
-    """Return one problem that lists the bad lines, the first `MAX_REPORTED_LINES` of them in full."""
+def describe_bad_lines(checked: CheckedFile, prompt_key: str, label_key: str, report: Path | None = None) -> Problem:
+    """Return one problem that lists the bad lines, the first `MAX_REPORTED_LINES` of them in full.
+
+    Args:
+        checked: The file.
+        prompt_key: Column with the prompt.
+        label_key: Column with the label.
+        report: A file that lists all of them.
+    """
+    bad, num_lines = checked.bad, len(checked.prompts) + len(checked.bad)
     listed = "".join(f"\n        line {line.number}: {line.reason}" for line in bad[:MAX_REPORTED_LINES])
     num_more = len(bad) - MAX_REPORTED_LINES
-    more = f"\n        and {num_more} more" if num_more > 0 else ""
+    more = f"\n        and {num_more} more{f', all of them in {report}' if report else ''}" if num_more > 0 else ""
     value = f"{len(bad)} of {num_lines} lines are wrong:{listed}{more}" if bad else "no prompts"
     allowed = f"one JSON object a line: {prompt_key!r} (messages or text), {label_key!r} (text), no prompt twice"
-    return Problem(name, value, allowed, "mend these lines, or set data.prompt_key and data.label_key")
+    return Problem(str(checked.path), value, allowed, "mend these lines, or set data.prompt_key and data.label_key")
 
 
 class PromptOrder:
@@ -123,20 +156,22 @@ class PromptOrder:
         return tuple(places)
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[bytes]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = Problem("data", str(path), "a readable UTF-8 file of JSON lines", f"check the path: {error}")
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        problem = Problem("data", str(path), "a readable file of JSON lines", f"check the path: {error}")
         raise ConfigError([problem]) from error
 
 
 def _parse_line(
-    line: str, prompt_key: str, label_key: str
+    line: bytes, prompt_key: str, label_key: str
 ) -> tuple[tuple[tuple[dict[str, str], ...], str] | None, str]:
     """Return messages and label of a line, or None and the reason."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 ({error.reason} at byte {error.start})"
     except ValueError as error:
         return None, f"not JSON ({error})"
     if not isinstance(row, dict):

@@ -49,27 +49,36 @@ def _source_rules(config: Config) -> list[RuleNode]:
     fetched_after = ("make_tiny_model",) if is_made else ()
     return [
         *made,
-        RuleNode("download_hf_checkpoint", "fetches the model, every file verified", fetched_after),
+        RuleNode("list_hf_checkpoint", "lists the model's files with their hashes", fetched_after),
+        RuleNode(
+            "download_hf_checkpoint",
+            "fetches the model in parts, every file verified",
+            ("list_hf_checkpoint",),
+            config.download.num_parts,
+        ),
+        RuleNode("finalize_hf_checkpoint", "joins and checks the parts", ("download_hf_checkpoint",)),
         RuleNode("download_dataset", "fetches or generates the prompts", ()),
-        RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("download_hf_checkpoint",)),
+        RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("finalize_hf_checkpoint",)),
     ]
 
 
 def _checkpoint_rules(config: Config) -> list[RuleNode]:
     parts, patched = config.convert.num_parts, ("patch_hf_config",)
-    rules = [
-        RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
-        RuleNode("finalize_torch_dist", "joins and checks the parts", ("convert_hf_to_torch_dist",)),
-    ]
+    if config.download.torch_dist_folder:
+        rules = [RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched)]
+    else:
+        rules = [
+            RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
+            RuleNode("finalize_torch_dist", "joins and checks the parts", ("convert_hf_to_torch_dist",)),
+        ]
+    torch_dist = rules[-1].name
     if config.rollout.fp8:
         rules += [
             RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
             RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
         ]
     if config.site.node_names:
-        staged = tuple(rule.name for rule in rules if rule.name.startswith("finalize")) + (
-            () if config.rollout.fp8 else patched
-        )
+        staged = (torch_dist, *(("finalize_rollout_fp8",) if config.rollout.fp8 else patched))
         rules.append(
             RuleNode(
                 "stage_to_node_local",
@@ -86,7 +95,8 @@ def _training_rules(config: Config) -> list[RuleNode]:
     trainer_gpus = world_size(config) if on_gpus else 0
     serving_gpus = engine_gpus(config) if on_gpus else 0
     serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
-    before = ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
+    torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
+    before = ("stage_to_node_local",) if config.site.node_names else (torch_dist, "patch_hf_config")
     evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
     return [
         RuleNode(

@@ -1,0 +1,63 @@
+"""List the files of a checkpoint with what is known of their content: by the Hub at a pinned commit, or of a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import huggingface_hub
+
+from posttrain.artifacts import read_receipt
+from posttrain.checkpoint.download_parts import reopen
+from posttrain.checkpoint.hf_layout import check_source
+from posttrain.checkpoint.hub import is_needed, list_what_lies_there
+from posttrain.checkpoint.hub_listing import HubSource, list_files
+from posttrain.checkpoint.hub_retries import RetryRule
+from posttrain.checkpoint.listed_files import Manifest, write_manifest
+from posttrain.checkpoint.local_folder import list_folder
+from posttrain.cli import run
+
+
+def main() -> None:
+    """Ask the Hub, or read what lies there and check that it is a checkpoint; write the list."""
+    args = parse_arguments()
+    write_manifest(args.manifest, make_manifest(args))
+
+
+def make_manifest(args: argparse.Namespace) -> Manifest:
+    """Return what the checkpoint must hold."""
+    if args.kind == "folder":
+        manifest = list_folder(args.source_folder, read_receipt(args.source_receipt) if args.source_receipt else None)
+        check_source(args.source_folder)
+        return manifest
+    source = HubSource(args.repo_id, args.revision)
+    if manifest := list_files(source, args.manifest, is_needed, RetryRule(args.num_retries)):
+        return manifest
+    assert huggingface_hub.is_offline_mode(), "only without a network is there no list"
+    lies_there = reopen(args.folder)
+    manifest = list_what_lies_there(source, lies_there)
+    check_source(lies_there)
+    return manifest
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", required=True, choices=("hub", "folder"))
+    parser.add_argument("--repo-id", default="", help="owner/name (hub)")
+    parser.add_argument("--revision", default="", help="commit, 40 hex digits (hub)")
+    parser.add_argument("--source-folder", type=Path, help="a checkpoint in Hub layout (folder)")
+    parser.add_argument("--source-receipt", type=Path, help="receipt of the step that made the source folder")
+    parser.add_argument("--folder", required=True, type=Path, help="where the checkpoint goes")
+    parser.add_argument("--num-retries", type=int, default=RetryRule.num_retries, help="attempts after the first one")
+    parser.add_argument("--manifest", required=True, type=Path, help="the list that is written")
+    args = parser.parse_args()
+    if args.kind == "hub" and not (args.repo_id and args.revision):
+        parser.error("--kind hub needs --repo-id and --revision")
+    if args.kind == "folder" and not args.source_folder:
+        parser.error("--kind folder needs --source-folder")
+    return args
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,26 @@
+# A torch_dist checkpoint that is there already takes the place of the conversion, once it is proven equal to the source.
+
+if CFG.download.torch_dist_folder:
+
+    ruleorder: adopt_torch_dist > finalize_torch_dist
+
+    rule adopt_torch_dist:
+        input:
+            receipt_of(PATHS.hf_patched),
+        output:
+            receipt_of(PATHS.torch_dist),
+        log:
+            PATHS.store_log("adopt_torch_dist"),
+        benchmark:
+            PATHS.store_log("adopt_torch_dist").with_suffix(".benchmark.tsv")
+        params:
+            architecture=ARCHITECTURE,
+            source=PATHS.hf_patched,
+            adopted=CFG.download.torch_dist_folder,
+            folder=PATHS.torch_dist,
+        message:
+            f"adopt {{params.adopted}} after comparing it with the source{NEEDS.message('adopt_torch_dist')}"
+        shell:
+            "POSTTRAIN_LOG={log:q} python {SCRIPTS}/adopt_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
+            " --adopted {params.adopted:q} --folder {params.folder:q} --architecture {params.architecture:q}"
+            " --threads {threads} --receipt {output:q}"
