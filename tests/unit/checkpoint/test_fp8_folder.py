@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
+from posttrain.checkpoint.fp8_folder import finalize_folder, plan_shards, write_part
+from posttrain.checkpoint.fp8_report import measure, summarize
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
 from posttrain.artifacts import part_receipt_of, partial_of
 from posttrain.checkpoint.fp8 import dequantize_block, is_quantized, quantize_named
-from posttrain.checkpoint.fp8_folder import finalize_folder, plan_shards, write_part
-from posttrain.checkpoint.fp8_report import measure, summarize
 from posttrain.checkpoint.parts import read_parts, write_part_receipt
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from posttrain.checkpoint.nvfp4_folder import finalize_folder, write_shards
 from tests.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import partial_of
@@ -20,7 +21,6 @@ from posttrain.checkpoint.nvfp4 import (
     partners,
     served_specs,
 )
-from posttrain.checkpoint.nvfp4_folder import finalize_folder, write_shards
 from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.errors import CheckpointError
 

@@ -162,7 +162,39 @@ class Rollout:
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
     top_p: float = _doc("Nucleus sampling; other values than 1 bias the log-probabilities", minimum=1, maximum=1)
-    fp8: bool = _doc("Engines serve FP8 weights (128x128 blocks); the trainer keeps its own precision")
+    fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How weights become FP8, and what keeps its precision in every format."""
+
+    strategy: str = _doc(
+        "What shares a scale: a block of 128x128, a channel (a row), or the whole tensor",
+        "block",
+        choices=("block", "channel", "tensor"),
+    )
+    scale: str = _doc(
+        "Scales are any FP32 number, or powers of two (UE8M0; blocks only)", "fp32", choices=("fp32", "power_of_two")
+    )
+    keep_first_layers: int = _doc("Leading decoder layers that keep their precision", 0, minimum=0)
+    keep_last_layers: int = _doc("Trailing decoder layers that keep their precision", 0, minimum=0)
+    keep_modules: list[str] = _doc("Regular expressions: a module whose name holds a match keeps its precision", [])
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A quantised checkpoint for serving, made on demand by `snakemake finalize_serving`; training does not use it."""
+
+    format: str = _doc(
+        "nvfp4: experts in 4 bits as NVIDIA Model Optimizer exports them; mxfp8; int4: experts in groups of 128",
+        "nvfp4",
+        choices=("nvfp4", "mxfp8", "int4"),
+    )
+    calibration: list[str] = _doc(
+        "Files of largest magnitudes, one per calibration pass, merged by maximum; none: from weights alone (nvfp4)",
+        [],
+    )
 
 
 @dataclass(frozen=True)
@@ -377,6 +409,7 @@ class Config:
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
     rollout: Rollout = field(default_factory=Rollout)
+    quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -386,10 +419,11 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     engine: Engine = field(default_factory=Engine)
     convert: Convert = field(default_factory=Convert)
+    serving: Serving = field(default_factory=Serving)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
     logging: Logging = field(default_factory=Logging)
 
 
 # What is learned. The digest of these names the run; everything else may change from attempt to attempt.
-EXPERIMENT_SECTIONS = ("model", "data", "algorithm", "rollout", "optimizer", "training")
+EXPERIMENT_SECTIONS = ("model", "data", "algorithm", "rollout", "quantize", "optimizer", "training")
