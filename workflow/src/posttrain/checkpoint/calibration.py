@@ -67,7 +67,7 @@ class Calibration:
         amax = self._amax.get(name)
         if amax is not None and amax.numel() != 1:
             raise CheckpointError(f"{name}: {list(amax.shape)} magnitudes, expected one for the whole tensor")
-        return None if amax is None else amax.reshape(())
+        return amax
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
@@ -83,4 +83,4 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file}: {unknown[0]} is neither ...{_INPUT} nor ...{_WEIGHT}")
     if wrong := [name for name, amax in seen.items() if not (torch.isfinite(amax) & (amax >= 0)).all()]:
         raise CheckpointError(f"{file}: {wrong[0]} is not a magnitude: {seen[wrong[0]]}")
-    return seen
+    return {name: amax.reshape(()) if amax.numel() == 1 else amax for name, amax in seen.items()}

@@ -54,8 +54,9 @@ class QuantizedCheckpoint:
         self._stored = {
             _hub_name(name): name for name in self.reader.names if name.rpartition(".")[2] not in _ACCOMPANYING
         }
-        if alone := [name for name in self._stored if self.is_quantized(name) and not self.parts(name).keys() - {self._stored[name]}]:
-            raise CheckpointError(f"{folder}: {alone[0]} has codes ({self.reader.info(alone[0]).spec}) but no scales")
+        for hf_name, stored in self._stored.items():
+            if self.is_quantized(hf_name) and list(self.parts(hf_name)) == [stored]:
+                raise CheckpointError(f"{folder}: {stored} has codes ({self.reader.info(stored).spec}) but no scales")
 
     @property
     def names(self) -> list[str]:
@@ -107,31 +108,34 @@ class QuantizedCheckpoint:
         return decompress(self._config, parts)
 
     def full_scale(self, hf_name: str, rows: slice) -> torch.Tensor:
-        """Return the largest magnitude that the codes of each scale can stand for, 2-dimensional.
+        """Return, for each element of some rows, the largest magnitude that codes under its scale stand for.
 
-        An element's is found with `spread`.
+        Args:
+            hf_name: Name of a weight that is held as codes.
+            rows: From `row_ranges(shape, ROW_MULTIPLE)`.
+
+        Returns:
+            float32 that broadcasts to the shape of the rows.
         """
         module = hf_name.removesuffix("weight")
         parts = {name.removeprefix(module): self._rows_of_part(name, hf_name, rows) for name in self.parts(hf_name)}
         scale = next(parts[name] for name in FP8_SCALES if name in parts)
+        largest = self.largest_code(hf_name) * parts.get(GLOBAL_SCALE, 1.0)
+        if scale.numel() == 1:
+            return largest * scale.float().reshape(1, 1)
+        num_rows, num_columns = rows.stop - rows.start, self.shape(hf_name)[1]
         if scale.dtype == torch.uint8:
             scale = torch.exp2(scale.float() - 127)
-        largest = scale.float() * parts.get(GLOBAL_SCALE, 1.0) * self.largest_code(hf_name)
-        return largest.reshape(1, 1) if largest.numel() == 1 else largest
+        if scale.shape[0] == num_rows:
+            return largest * scale.float().repeat_interleave(num_columns // scale.shape[1], dim=1)
+        scale = scale.repeat_interleave(self._side, dim=0)[:num_rows]
+        return largest * scale.float().repeat_interleave(self._side, dim=1)[:, :num_columns]
 
     def largest_code(self, hf_name: str) -> float:
         """Return the largest number that a weight's codes have: 448, 6 or 7."""
         if self.reader.dtype(self._stored[hf_name]).startswith("F8"):
             return E4M3_MAX
         return nvfp4.E2M1_MAX if hf_name + nvfp4.GLOBAL_SCALE_SUFFIX in self.reader else INT4_MAX
-
-    def spread(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return one value of each scale [r, c] for each element [N, K] under it."""
-        for axis, size in enumerate(shape):
-            if values.shape[axis] not in (1, size):
-                side = self._side if size % values.shape[axis] else size // values.shape[axis]
-                values = values.repeat_interleave(side, dim=axis).narrow(axis, 0, size)
-        return values
 
     def _rows_of_part(self, name: str, hf_name: str, rows: slice) -> torch.Tensor:
         num_rows, num_columns = self.shape(hf_name)

@@ -22,7 +22,8 @@ from posttrain.errors import CheckpointError
 # Sums of float32 depend on the machine's vector width beyond this.
 _DIGITS = 6
 # Largest code -> half a step beyond it, in units of it: what lies further out was cut off.
-_HEADROOM = {E4M3_MAX: 464 / E4M3_MAX, E2M1_MAX: 7 / E2M1_MAX, INT4_MAX: 7.5 / INT4_MAX}
+# (INT4 scales are rounded to BF16, which adds 0.04.)
+_HEADROOM = {E4M3_MAX: 464 / E4M3_MAX, E2M1_MAX: 7 / E2M1_MAX, INT4_MAX: 7.54 / INT4_MAX}
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def measure(reader: CheckpointReader, quantized: QuantizedCheckpoint, name: str)
     for rows in row_ranges(weight.shape, ROW_MULTIPLE):
         values = reader.rows(name, rows.start, rows.stop).float()
         error = (values - quantized.rows(name, rows)).abs_()
-        full_scale = quantized.spread(quantized.full_scale(name, rows), values.shape)
+        full_scale = quantized.full_scale(name, rows)
         found = dataclasses.replace(
             found,
             error_square_sum=found.error_square_sum + error.square().sum(dtype=torch.float64).item(),
