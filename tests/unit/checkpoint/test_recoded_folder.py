@@ -7,6 +7,7 @@ import torch
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
 from posttrain.artifacts import part_receipt_of, partial_of
+from posttrain.checkpoint import recoded_folder
 from posttrain.checkpoint.fp8 import Fp8Format, dequantize_block, quantize_named, quantize_stream
 from posttrain.checkpoint.parts import read_parts, write_part_receipt
 from posttrain.checkpoint.quantize import Quantization
@@ -109,15 +110,15 @@ def test_shards_follow_from_names_and_sizes_alone(source):
     assert [name for held in plan.values() for name in held] == CheckpointReader(source).names
 
 
-def test_scales_of_experts_reach_over_the_borders_of_shards(tmp_path):
-    """Many shards, so that gate_proj and up_proj of an expert lie in different ones."""
-    for name, num_shards in (("few", 2), ("many", 97)):
-        make_random_checkpoint(tmp_path / name, num_shards=num_shards)
-    folders = [quantize(tmp_path / name, tmp_path / f"{name}4", format="nvfp4")[0] for name in ("many", "few")]
+def test_scales_of_experts_reach_over_the_borders_of_shards(tmp_path, monkeypatch):
+    make_random_checkpoint(tmp_path / "hf")
+    folders = [quantize(tmp_path / "hf", tmp_path / "few", format="nvfp4")[0]]
+    monkeypatch.setattr(recoded_folder, "MAX_SHARD_BYTES", 1)  # a file for each tensor
+    folders.append(quantize(tmp_path / "hf", tmp_path / "many", format="nvfp4")[0])
     readers = [CheckpointReader(folder) for folder in folders]
     names = [name for name in readers[0] if name.endswith("up_proj.weight_scale_2")]
     pairs = [(name, name.replace("up_proj", "gate_proj")) for name in names]
-    assert any(readers[0].file_of(up) != readers[0].file_of(gate) for up, gate in pairs)
+    assert all(readers[1].file_of(up) != readers[1].file_of(gate) for up, gate in pairs)
     for name in readers[0]:
         first, second = (reader.tensor(name).reshape(-1).view(torch.uint8) for reader in readers)
         assert torch.equal(first, second), name
