@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from posttrain import __version__
 from posttrain.checkpoint.calibration import Calibration
@@ -199,7 +200,7 @@ def quantize(weight: torch.Tensor, scale_2: torch.Tensor) -> tuple[torch.Tensor,
 
 def group_scale(weight: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
     """Return `weight_scale` [N, K/16] float8_e4m3fn."""
-    amax = _groups(weight).abs().amax(dim=2)
+    amax = F.max_pool1d(weight.float().abs(), GROUP)
     scale = (amax / (E2M1_MAX * scale_2)).clamp(SMALLEST_GROUP_SCALE, E4M3_MAX)
     return torch.where(amax == 0, torch.ones_like(scale), scale).to(torch.float8_e4m3fn)
 
@@ -218,7 +219,7 @@ def encode(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
     Example:
         Codes 1 and 15 (0.5 and -6) become the byte 0xf1.
     """
-    scaled = (_groups(weight) / (scale.float() * scale_2)[:, :, None]).flatten(1)
+    scaled = (weight.float().unflatten(1, (-1, GROUP)) / (scale.float() * scale_2)[:, :, None]).flatten(1)
     # Each pair of neighbours as one number of 16 bits, the even column in its low byte.
     pairs = _round_to_e2m1(scaled).view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
@@ -229,10 +230,6 @@ def decode(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
     signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=packed.device)
     return (signed[codes.long()].unflatten(1, (-1, GROUP)) * (scale.float() * scale_2)[:, :, None]).flatten(1)
-
-
-def _groups(weight: torch.Tensor) -> torch.Tensor:
-    return weight.float().unflatten(1, (-1, GROUP))
 
 
 def _round_to_e2m1(scaled: torch.Tensor) -> torch.Tensor:
@@ -246,5 +243,6 @@ def _round_to_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     steps_of_one = m.round().add_(2)
     steps_of_two = (m / 2).round_().add_(4)
     codes = torch.minimum(steps_of_half, steps_of_one, out=steps_of_half)
-    codes = torch.minimum(codes, steps_of_two, out=codes).clamp_(max=7).to(torch.uint8)
-    return codes.bitwise_or_(torch.signbit(scaled).to(torch.uint8) << 3)
+    codes = torch.minimum(codes, steps_of_two, out=codes).clamp_(max=7).to(torch.int8)
+    signs = (scaled.view(torch.int32) >> 28 & 8).to(torch.int8)
+    return codes.bitwise_or_(signs).view(torch.uint8)
