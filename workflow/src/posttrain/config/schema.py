@@ -12,17 +12,9 @@ Field comments become `config/README.md`. Units end the name. No torch in this p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from omegaconf import MISSING
-
-
-def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:
-    """Declare a field with its description and, as metadata, the range or choices that `validate` enforces."""
-    metadata = {"doc": text, **limits}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from posttrain.config.documented import documented as _doc
+from posttrain.config.formats import Quantize, Serving
 
 
 @dataclass(frozen=True)
@@ -163,38 +155,6 @@ class Rollout:
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
     top_p: float = _doc("Nucleus sampling; other values than 1 bias the log-probabilities", minimum=1, maximum=1)
     fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
-
-
-@dataclass(frozen=True)
-class Quantize:
-    """How weights become FP8, and what keeps its precision in every format."""
-
-    strategy: str = _doc(
-        "What shares a scale: a block of 128x128, a channel (a row), or the whole tensor",
-        "block",
-        choices=("block", "channel", "tensor"),
-    )
-    scale: str = _doc(
-        "Scales are any FP32 number, or powers of two (UE8M0; blocks only)", "fp32", choices=("fp32", "power_of_two")
-    )
-    keep_first_layers: int = _doc("Leading decoder layers that keep their precision", 0, minimum=0)
-    keep_last_layers: int = _doc("Trailing decoder layers that keep their precision", 0, minimum=0)
-    keep_modules: list[str] = _doc("Regular expressions: a module whose name holds a match keeps its precision", [])
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A quantised checkpoint for serving, made on demand by `snakemake finalize_serving`; training does not use it."""
-
-    format: str = _doc(
-        "nvfp4: experts in 4 bits as NVIDIA Model Optimizer exports them; mxfp8; int4: experts in groups of 128",
-        "nvfp4",
-        choices=("nvfp4", "mxfp8", "int4"),
-    )
-    calibration: list[str] = _doc(
-        "Files of largest magnitudes, one per calibration pass, merged by maximum; none: from weights alone (nvfp4)",
-        [],
-    )
 
 
 @dataclass(frozen=True)
