@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, require_files, write_receipt
-from posttrain.checkpoint.fp8_folder import finalize_folder
 from posttrain.checkpoint.parts import read_parts
+from posttrain.checkpoint.quantize import Quantization
+from posttrain.checkpoint.recoded_folder import finalize_folder
 from posttrain.cli import run
 
 STEP = "finalize_rollout_fp8"
@@ -16,15 +18,16 @@ PART_STEP = "quantize_rollout_fp8"
 
 
 def main() -> None:
-    """Check the parts, write index, config and report, copy the tokenizer, write the receipt."""
+    """Check the parts, write index and config, copy the tokenizer, write the receipt."""
     args = parse_arguments()
     started = time.time()
     inputs = {"hf_patched": require_files(args.source, args.source_receipt).digest}
     parts = read_parts(args.folder, args.part_receipts, PART_STEP, inputs)
+    recoding = Quantization(args.source, args.settings)
     args.receipt.unlink(missing_ok=True)
     with building(args.folder) as partial:
-        records = finalize_folder(args.source, partial, parts)
-    write_receipt(args.receipt, Receipt(STEP, records, inputs, {"strategy": "block128"}), started)
+        records = finalize_folder(recoding, partial, parts)
+    write_receipt(args.receipt, Receipt(STEP, records, inputs, dict(recoding.settings)), started)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,8 +35,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="BF16 checkpoint in Hub layout")
     parser.add_argument("--source-receipt", type=Path, required=True, help="its receipt")
+    parser.add_argument("--settings", type=json.loads, required=True, help="format and its settings, as JSON")
     parser.add_argument("--part-receipts", type=Path, nargs="+", required=True, help="receipts of all parts")
-    parser.add_argument("--folder", type=Path, required=True, help="final name of the FP8 folder")
+    parser.add_argument("--folder", type=Path, required=True, help="final name of the folder")
     parser.add_argument("--receipt", type=Path, required=True, help="receipt of the folder, written last")
     return parser.parse_args()
 

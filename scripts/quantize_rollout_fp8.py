@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 import torch
 
 from posttrain.artifacts import require_files
-from posttrain.checkpoint.fp8_folder import write_part
 from posttrain.checkpoint.parts import write_part_receipt
+from posttrain.checkpoint.quantize import Quantization
+from posttrain.checkpoint.recoded_folder import write_part
 from posttrain.cli import run
 
 STEP = "quantize_rollout_fp8"
@@ -22,7 +24,8 @@ def main() -> None:
     started = time.time()
     torch.set_num_threads(1)
     source = require_files(args.source, args.source_receipt)
-    files = write_part(args.source, source.digest, args.folder, args.part, args.num_parts, args.threads)
+    recoding = Quantization(args.source, args.settings)
+    files = write_part(recoding, source.digest, args.folder, args.part, args.num_parts, args.threads)
     inputs = {"hf_patched": source.digest}
     write_part_receipt(args.receipt, STEP, args.part, args.num_parts, files, inputs, started)
 
@@ -32,7 +35,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="BF16 checkpoint in Hub layout")
     parser.add_argument("--source-receipt", type=Path, required=True, help="its receipt")
-    parser.add_argument("--folder", type=Path, required=True, help="final name of the FP8 folder")
+    parser.add_argument("--settings", type=json.loads, required=True, help="format and its settings, as JSON")
+    parser.add_argument("--folder", type=Path, required=True, help="final name of the folder")
     parser.add_argument("--receipt", type=Path, required=True, help="receipt of this part, written last")
     parser.add_argument("--part", type=int, required=True, help="number of this part, from 0")
     parser.add_argument("--num-parts", type=int, required=True, help="number of parts")

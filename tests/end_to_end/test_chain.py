@@ -98,7 +98,7 @@ def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, w
 
 
 def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
-    undisturbed.run("plan", "check", "benchmark_serving", "quantize_nvfp4")
+    undisturbed.run("plan", "check", "benchmark_serving", "finalize_serving", "verify_rollout_weights")
     plan = json.loads((undisturbed.run_folder / "plan.json").read_text())
     assert plan["model"]["num_parameters"] > 250_000
     assert not plan["problems"]

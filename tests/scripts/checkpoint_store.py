@@ -28,6 +28,10 @@ from posttrain.artifacts import (
 
 NUM_PARTS = 2
 ARCHITECTURE = json.dumps(dataclasses.asdict(TINY))
+SETTINGS = {
+    "rollout_fp8": json.dumps({"format": "fp8", "strategy": "block", "scale": "fp32"}),
+    "serving": json.dumps({"format": "nvfp4", "calibration": []}),
+}
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,6 @@ class Store:
         receipts = [part_receipt_of(folder, part) for part in range(NUM_PARTS)]
         return [*self._common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
 
-    def whole(self, name: str) -> list[object]:
-        """Return the arguments of a step without parts."""
-        return [*self._common(self.folder(name)), "--receipt", receipt_of(self.folder(name))]
-
     def export(self, name: str = "hf") -> list[object]:
         """Return the arguments of an export of the converted checkpoint."""
         trained, folder = self.folder("torch_dist"), self.folder(name)
@@ -92,7 +92,9 @@ class Store:
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
-        return [*common, "--architecture", ARCHITECTURE] if folder.name == "torch_dist" else common
+        if folder.name == "torch_dist":
+            return [*common, "--architecture", ARCHITECTURE]
+        return [*common, "--settings", SETTINGS[folder.name]] if folder.name in SETTINGS else common
 
 
 def run_here(script: str, arguments: Sequence[object]) -> None:
@@ -127,9 +129,14 @@ def make_torch_dist(store: Store) -> None:
 
 def make_rollout_fp8(store: Store) -> None:
     """Quantise, whole."""
+    make_in_parts(store, "rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8")
+
+
+def make_in_parts(store: Store, name: str, part_step: str, last_step: str) -> None:
+    """Make a folder of the store, whole."""
     for part in range(NUM_PARTS):
-        run_here("quantize_rollout_fp8", store.part("rollout_fp8", part))
-    run_here("finalize_rollout_fp8", store.finalize("rollout_fp8"))
+        run_here(part_step, store.part(name, part))
+    run_here(last_step, store.finalize(name))
 
 
 def assert_same_folder(made: Path, expected: Path) -> None:

@@ -11,6 +11,7 @@ from snakemake.logging import logger
 from posttrain import artifacts
 from posttrain.artifacts import Paths, part_receipt_of, receipt_of
 from posttrain.config.begun import refuse_other_experiment
+from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems

@@ -1,4 +1,6 @@
-# Weights in the format that the engines serve, made once for all nodes.
+# Weights in the format that the engines serve, made once for all nodes; and, on demand, in others.
+FP8_SETTINGS = json.dumps(fp8_settings(CFG))
+SERVING_SETTINGS = json.dumps(serving_settings(CFG))
 
 
 rule quantize_rollout_fp8:
@@ -13,12 +15,13 @@ rule quantize_rollout_fp8:
     params:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
+        settings=FP8_SETTINGS,
         num_parts=len(PARTS),
     message:
-        f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8 in blocks of 128 x 128{NEEDS.message('quantize_rollout_fp8')}"
+        f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8, a scale per {CFG.quantize.strategy}{NEEDS.message('quantize_rollout_fp8')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
-        " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
+        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
         " --threads {threads} --receipt {output:q}"
 
 
@@ -35,27 +38,116 @@ rule finalize_rollout_fp8:
     params:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
+        settings=FP8_SETTINGS,
     message:
-        f"join the FP8 parts: index, config and error report{NEEDS.message('finalize_rollout_fp8')}"
+        f"join the FP8 parts: index and config{NEEDS.message('finalize_rollout_fp8')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
 
 
-rule quantize_nvfp4:
+# Not on the way to training: both checkpoints are read once more and compared.
+rule verify_rollout_weights:
     input:
-        receipt_of(PATHS.hf_patched),
+        source=receipt_of(PATHS.hf_patched),
+        quantized=receipt_of(PATHS.rollout_fp8),
     output:
-        receipt_of(PATHS.rollout_nvfp4),
+        PATHS.rollout_fp8.with_name(PATHS.rollout_fp8.name + ".report.json"),
     log:
-        PATHS.store_log("quantize_nvfp4"),
-    benchmark:
-        PATHS.store_log("quantize_nvfp4").with_suffix(".benchmark.tsv")
+        PATHS.store_log("verify_rollout_weights"),
+    threads: workflow.cores or 1
     params:
         source=PATHS.hf_patched,
-        folder=PATHS.rollout_nvfp4,
+        folder=PATHS.rollout_fp8,
     message:
-        "quantise the experts to NVFP4"
+        "measure what FP8 did to the weights"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_nvfp4.py --source {params.source:q} --source-receipt {input:q}"
-        " --folder {params.folder:q} --threads {threads} --receipt {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
+        " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
+        " --threads {threads} --report {output:q}"
+
+
+rule quantize_serving:
+    input:
+        source=receipt_of(PATHS.hf_patched),
+        calibration=CFG.serving.calibration,
+    output:
+        part_receipt_of(PATHS.serving, "{part}"),
+    log:
+        PATHS.store_log("quantize_serving", ".part{part}"),
+    benchmark:
+        PATHS.store_log("quantize_serving", ".part{part}").with_suffix(".benchmark.tsv")
+    params:
+        source=PATHS.hf_patched,
+        folder=PATHS.serving,
+        settings=SERVING_SETTINGS,
+        num_parts=len(PARTS),
+    message:
+        f"quantise part {{wildcards.part}} of {{params.num_parts}} to {CFG.serving.format}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
+        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
+        " --threads {threads} --receipt {output:q}"
+
+
+rule finalize_serving:
+    input:
+        source=receipt_of(PATHS.hf_patched),
+        parts=[part_receipt_of(PATHS.serving, part) for part in PARTS],
+        calibration=CFG.serving.calibration,
+    output:
+        receipt_of(PATHS.serving),
+    log:
+        PATHS.store_log("finalize_serving"),
+    benchmark:
+        PATHS.store_log("finalize_serving").with_suffix(".benchmark.tsv")
+    params:
+        source=PATHS.hf_patched,
+        folder=PATHS.serving,
+        settings=SERVING_SETTINGS,
+    message:
+        f"join the {CFG.serving.format} parts: index and config"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
+        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+
+
+rule cast_to_bf16:
+    input:
+        receipt_of(PATHS.hf),
+    output:
+        part_receipt_of(PATHS.bf16, "{part}"),
+    log:
+        PATHS.store_log("cast_to_bf16", ".part{part}"),
+    benchmark:
+        PATHS.store_log("cast_to_bf16", ".part{part}").with_suffix(".benchmark.tsv")
+    params:
+        source=PATHS.hf,
+        folder=PATHS.bf16,
+        num_parts=len(PARTS),
+    message:
+        "cast part {wildcards.part} of {params.num_parts} of the quantised source to BF16"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/cast_to_bf16.py --source {params.source:q} --source-receipt {input:q}"
+        " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
+        " --threads {threads} --receipt {output:q}"
+
+
+rule finalize_bf16:
+    input:
+        source=receipt_of(PATHS.hf),
+        parts=[part_receipt_of(PATHS.bf16, part) for part in PARTS],
+    output:
+        receipt_of(PATHS.bf16),
+    log:
+        PATHS.store_log("finalize_bf16"),
+    benchmark:
+        PATHS.store_log("finalize_bf16").with_suffix(".benchmark.tsv")
+    params:
+        source=PATHS.hf,
+        folder=PATHS.bf16,
+    message:
+        "join the BF16 parts: index and config"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_bf16.py --source {params.source:q} --source-receipt {input.source:q}"
+        " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"

@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,22 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.checkpoint import fp8
 from posttrain.checkpoint.fp8 import (
     SMALLEST_SCALE,
+    Fp8Format,
+    dequantize,
     dequantize_block,
-    is_quantized,
-    quantization_config,
     quantize_block,
     quantize_channel,
     quantize_named,
+    quantize_stream,
     quantize_tensor,
-    served_specs,
-    tensor_class,
-    unquantized_modules,
 )
-from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.safetensors_io import TensorSpec
-from posttrain.config.load import resolve
 from posttrain.errors import CheckpointError
 
 # ---- an independent reference: E4M3 by the definition of its 256 codes, blocks by loops ----
@@ -140,23 +136,6 @@ def test_equals_the_reference_for_any_shape_and_magnitude(rows, columns, seed, m
     assert_equals_reference((weight * 10.0**magnitude).clamp(-3e38, 3e38).float(), block=4)
 
 
-def test_equals_compressed_tensors_where_the_formats_agree():
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    args = QuantizationArgs(
-        num_bits=8, type="float", strategy="block", block_structure=[128, 128], symmetric=True, dynamic=False
-    )
-    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
-    codes, scale = quantize_block(weight)
-    tiles = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-    their_scale, zero_point = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
-    theirs = quantize(weight, their_scale, zero_point, args, dtype=torch.float8_e4m3fn)
-    assert torch.equal(scale, their_scale)
-    assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
-
-
 # ---- invariants ----
 
 
@@ -210,6 +189,67 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_the_bits_do_not_depend_on_how_many_rows_are_worked_on_at_a_time(monkeypatch):
+    weight = awkward_matrix()
+    whole = [quantize_block(weight), quantize_channel(weight), quantize_tensor(weight)]
+    monkeypatch.setitem(fp8.SLAB_ELEMENTS, "cpu", 1)
+    pieces = [quantize_block(weight), quantize_channel(weight), quantize_tensor(weight)]
+    for (codes, scale), (other_codes, other_scale) in zip(whole, pieces, strict=True):
+        assert torch.equal(codes.view(torch.uint8), other_codes.view(torch.uint8))
+        assert torch.equal(scale, other_scale)
+
+
+def test_a_source_in_fp32_is_left_as_it_was():
+    weight = awkward_matrix()
+    before = weight.clone()
+    for quantize in (quantize_block, quantize_channel, quantize_tensor):
+        quantize(weight)
+        assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("quantize", [quantize_block, quantize_channel, quantize_tensor])
+def test_ten_thousand_tensors_hold_no_nan(quantize):
+    """Random shapes and magnitudes, with zeros, subnormal numbers and the largest number mixed in."""
+    numbers = np.random.default_rng(7)
+    special = np.array([0.0, -0.0, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38], np.float32)
+    for _ in range(10_000 // 3 + 1):
+        shape = tuple(numbers.integers(1, 6, size=2))
+        weight = (numbers.standard_normal(shape) * 10.0 ** numbers.uniform(-44, 37)).astype(np.float32)
+        chosen = numbers.random(shape) < 0.2
+        weight[chosen] = numbers.choice(special, size=chosen.sum())
+        codes, scale = quantize(torch.from_numpy(weight))
+        assert not ((codes.view(torch.uint8) & 0x7F) == 0x7F).any()
+        assert torch.isfinite(scale).all()
+        assert torch.isfinite(dequantize(codes, scale)).all()
+
+
+# ---- powers of two ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-44, 38))
+def test_a_scale_is_the_next_power_of_two_and_codes_are_made_for_it(seed, magnitude):
+    weight = torch.randn(20, 30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weight = (weight * 10.0**magnitude).clamp(-3e38, 3e38).float()
+    codes, scale = quantize_block(weight, block=8, power_of_two=True)
+    free = quantize_block(weight, block=8)[1]
+    expected = [[2.0 ** math.ceil(math.log2(value)) for value in row] for row in free.double().tolist()]
+    assert scale.double().tolist() == expected
+    scaled = weight.double() / dequantize_block(torch.ones_like(codes), scale, block=8).double()
+    expected_codes = np.vectorize(nearest_code, otypes=[np.uint8])(scaled.numpy())
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected_codes)
+
+
+def test_a_scale_that_is_a_power_of_two_stays():
+    codes, scale = quantize_block(torch.tensor([[448.0, 3.0]]), power_of_two=True)
+    assert scale.tolist() == [[1.0]]
+    assert codes.float().tolist() == [[448.0, 3.0]]
+    assert quantize_block(torch.zeros(1, 1), power_of_two=True)[1].tolist() == [[1.0]]
+
+
+# ---- one scale per row, one for all ----
+
+
 def test_one_scale_per_row_and_one_for_all():
     weight = torch.tensor([[448.0, 1.0], [0.875, -0.25], [0.0, -0.0]])
     codes, scale = quantize_channel(weight)
@@ -220,96 +260,94 @@ def test_one_scale_per_row_and_one_for_all():
     assert codes.float().tolist() == [[448.0, 1.0], [0.875, -0.25], [0.0, 0.0]]
 
 
-# ---- the list ----
+def test_rows_and_tensors_equal_blocks_of_the_same_extent():
+    weight = awkward_matrix()
+    codes, scale = quantize_channel(weight)
+    for row in (0, 200, 256):
+        expected, expected_scale = quantize_block(weight[row : row + 1], block=512)
+        assert torch.equal(codes[row : row + 1].view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale[row : row + 1], expected_scale)
+    codes, scale = quantize_tensor(weight)
+    expected, expected_scale = quantize_block(weight, block=512)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale, expected_scale[0, 0])
 
 
-@pytest.fixture(scope="module")
-def glm5():
-    arch = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture
-    return expected_tensors(arch)
+@pytest.mark.parametrize("quantize", [quantize_channel, quantize_tensor])
+def test_rows_and_tensors_refuse_what_is_not_finite(quantize):
+    weight = torch.ones(3, 3)
+    weight[2, 1] = torch.nan
+    with pytest.raises(CheckpointError, match="w: holds NaN or infinity"):
+        quantize(weight, "w")
 
 
-def test_the_list_on_the_full_model(glm5):
-    """Layers 0-2 dense, 3-77 MoE, 78 MTP; per layer 5 matrices of attention and 2 of the indexer."""
-    counts = {}
-    for name, spec in glm5.items():
-        kind = tensor_class(name) if is_quantized(name, spec.shape) else "unquantized"
-        counts[kind] = counts.get(kind, 0) + 1
-    assert counts == {
-        "attention": 79 * 5,
-        "indexer": 79 * 2,
-        "dense_mlp": 3 * 3,
-        "experts": 76 * 256 * 3,
-        "shared_experts": 76 * 3,
-        # embedding, norm, head; 2 + 2 + 3 of norms and weights_proj per layer; router and bias; 4 of the
-        # MTP layer
-        "unquantized": 3 + 79 * (2 + 2 + 3) + 76 * 2 + 4,
-    }
+# ---- the format ----
 
 
-GOLDEN = {
-    "model.embed_tokens.weight": False,
-    "lm_head.weight": False,
-    "model.norm.weight": False,
-    "model.layers.5.input_layernorm.weight": False,
-    "model.layers.5.self_attn.q_a_proj.weight": True,
-    "model.layers.5.self_attn.q_a_layernorm.weight": False,
-    "model.layers.5.self_attn.q_b_proj.weight": True,
-    "model.layers.5.self_attn.kv_a_proj_with_mqa.weight": True,
-    "model.layers.5.self_attn.kv_b_proj.weight": True,
-    "model.layers.5.self_attn.o_proj.weight": True,
-    "model.layers.5.self_attn.indexer.wq_b.weight": True,
-    "model.layers.5.self_attn.indexer.wk.weight": True,
-    "model.layers.5.self_attn.indexer.weights_proj.weight": False,
-    "model.layers.5.self_attn.indexer.k_norm.weight": False,
-    "model.layers.5.self_attn.indexer.k_norm.bias": False,
-    "model.layers.5.mlp.gate.weight": False,
-    "model.layers.5.mlp.gate.e_score_correction_bias": False,
-    "model.layers.5.mlp.experts.255.gate_proj.weight": True,
-    "model.layers.5.mlp.shared_experts.down_proj.weight": True,
-    "model.layers.0.mlp.up_proj.weight": True,
-    "model.layers.78.eh_proj.weight": False,
-    "model.layers.78.enorm.weight": False,
-    "model.layers.78.shared_head.norm.weight": False,
-    "model.layers.78.mlp.experts.0.down_proj.weight": True,
-}
+UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+SHAPES = {"block": (2, 3), "channel": (130, 1), "tensor": ()}
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_list_by_name(glm5, name):
-    assert is_quantized(name, glm5[name].shape) == GOLDEN[name]
-
-
-def test_vectors_and_copies_of_the_embedding_are_never_quantized():
-    assert not is_quantized("model.layers.0.mlp.up_proj.weight", (7,))
-    assert not is_quantized("model.layers.78.embed_tokens.weight", (8, 8))
-    assert not is_quantized("model.layers.78.shared_head.head.weight", (8, 8))
-    assert not is_quantized("other.model.layers.0.mlp.up_proj.weight", (8, 8))
-
-
-def test_what_is_served_is_what_was_announced():
-    weight = torch.randn(130, 257).bfloat16()
-    served = dict(quantize_named("model.layers.0.mlp.up_proj.weight", weight))
-    specs = served_specs("model.layers.0.mlp.up_proj.weight", TensorSpec((130, 257), "BF16"))
-    assert list(served) == list(specs)
-    assert specs["model.layers.0.mlp.up_proj.weight_scale_inv"] == TensorSpec((2, 3), "F32")
-    assert [tuple(t.shape) for t in served.values()] == [spec.shape for spec in specs.values()]
-    assert [t.dtype for t in served.values()] == [torch.float8_e4m3fn, torch.float32]
-    ((name, same),) = quantize_named("lm_head.weight", weight)
+@pytest.mark.parametrize("strategy", SHAPES)
+def test_what_is_served_is_what_was_announced(strategy):
+    weight, served = torch.randn(130, 257).bfloat16(), Fp8Format(strategy)
+    made = dict(quantize_named(UP, weight, served))
+    specs = served.served_specs(UP, TensorSpec((130, 257), "BF16"))
+    suffix = "_scale_inv" if strategy == "block" else "_scale"
+    assert list(made) == list(specs) == [UP, UP + suffix]
+    assert specs[UP + suffix] == TensorSpec(SHAPES[strategy], "F32")
+    assert [tuple(t.shape) for t in made.values()] == [spec.shape for spec in specs.values()]
+    assert [t.dtype for t in made.values()] == [torch.float8_e4m3fn, torch.float32]
+    assert ((dequantize(*made.values()) - weight.float()).norm() / weight.float().norm()).item() < 0.04
+    ((name, same),) = quantize_named("lm_head.weight", weight, served)
     assert name == "lm_head.weight"
     assert same is weight
 
 
-def test_modules_that_stay_are_listed_for_the_engine(glm5):
-    modules = unquantized_modules(glm5)
-    assert len(modules) == 2 + 79 + 76 + 1
-    assert {"model.embed_tokens", "lm_head", "model.layers.78.eh_proj", "model.layers.3.mlp.gate"} <= set(modules)
-    assert not any(module.endswith("gate_proj") for module in modules)
-    config = quantization_config(glm5)
-    assert config.pop("modules_to_not_convert") == modules
-    assert config == {
+def test_matrices_that_an_engine_joins_share_the_scale_of_a_tensor():
+    tensors = {"lm_head.weight": torch.ones(4, 4), GATE: torch.ones(4, 4), UP: 3 * torch.ones(4, 4)}
+    served = dict(quantize_stream(tensors.items(), Fp8Format("tensor")))
+    assert list(served) == ["lm_head.weight", GATE, f"{GATE}_scale", UP, f"{UP}_scale"]
+    assert served[f"{GATE}_scale"] == served[f"{UP}_scale"] == np.float32(3) / np.float32(448)
+    alone = dict(quantize_stream({GATE: tensors[GATE]}.items(), Fp8Format("tensor")))
+    assert alone[f"{GATE}_scale"] == np.float32(1) / np.float32(448)
+
+
+SPECS = {UP: TensorSpec((8, 8), "BF16"), "lm_head.weight": TensorSpec((8, 8), "BF16"), "n": TensorSpec((8,), "BF16")}
+
+
+@pytest.mark.parametrize("scale", ["fp32", "power_of_two"])
+def test_blocks_are_declared_as_deepseeks(scale):
+    expected = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
     }
+    declared = Fp8Format("block", scale).quantization_config(SPECS)
+    assert declared == expected | ({"scale_fmt": "ue8m0"} if scale == "power_of_two" else {})
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_rows_and_tensors_are_declared_as_compressed_tensors_reads_them(strategy):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    declared = Fp8Format(strategy).quantization_config(SPECS)
+    read = QuantizationConfig.model_validate(declared)
+    weights = read.config_groups["group_0"].weights
+    assert (weights.num_bits, weights.type, weights.strategy, weights.dynamic) == (8, "float", strategy, False)
+    assert read.config_groups["group_0"].input_activations.dynamic
+    assert (read.format, read.ignore, read.quantization_status) == ("float-quantized", ["lm_head"], "compressed")
+    assert "scale_fmt" not in declared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", SHAPES)
+def test_a_gpu_makes_the_same_bytes(strategy):
+    here = quantize_named(UP, awkward_matrix(), Fp8Format(strategy))
+    there = quantize_named(UP, awkward_matrix().cuda(), Fp8Format(strategy))
+    for (_, expected), (_, made) in zip(here, there, strict=True):
+        assert made.is_cuda
+        assert torch.equal(made.cpu().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))

@@ -6,27 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_checkpoint import TINY, make_random_checkpoint
+from safetensors.torch import save_file
 
-from posttrain.artifacts import partial_of
-from posttrain.checkpoint.nvfp4 import (
-    Layers,
-    decode,
-    encode,
-    excluded_modules,
-    global_scale,
-    group_scale,
-    is_quantized,
-    partners,
-    served_specs,
-)
-from posttrain.checkpoint.nvfp4_folder import finalize_folder, write_shards
-from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
+from posttrain.checkpoint import fp8, nvfp4
+from posttrain.checkpoint.calibration import Calibration
+from posttrain.checkpoint.fp8 import largest_magnitude
+from posttrain.checkpoint.nvfp4 import Nvfp4Format, decode, encode, excluded_modules, global_scale
+from posttrain.checkpoint.quantized_names import Selection
+from posttrain.checkpoint.safetensors_io import TensorSpec
 from posttrain.errors import CheckpointError
-
-LAYERS = Layers(num_dense=1, num_decoder=3, num_mtp=1)
-EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
-
 
 # ---- an independent reference: E2M1 by its definition, group by group ----
 
@@ -56,19 +44,19 @@ def reference(weight):
     for i in range(rows):
         for j in range(columns // 16):
             group = weight[i, 16 * j : 16 * j + 16]
-            exact = min(np.abs(group).max() / np.float32(6) / np.float32(scale_2), np.float32(448))
+            exact = np.abs(group).max() / (np.float32(6) * np.float32(scale_2))
+            exact = np.clip(exact, np.float32(2.0**-9), np.float32(448)) if group.any() else np.float32(1)
             stored = torch.tensor(exact).to(torch.float8_e4m3fn)
             scales[i, j] = stored.view(torch.uint8).item()
             step = np.float32(stored.float().item()) * np.float32(scale_2)
-            codes = [nearest_code(float(w / step)) if step > 0 else 0 for w in group]
+            codes = [nearest_code(float(w / step)) for w in group]
             packed[i, 8 * j : 8 * j + 8] = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
     return packed, scales, np.float32(scale_2)
 
 
 def quantize(weight):
-    scale_2 = global_scale({"w": weight})
-    scale = group_scale(weight, scale_2)
-    return encode(weight, scale, scale_2), scale, scale_2
+    scale_2 = global_scale(largest_magnitude(weight))
+    return *nvfp4.quantize(weight, scale_2), scale_2
 
 
 # ---- hand-computed ----
@@ -126,92 +114,151 @@ def test_the_error_is_that_of_four_bits():
     assert scale.shape == (64, 16)
 
 
+def test_a_small_group_beside_a_large_one_keeps_the_smallest_scale():
+    weight = torch.full((1, 32), 1.0)
+    weight[0, :16] = 1e-9
+    packed, scale, scale_2 = quantize(weight)
+    assert scale.float().tolist() == [[2.0**-9, 448.0]]
+    assert decode(packed, scale, scale_2)[0, :16].tolist() == [0.0] * 16
+
+
 def test_what_is_not_finite_is_refused_with_its_name():
     with pytest.raises(CheckpointError, match="b: holds NaN"):
-        global_scale({"a": torch.ones(1, 16), "b": torch.full((1, 16), torch.nan)})
+        global_scale(torch.tensor(torch.nan), "b")
 
 
-# ---- what is quantised ----
+def test_the_bits_do_not_depend_on_how_many_rows_are_worked_on_at_a_time(monkeypatch):
+    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    whole = quantize(weight)
+    monkeypatch.setitem(fp8.SLAB_ELEMENTS, "cpu", 1)
+    for expected, made in zip(whole, quantize(weight), strict=True):
+        assert torch.equal(expected.reshape(-1).view(torch.uint8), made.reshape(-1).view(torch.uint8))
 
 
-def test_routed_experts_of_decoder_layers_only():
-    assert is_quantized(EXPERT, LAYERS)
-    for name in (
-        EXPERT.replace("layers.1", "layers.3"),
-        "model.layers.1.mlp.shared_experts.up_proj.weight",
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.mlp.gate.weight",
-        "lm_head.weight",
-    ):
-        assert not is_quantized(name, LAYERS)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_makes_the_same_bytes():
+    weight = torch.randn(33, 256, generator=torch.Generator().manual_seed(4)) * 1e-3
+    for expected, made in zip(quantize(weight), quantize(weight.cuda()), strict=True):
+        assert torch.equal(made.cpu().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
-def test_gate_and_up_share_their_global_scale():
-    pair = ("model.layers.1.mlp.experts.2.gate_proj.weight", EXPERT)
-    assert partners(pair[0]) == partners(pair[1]) == pair
-    assert partners(EXPERT.replace("up", "down")) == (EXPERT.replace("up", "down"),)
+# ---- the format ----
+
+
+def expert(number, projection, layer=1):
+    return f"model.layers.{layer}.mlp.experts.{number}.{projection}_proj.weight"
+
+
+PROJECTIONS = ("gate", "up", "down")
+EXPERT = expert(2, "up")
+NAMES = tuple(expert(number, projection) for number in range(3) for projection in PROJECTIONS)
+SELECTION = Selection(("experts",), num_layers=3, mtp=False)
+
+
+def test_what_is_served_is_what_was_announced():
+    served = Nvfp4Format(SELECTION)
+    weight = torch.randn(8, 32).bfloat16()
+    made = served.quantize(EXPERT, weight, largest_magnitude(weight))
+    specs = served.served_specs(EXPERT, TensorSpec((8, 32), "BF16"))
+    base = EXPERT.removesuffix(".weight")
+    assert list(made) == list(specs) == [EXPERT, f"{EXPERT}_scale", f"{EXPERT}_scale_2", f"{base}.input_scale"]
+    assert [tuple(t.shape) for t in made.values()] == [spec.shape for spec in specs.values()]
+    assert made[f"{base}.input_scale"].item() == 1.0
 
 
 def test_rows_that_do_not_divide_into_groups_are_refused():
     with pytest.raises(CheckpointError, match="rows of 40 weights"):
-        served_specs(EXPERT, TensorSpec((8, 40), "BF16"), LAYERS)
+        Nvfp4Format(SELECTION).served_specs(EXPERT, TensorSpec((8, 40), "BF16"))
 
 
-def test_layers_are_read_from_the_config():
-    config = {"first_k_dense_replace": 3, "num_hidden_layers": 78, "num_nextn_predict_layers": 1}
-    assert Layers.of_config(config) == Layers(3, 78, 1)
-    with pytest.raises(CheckpointError, match="first_k_dense_replace"):
-        Layers.of_config({"num_hidden_layers": 4})
+def test_everything_but_experts_is_excluded_by_pattern():
+    names = [*NAMES, *(expert(0, "up", layer) for layer in (2, 3)), "model.layers.0.mlp.up_proj.weight"]
+    tail = ["model.layers.0.mlp*", "model.layers.3*"]
+    always = ["lm_head", "model.embed_tokens"]
+    always += ["model.layers.*.self_attn*", "model.layers.*.mlp.gate", "model.layers.*.mlp.shared_experts*"]
+    assert excluded_modules(names, SELECTION) == always + tail
+    kept = Selection(("experts",), num_layers=3, keep_last_layers=1, mtp=False)
+    assert excluded_modules(names, kept) == [*always, tail[0], "model.layers.2.mlp.experts*", tail[1]]
 
 
-# ---- the folder ----
+# ---- calibration ----
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    make_random_checkpoint(folder)
-    return folder
+def amax_of(which, number, projection):
+    return expert(number, projection).removesuffix(".weight") + f".{which}_quantizer._amax"
 
 
-def test_the_folder_round_trips(tmp_path, source):
-    folder = tmp_path / "nvfp4"
-    shards = write_shards(source, "s1", folder, num_threads=2)
-    others = finalize_folder(source, partial_of(folder))
-    origin, stored = CheckpointReader(source), CheckpointReader(partial_of(folder))
-    assert {record.path for record in (*shards, *others)} == {p.name for p in partial_of(folder).iterdir()}
-    index = json.loads((partial_of(folder) / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == stored.total_bytes
-    num_quantized = 0
-    for name in origin:
-        if not is_quantized(name, LAYERS):
-            assert torch.equal(stored.tensor(name), origin.tensor(name))
-            continue
-        num_quantized += 1
-        parts = [stored.tensor(f"{name}{suffix}") for suffix in ("", "_scale", "_scale_2")]
-        shared = global_scale({partner: origin.tensor(partner) for partner in partners(name)})
-        assert torch.equal(parts[2], shared)
-        weight = origin.tensor(name).float()
-        assert ((decode(*parts) - weight).norm() / weight.norm()).item() < 0.12
-    assert num_quantized == 2 * TINY.n_routed_experts * 3
+def test_passes_are_merged_by_maximum_whatever_their_order_and_form(tmp_path):
+    files = [tmp_path / "coding.json", tmp_path / "broad.safetensors"]
+    files[0].write_text(json.dumps({amax_of("input", 0, "up"): 26.88, amax_of("input", 1, "up"): 1.0}))
+    save_file(
+        {amax_of("input", 0, "up"): torch.tensor([13.44]), amax_of("input", 1, "up"): torch.tensor(2.0)}, files[1]
+    )
+    for order in (files, files[::-1]):
+        merged = Calibration(order)
+        assert merged.input_amax([expert(0, "up")]).item() == np.float32(26.88)
+        assert merged.input_amax([expert(1, "up")]).item() == 2.0
+        assert merged.weight_amax([expert(1, "up")]) is None
 
 
-def test_the_config_says_what_is_quantised(tmp_path, source):
-    folder = tmp_path / "nvfp4"
-    write_shards(source, "s1", folder)
-    finalize_folder(source, partial_of(folder))
-    config = json.loads((partial_of(folder) / "config.json").read_text())["quantization_config"]
-    nested = json.loads((partial_of(folder) / "hf_quant_config.json").read_text())["quantization"]
-    assert config == {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "group_size": 16,
-        "ignore": excluded_modules(LAYERS),
-    }
-    assert nested == {
-        "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": 16,
-        "exclude_modules": excluded_modules(LAYERS),
-    }
-    assert excluded_modules(LAYERS)[-2:] == ["model.layers.0.mlp*", "model.layers.3*"]
+def test_gate_and_up_share_their_scales_and_an_expert_without_samples_takes_its_layers(tmp_path):
+    seen = {amax_of("input", 0, p): 26.88 for p in ("gate", "up")} | {amax_of("input", 1, "gate"): 53.76}
+    seen |= {amax_of("input", 2, "up"): 0.0, amax_of("input", 0, "down"): 2.688}
+    (tmp_path / "a.json").write_text(json.dumps(seen))
+    served = Nvfp4Format(SELECTION, Calibration([tmp_path / "a.json"]), NAMES)
+    weight = torch.ones(4, 16)
+
+    def input_scale(number, projection):
+        name = expert(number, projection)
+        return list(served.quantize(name, weight, torch.tensor(1.0)).values())[-1].item()
+
+    assert input_scale(0, "up") == input_scale(0, "gate") == pytest.approx(0.01)
+    assert input_scale(1, "up") == input_scale(1, "gate") == pytest.approx(0.02)
+    # Expert 2 was never routed to.
+    assert input_scale(2, "down") == pytest.approx(0.001)
+    assert input_scale(2, "up") == pytest.approx(0.01)
+    assert input_scale(2, "gate") == pytest.approx(0.02)
+
+
+def test_the_amax_of_weights_may_be_given_and_cuts_off_what_is_larger(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({amax_of("weight", 0, p): 1.0 for p in PROJECTIONS}))
+    calibration = Calibration([tmp_path / "a.json"])
+    assert calibration.weight_amax([expert(0, "gate"), expert(1, "gate")]) is None
+    weight = torch.full((1, 16), 0.5)
+    weight[0, 3] = 2.0
+    scale_2 = global_scale(torch.tensor(2.0), "w", calibration.weight_amax([expert(0, "up")]))
+    assert scale_2.item() == np.float32(1) / np.float32(2688)
+    assert decode(*nvfp4.quantize(weight, scale_2), scale_2)[0, 3].item() == pytest.approx(1.0)
+
+
+def test_a_layer_without_any_sample_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({amax_of("input", 0, "up"): 1.0}))
+    served = Nvfp4Format(SELECTION, Calibration([tmp_path / "a.json"]), NAMES)
+    with pytest.raises(CheckpointError, match="no calibration file has the input of any expert"):
+        served.quantize(expert(0, "down"), torch.ones(4, 16), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[1]", "not a file of magnitudes"),
+        ("{", "not a file of magnitudes"),
+        ('{"a.weight": 1}', "a.weight is neither"),
+        ('{"a.input_quantizer._amax": -1}', "is not a magnitude"),
+        ('{"a.input_quantizer._amax": NaN}', "is not a magnitude"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(tmp_path, content, named):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(CheckpointError, match=named):
+        Calibration([tmp_path / "a.json"])
+
+
+def test_passes_that_disagree_about_a_shape_are_refused(tmp_path):
+    for file, value in (("a.json", "1"), ("b.json", "[1, 2]")):
+        (tmp_path / file).write_text(f'{{"m.input_quantizer._amax": {value}}}')
+    with pytest.raises(CheckpointError, match=r"shape \[2\], another pass has \[\]"):
+        Calibration([tmp_path / "a.json", tmp_path / "b.json"])
+    with pytest.raises(CheckpointError, match="expected one for the whole tensor"):
+        Calibration([tmp_path / "b.json"]).input_amax(["m.weight"])

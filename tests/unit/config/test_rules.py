@@ -74,6 +74,8 @@ VIOLATIONS = (
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
+    ("tiny", "quantize.keep_last_layers=60", ["quantize.keep_last_layers"]),
+    ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),
 )
 
 
@@ -203,3 +205,16 @@ def _with(config, settings):
     value = text == "true" if kind is bool else text.strip("[]").split(",") if kind is list else kind(text)
     object.__setattr__(section, leaf, value)
     return changed
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("quantize.strategy=channel quantize.scale=power_of_two", "quantize.scale"),
+        ("quantize.strategy=tensor quantize.scale=power_of_two", "quantize.scale"),
+        ("serving.format=int4 serving.calibration=[pass.json]", "serving.calibration"),
+    ],
+)
+def test_settings_of_formats_that_exclude_each_other(settings, key):
+    with pytest.raises(ConfigError, match=key):
+        resolve(MODELS["tiny"] | {"set": settings}, CONFIG_DIR)

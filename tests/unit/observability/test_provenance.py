@@ -121,15 +121,15 @@ def test_a_node_whose_disk_is_not_here_is_left_out(paths):
 
 
 def test_finished_parts_of_an_unfinished_folder_are_checked(paths):
-    folder = paths.rollout_nvfp4
+    folder = paths.serving
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir()
     (partial / "model-00001-of-00002.safetensors").write_bytes(b"abc")
-    receipt = Receipt("quantize_nvfp4", record_files(partial), {}, {"part": 0})
+    receipt = Receipt("quantize_serving", record_files(partial), {}, {"part": 0})
     write_receipt(part_receipt_of(folder, 0), receipt)
-    assert "rollout_nvfp4 part 0" in [verdict.artefact.name for verdict in verify(paths)]
+    assert "serving part 0" in [verdict.artefact.name for verdict in verify(paths)]
     (partial / "model-00001-of-00002.safetensors").write_bytes(b"abd")
-    assert list(problems_of(paths)) == ["rollout_nvfp4 part 0"]
+    assert list(problems_of(paths)) == ["serving part 0"]
 
 
 def test_leftover_parts_beside_a_finished_folder_do_not_count(paths):

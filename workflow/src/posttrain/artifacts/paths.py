@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
 
@@ -28,9 +29,12 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "convert_hf_to_torch_dist": 1,
     "finalize_torch_dist": 1,
     "adopt_torch_dist": 1,
-    "quantize_rollout_fp8": 1,
-    "finalize_rollout_fp8": 1,
-    "quantize_nvfp4": 1,
+    "quantize_rollout_fp8": 2,
+    "finalize_rollout_fp8": 2,
+    "quantize_serving": 1,
+    "finalize_serving": 1,
+    "cast_to_bf16": 1,
+    "finalize_bf16": 1,
     "stage_to_node_local": 1,
     "train_grpo": 1,
     "export_hf": 1,
@@ -93,12 +97,19 @@ class Paths:
     @property
     def rollout_fp8(self) -> Path:
         """FP8 weights for the engines."""
-        return self.model_root / f"rollout_fp8-{digest8(self._quantize_settings())}"
+        settings = fp8_settings(self.resolved.config)
+        return self.model_root / f"rollout_fp8-{digest8(self._quantize_settings('rollout_fp8', settings))}"
 
     @property
-    def rollout_nvfp4(self) -> Path:
-        """NVFP4 expert weights for serving."""
-        return self.model_root / f"rollout_nvfp4-{digest8(self._quantize_settings())}"
+    def serving(self) -> Path:
+        """Weights in another format, for serving."""
+        settings = serving_settings(self.resolved.config)
+        return self.model_root / f"{settings['format']}-{digest8(self._quantize_settings('serving', settings))}"
+
+    @property
+    def bf16(self) -> Path:
+        """A quantised source cast back to BF16."""
+        return self.model_root / f"bf16-{digest8([FORMAT_VERSIONS['cast_to_bf16'], FORMAT_VERSIONS['finalize_bf16']])}"
 
     @property
     def rollout_weights(self) -> Path:
@@ -186,9 +197,9 @@ class Paths:
         source = {"adopted": os.path.abspath(adopted)} if adopted else {}
         return {"format": versions, "patched": self._patch_settings(), **source}
 
-    def _quantize_settings(self) -> dict[str, Any]:
-        versions = [FORMAT_VERSIONS[step] for step in ("quantize_rollout_fp8", "finalize_rollout_fp8")]
-        return {"format": versions, "patched": self._patch_settings(), "strategy": "block128"}
+    def _quantize_settings(self, what: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        versions = [FORMAT_VERSIONS[f"{verb}_{what}"] for verb in ("quantize", "finalize")]
+        return {"format": versions, "patched": self._patch_settings(), "settings": settings}
 
 
 def receipt_of(folder: Path) -> Path:

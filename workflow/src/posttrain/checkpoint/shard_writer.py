@@ -144,8 +144,8 @@ def write_shard(
 ) -> None:
     """Write one safetensors file, one tensor at a time.
 
-    The data lies widest dtype first, then in the given order: every tensor starts at a multiple of its
-    element size, which readers that map the file need.
+    The data lies in the given order, or, where a tensor would then not start at a multiple of its element size,
+    which readers that map the file need, widest dtype first.
 
     Args:
         file: Where it goes.
@@ -153,13 +153,22 @@ def write_shard(
         read: Returns a tensor; called once per name, in the order of the data.
         metadata: The file's `__metadata__`.
     """
-    names = sorted(specs, key=lambda name: -DTYPE_BYTES[specs[name].dtype])
+    names = _data_order(specs)
     file.write(_header({name: specs[name] for name in names}, metadata or {"format": "pt"}))
     for name in names:
         tensor, spec = read(name), specs[name]
         found = (tuple(tensor.shape), tensor.dtype)
         assert found == (spec.shape, TORCH_DTYPES[spec.dtype]), f"{name}: announced as {spec}, got {found}"
         file.write(tensor_bytes(tensor))
+
+
+def _data_order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    start = 0
+    for spec in specs.values():
+        if start % DTYPE_BYTES[spec.dtype]:
+            return sorted(specs, key=lambda name: -DTYPE_BYTES[specs[name].dtype])
+        start += spec.size_bytes
+    return list(specs)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from posttrain.config.schema import Config
 
 
@@ -53,3 +55,23 @@ def layers_per_stage(config: Config) -> list[int]:
     if stages == 1 or last == 0:
         return [layers // stages] * stages
     return [(layers - last) // (stages - 1)] * (stages - 1) + [last]
+
+
+def fp8_settings(config: Config) -> dict[str, Any]:
+    """Return what decides the bytes of the engines' FP8 weights, besides the source."""
+    quantize = config.quantize
+    return {"format": "fp8", "strategy": quantize.strategy, "scale": quantize.scale, **_kept(config)}
+
+
+def serving_settings(config: Config) -> dict[str, Any]:
+    """Return what decides the bytes of the checkpoint for serving, besides the source."""
+    return {"format": config.serving.format, "calibration": list(config.serving.calibration), **_kept(config)}
+
+
+def _kept(config: Config) -> dict[str, Any]:
+    quantize = config.quantize
+    return {
+        "keep_first_layers": quantize.keep_first_layers,
+        "keep_last_layers": quantize.keep_last_layers,
+        "keep_modules": list(quantize.keep_modules),
+    }

@@ -270,6 +270,27 @@ def _formats(config: Config) -> Problems:
         yield Problem("rollout.fp8", "true", allowed, "set rollout.fp8=false; the engines then need twice the memory")
 
 
+def _quantize(config: Config) -> Problems:
+    quantize, layers = config.quantize, config.model.architecture.num_hidden_layers
+    if quantize.scale == "power_of_two" and quantize.strategy != "block":
+        allowed = (
+            f"fp32 with quantize.strategy={quantize.strategy}: only scales of blocks are declared as powers of two"
+        )
+        yield Problem("quantize.scale", "power_of_two", allowed, "set quantize.strategy=block or quantize.scale=fp32")
+    if quantize.keep_first_layers + quantize.keep_last_layers >= layers:
+        kept = f"{quantize.keep_first_layers} first and {quantize.keep_last_layers} last"
+        yield Problem("quantize.keep_last_layers", kept, f"fewer than the {layers} layers", "keep fewer layers")
+    for pattern in quantize.keep_modules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem("quantize.keep_modules", repr(pattern), f"a regular expression ({error})", "correct it")
+    if config.serving.calibration and config.serving.format != "nvfp4":
+        allowed = f"none with serving.format={config.serving.format}, which has no scales of activations"
+        remedy = "leave it out, or set serving.format=nvfp4"
+        yield Problem("serving.calibration", ", ".join(config.serving.calibration), allowed, remedy)
+
+
 def _engine_experts(config: Config) -> Problems:
     engine, num_experts = config.engine, config.model.architecture.n_routed_experts
     if engine.kind == "sglang" and config.hardware.device == "cuda" and num_experts % engine.gpus_per_engine:
@@ -301,6 +322,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _token_budget,
     _hardware,
     _formats,
+    _quantize,
     _engine_experts,
     _names,
     _node_names,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
+from posttrain.config.formats import Quantize, Serving
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Rollout:
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
     top_p: float = _doc("Nucleus sampling; other values than 1 bias the log-probabilities", minimum=1, maximum=1)
-    fp8: bool = _doc("Engines serve FP8 weights (128x128 blocks); the trainer keeps its own precision")
+    fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,7 @@ class Config:
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
     rollout: Rollout = field(default_factory=Rollout)
+    quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -379,10 +381,11 @@ class Config:
     engine: Engine = field(default_factory=Engine)
     download: Download = field(default_factory=Download)
     convert: Convert = field(default_factory=Convert)
+    serving: Serving = field(default_factory=Serving)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
     logging: Logging = field(default_factory=Logging)
 
 
 # What is learned. The digest of these names the run; everything else may change from attempt to attempt.
-EXPERIMENT_SECTIONS = ("model", "data", "algorithm", "rollout", "optimizer", "training")
+EXPERIMENT_SECTIONS = ("model", "data", "algorithm", "rollout", "quantize", "optimizer", "training")

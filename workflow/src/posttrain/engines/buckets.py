@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from posttrain.checkpoint.fp8 import SCALE_SUFFIX
+from posttrain.checkpoint.fp8 import SCALE_SUFFIX, SCALE_SUFFIXES
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _bundles(named_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]
 
 def _bundle_of(name: str) -> str:
     """Return the name under which tensors that belong together meet."""
-    return name.removesuffix(SCALE_SUFFIX).replace(*FUSED_WITH_QUERY)
+    return _weight_of(name).replace(*FUSED_WITH_QUERY)
 
 
 def _missing(bundle: dict[str, torch.Tensor]) -> set[str]:
@@ -79,10 +79,14 @@ def _missing(bundle: dict[str, torch.Tensor]) -> set[str]:
         for one, other in (FUSED_WITH_QUERY, FUSED_WITH_QUERY[::-1]):
             if one in name and name.endswith(WEIGHT_SUFFIX):
                 wanted.add(name.replace(one, other))
-        if tensor.dtype == torch.float8_e4m3fn:
+        if tensor.dtype == torch.float8_e4m3fn and not any(name + suffix in bundle for suffix in SCALE_SUFFIXES):
             wanted.add(name + SCALE_SUFFIX)
-        wanted.add(name.removesuffix(SCALE_SUFFIX))
+        wanted.add(_weight_of(name))
     return wanted - bundle.keys()
+
+
+def _weight_of(name: str) -> str:
+    return next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), name)
 
 
 def _size(bundle: list[NamedTensor]) -> int:

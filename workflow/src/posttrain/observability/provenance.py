@@ -80,7 +80,8 @@ def find_artefacts(paths: Paths) -> list[Artefact]:
         "hf_patched": paths.hf_patched,
         "torch_dist": paths.torch_dist,
         "rollout_fp8": paths.rollout_fp8,
-        "rollout_nvfp4": paths.rollout_nvfp4,
+        "serving": paths.serving,
+        "bf16": paths.bf16,
     }
     found = [artefact for name, folder in folders.items() for artefact in _artefacts_of(name, folder)]
     if paths.train_done.exists():

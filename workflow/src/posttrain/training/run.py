@@ -43,7 +43,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.metrics import step_metrics
 from posttrain.training.phases import PhaseClock
 from posttrain.types import SampleGroup
-from posttrain.weight_sync.publish import WeightPublisher, served_value
+from posttrain.weight_sync.publish import WeightPublisher, served_format, served_values
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -157,7 +157,7 @@ class TrainingRun:
         interval = self.config.trainer.mismatch_interval
         if not interval or step % interval:
             return own, None
-        backup = self._weights.transform(partial(served_value, fp8=self.config.rollout.fp8))
+        backup = self._weights.transform(served_values(self._weights, served_format(self.config)))
         served = [train_step.compute_logprobs(self._policy, update.batches) for update in updates]
         self._weights.restore(backup)
         return own, self._compare(updates, served)

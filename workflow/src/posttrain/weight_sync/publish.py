@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from posttrain import artifacts
-from posttrain.checkpoint.fp8 import dequantize_block, quantize_named
+from posttrain.checkpoint.fp8 import Fp8Format, dequantize, largest_magnitude, quantize_stream
+from posttrain.checkpoint.quantize import make_fp8
 from posttrain.checkpoint.safetensors_io import TensorSpec, read_header
 from posttrain.checkpoint.shard_writer import write_index
+from posttrain.config.derived import fp8_settings
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.client import EngineClient
@@ -88,26 +90,45 @@ class WeightPublisher:
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
+        served = served_format(self._config)
+        tensors = self._whole_tensors()
+        return quantize_stream(tensors, served) if served else tensors
+
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights.gather():
             assert tensor is not None, "rank 0 gets every tensor"
-            yield from quantize_named(name, tensor) if self._config.rollout.fp8 else [(name, tensor)]
+            yield name, tensor
 
 
-def served_value(name: str, tensor: torch.Tensor, fp8: bool) -> torch.Tensor:
-    """Return the numbers that an engine computes with for one Hub tensor.
+def served_format(config: Config) -> Fp8Format | None:
+    """Return the format that engines serve during training; None for the Hub's own."""
+    return make_fp8(fp8_settings(config), config.model.architecture.num_hidden_layers) if config.rollout.fp8 else None
+
+
+def served_values(weights: HubWeights, served: Fp8Format | None) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return the function from a Hub tensor to the numbers that an engine computes with; collective.
 
     Args:
-        name: Hub name.
-        tensor: In the precision of the Hub checkpoint.
-        fp8: Whether engines serve FP8.
+        weights: The trainer's weights as they are served.
+        served: What engines serve; None for the Hub's own precision.
 
     Returns:
-        fp32 of the same shape: codes times scales for a quantised matrix, the value itself otherwise.
+        (Hub name, tensor in the Hub's precision) -> fp32 of the same shape: codes times scales for a quantised
+        matrix, the value itself otherwise.
     """
-    if not fp8:
+    largest: dict[str, torch.Tensor] = {}
+    if served and served.strategy == "tensor":
+        for name, tensor in weights.gather():
+            if tensor is not None and served.selection.includes(name, tensor.shape):
+                largest[name] = largest_magnitude(tensor)
+    return lambda name, tensor: _served_value(name, tensor, served, largest)
+
+
+def _served_value(
+    name: str, tensor: torch.Tensor, served: Fp8Format | None, largest: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if served is None or not served.selection.includes(name, tensor.shape):
         return tensor.float()
-    served = quantize_named(name, tensor)
-    if len(served) == 1:
-        return served[0][1].float()
-    (_, codes), (_, scales) = served
-    return dequantize_block(codes, scales)
+    shared = [largest[other] for other in served.sharing_scale(name) if other in largest]
+    codes, scale = served.quantize(name, tensor, torch.stack(shared).amax() if shared else None).values()
+    return dequantize(codes, scale)

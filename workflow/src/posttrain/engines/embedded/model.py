@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoint.fp8 import SCALE_SUFFIX
+from posttrain.checkpoint.fp8 import SCALE_SUFFIXES
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.engines.embedded.weights import ServedWeights, WeightError, WeightUpdate
@@ -57,7 +57,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> LoadedModel:
     """Build the model of `folder` and load its weights.
 
     Args:
-        folder: config.json, shards in BF16, FP32 or FP8 (128x128 blocks), and optionally
+        folder: config.json, shards in BF16, FP32 or FP8, and optionally
             generation_config.json.
         dtype: What weights and activations are computed in.
 
@@ -137,9 +137,9 @@ def _weights_with_scales(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]
     reader = CheckpointReader(folder)
     names = set(reader.names)
     for name in reader.names:
-        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in names:
+        if any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in SCALE_SUFFIXES):
             continue
-        bundle = [name, name + SCALE_SUFFIX] if name + SCALE_SUFFIX in names else [name]
+        bundle = [name, *(name + suffix for suffix in SCALE_SUFFIXES if name + suffix in names)]
         yield [(part, reader.tensor(part)) for part in bundle]
 
 

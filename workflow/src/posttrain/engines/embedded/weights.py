@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.checkpoint.fp8 import BLOCK, SCALE_SUFFIX, dequantize_block
+from posttrain.checkpoint.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
 from posttrain.engines.checksums import tensor_checksum
 
 log = logging.getLogger(__name__)
@@ -120,9 +120,9 @@ class WeightUpdate:
         if self._is_mtp(name):
             self.num_skipped += 1
             return
-        if name.endswith(SCALE_SUFFIX):
-            if name.removesuffix(SCALE_SUFFIX) not in bucket:
-                raise WeightError(f"{name}: came without {name.removesuffix(SCALE_SUFFIX)}")
+        if suffix := next((suffix for suffix in SCALE_SUFFIXES if name.endswith(suffix)), ""):
+            if name.removesuffix(suffix) not in bucket:
+                raise WeightError(f"{name}: came without {name.removesuffix(suffix)}")
             return
         view = self._views.get(name)
         if view is None:
@@ -166,11 +166,11 @@ def _in_full_precision(name: str, bucket: Mapping[str, torch.Tensor]) -> torch.T
     tensor = bucket[name]
     if tensor.dtype != torch.float8_e4m3fn:
         return tensor
-    scale = bucket.get(name + SCALE_SUFFIX)
+    scale = next((bucket[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in bucket), None)
     if scale is None:
-        raise WeightError(f"{name}: quantised, and {name + SCALE_SUFFIX} is not beside it")
-    expected = tuple(-(-size // BLOCK) for size in tensor.shape)
-    if tensor.dim() != 2 or tuple(scale.shape) != expected:
+        raise WeightError(f"{name}: quantised, and {name + SCALE_SUFFIXES[0]} is not beside it")
+    blocks = tuple(-(-size // BLOCK) for size in tensor.shape)
+    if tensor.dim() != 2 or tuple(scale.shape) not in (blocks, (tensor.shape[0], 1), ()):
         found = f"scales of shape {tuple(scale.shape)} for codes of shape {tuple(tensor.shape)}"
-        raise WeightError(f"{name}: {found}, expected {expected}")
-    return dequantize_block(tensor, scale)
+        raise WeightError(f"{name}: {found}, expected {blocks}")
+    return dequantize(tensor, scale)

@@ -7,10 +7,12 @@ import torch
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
 from posttrain.artifacts import part_receipt_of, partial_of
-from posttrain.checkpoint.fp8 import dequantize_block, is_quantized, quantize_named
-from posttrain.checkpoint.fp8_folder import finalize_folder, plan_shards, write_part
-from posttrain.checkpoint.fp8_report import measure, summarize
+from posttrain.checkpoint import recoded_folder
+from posttrain.checkpoint.fp8 import Fp8Format, dequantize_block, quantize_named, quantize_stream
 from posttrain.checkpoint.parts import read_parts, write_part_receipt
+from posttrain.checkpoint.quantize import Quantization
+from posttrain.checkpoint.quantized_names import Selection
+from posttrain.checkpoint.recoded_folder import finalize_folder, plan_shards, write_part
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError
 
@@ -26,14 +28,19 @@ def source(tmp_path_factory):
     return folder
 
 
-def quantize(source, folder, num_parts=2, num_threads=1):
+BLOCKS = {"format": "fp8", "strategy": "block", "scale": "fp32"}
+ALL = Selection()
+
+
+def quantize(source, folder, num_parts=2, num_threads=1, **settings):
+    recoding = Quantization(source, BLOCKS | settings)
     receipts = [part_receipt_of(folder, part) for part in range(num_parts)]
     inputs = {"hf_patched": "s1"}
     for part, receipt in enumerate(receipts):
-        made = write_part(source, "s1", folder, part, num_parts, num_threads)
+        made = write_part(recoding, "s1", folder, part, num_parts, num_threads)
         write_part_receipt(receipt, "quantize_rollout_fp8", part, num_parts, made, inputs, started=0.0)
     parts = read_parts(folder, receipts, "quantize_rollout_fp8", inputs)
-    records = finalize_folder(source, partial_of(folder), parts)
+    records = finalize_folder(recoding, partial_of(folder), parts)
     return partial_of(folder), records
 
 
@@ -52,10 +59,24 @@ def test_the_folder_holds_what_weight_sync_would_send_byte_by_byte(tmp_path, sou
         assert torch.equal(stored.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+@pytest.mark.parametrize("settings", [{}, {"keep_last_layers": 1, "keep_modules": ["indexer"]}], ids=["all", "kept"])
+def test_weight_sync_sends_the_bytes_of_the_folder(tmp_path, source, strategy, settings):
+    folder, _ = quantize(source, tmp_path / "fp8", strategy=strategy, **settings)
+    origin, stored = CheckpointReader(source), CheckpointReader(folder)
+    served = Fp8Format(strategy, selection=Selection(num_layers=3, **settings))
+    sent = dict(quantize_stream(((name, origin.tensor(name)) for name in origin), served))
+    assert sent.keys() == set(stored.names)
+    for name, tensor in sent.items():
+        assert stored.tensor(name).reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
+    kept = [name for name in stored if "indexer.wk.weight" in name or name.startswith("model.layers.2.mlp.experts")]
+    assert all(stored.dtype(name) == "BF16" for name in kept) == bool(settings)
+
+
 def test_a_weight_lies_in_one_file_with_its_scale(tmp_path, source):
     served = CheckpointReader(quantize(source, tmp_path / "fp8")[0])
     scales = [name for name in served if name.endswith("_scale_inv")]
-    assert len(scales) == sum(is_quantized(n, i.shape) for n, i in CheckpointReader(source).infos.items()) > 50
+    assert len(scales) == sum(ALL.includes(n, i.shape) for n, i in CheckpointReader(source).infos.items()) > 50
     assert all(served.file_of(name) == served.file_of(name.removesuffix("_scale_inv")) for name in scales)
 
 
@@ -84,38 +105,38 @@ def test_the_bytes_are_the_same_for_any_number_of_parts_and_threads(tmp_path, so
         assert sorted(other, key=str) == sorted(records, key=str)
 
 
-def test_the_report_is_measured_on_what_is_served(tmp_path, source):
-    folder, _ = quantize(source, tmp_path / "fp8")
-    report = json.loads((folder / "quantization_report.json").read_text())
-    assert set(report) == {"all", "attention", "indexer", "dense_mlp", "experts", "shared_experts"}
-    origin, served = CheckpointReader(source), CheckpointReader(folder)
-    squares = errors = 0.0
-    for part in ("gate", "up", "down"):
-        name = f"model.layers.0.mlp.{part}_proj.weight"
-        weight = origin.tensor(name).double()
-        error = dequantize_block(served.tensor(name), served.tensor(f"{name}_scale_inv")).double() - weight
-        squares += weight.square().sum().item()
-        errors += error.square().sum().item()
-    row = report["dense_mlp"]
-    assert row["relative_error"] == pytest.approx((errors / squares) ** 0.5, rel=1e-6)
-    assert 0.015 < row["relative_error"] < 0.04
-    assert (row["num_tensors"], row["num_elements"], row["num_saturated"]) == (3, 3 * 160 * 136, 0)
-    assert row["bytes_after"] == 3 * (160 * 136 + 4 * 4)
-    assert row["compression"] == pytest.approx(2 * 160 * 136 / (160 * 136 + 16))
-
-
-def test_saturation_is_counted():
-    weight, codes = torch.tensor([[500.0, 448.0, 463.0]]), torch.full((1, 3), 448.0).to(torch.float8_e4m3fn)
-    error = measure(weight, codes, torch.ones(1, 1))
-    assert error.num_saturated == 1
-    assert error.max_abs_error == 52.0
-    row = summarize({"model.layers.0.mlp.up_proj.weight": error})["dense_mlp"]
-    assert row["relative_error"] == pytest.approx(((52**2 + 15**2) / (500**2 + 448**2 + 463**2)) ** 0.5)
-
-
 def test_shards_follow_from_names_and_sizes_alone(source):
-    plan = plan_shards(CheckpointReader(source))
+    plan = plan_shards(Quantization(source, BLOCKS))
     assert [name for held in plan.values() for name in held] == CheckpointReader(source).names
+
+
+def test_scales_of_experts_reach_over_the_borders_of_shards(tmp_path, monkeypatch):
+    make_random_checkpoint(tmp_path / "hf")
+    folders = [quantize(tmp_path / "hf", tmp_path / "few", format="nvfp4")[0]]
+    monkeypatch.setattr(recoded_folder, "MAX_SHARD_BYTES", 1)  # a file for each tensor
+    folders.append(quantize(tmp_path / "hf", tmp_path / "many", format="nvfp4")[0])
+    readers = [CheckpointReader(folder) for folder in folders]
+    names = [name for name in readers[0] if name.endswith("up_proj.weight_scale_2")]
+    pairs = [(name, name.replace("up_proj", "gate_proj")) for name in names]
+    assert all(readers[1].file_of(up) != readers[1].file_of(gate) for up, gate in pairs)
+    for name in readers[0]:
+        first, second = (reader.tensor(name).reshape(-1).view(torch.uint8) for reader in readers)
+        assert torch.equal(first, second), name
+    assert all(torch.equal(readers[0].tensor(up), readers[0].tensor(gate)) for up, gate in pairs)
+
+
+def test_the_nvfp4_folder_says_what_is_in_four_bits(tmp_path):
+    make_random_checkpoint(tmp_path / "hf")
+    folder, records = quantize(tmp_path / "hf", tmp_path / "nvfp4", format="nvfp4")
+    stored = CheckpointReader(folder)
+    quantized = [name for name in stored if stored.dtype(name) == "U8"]
+    assert len(quantized) == 2 * TINY.n_routed_experts * 3
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    nested = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    assert (config["quant_method"], config["quant_algo"], config["group_size"]) == ("modelopt", "NVFP4", 16)
+    assert (nested["quant_algo"], nested["group_size"]) == ("NVFP4", 16)
+    assert config["ignore"] == nested["exclude_modules"]
+    assert {record.path for record in records} == {path.name for path in folder.iterdir()}
 
 
 # ---- what is refused ----
@@ -124,21 +145,21 @@ def test_shards_follow_from_names_and_sizes_alone(source):
 def test_a_quantised_source_is_refused(tmp_path, source):
     folder, _ = quantize(source, tmp_path / "fp8")
     with pytest.raises(CheckpointError, match="quantised already"):
-        write_part(folder, "s1", tmp_path / "again", 0, 1)
+        Quantization(folder, BLOCKS)
 
 
 def test_a_source_with_codes_but_without_a_word_in_its_config_is_refused(tmp_path, source):
     folder, _ = quantize(source, tmp_path / "fp8")
     shutil.copy(source / "config.json", folder / "config.json")
     with pytest.raises(CheckpointError, match=r"quantised already \(model\..*: F8_E4M3"):
-        write_part(folder, "s1", tmp_path / "again", 0, 1)
+        Quantization(folder, BLOCKS)
 
 
 def test_a_source_without_anything_on_the_list_is_refused(tmp_path):
     write_shards(tmp_path, {"transformer.h.0.attn.weight": torch.zeros(4, 4)}, 1)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of its 1 tensors"):
-        write_part(tmp_path, "s1", tmp_path / "fp8", 0, 1)
+    with pytest.raises(CheckpointError, match="none of the 1 tensors"):
+        Quantization(tmp_path, BLOCKS)
 
 
 def test_fp32_weights_are_quantised_like_any(tmp_path):
@@ -157,8 +178,9 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_and_leaves_no_shard(tmp_
     tensors = random_tensors(ARCH, seed=0)
     tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 1] = torch.nan
     write_shards(broken, tensors, 3)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight: holds NaN"):
-        write_part(broken, "s1", tmp_path / "fp8", 0, 1)
+    named = r"model-0000\d-of-00003\.safetensors: model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight: holds NaN"
+    with pytest.raises(CheckpointError, match=named):
+        write_part(Quantization(broken, BLOCKS), "s1", tmp_path / "fp8", 0, 1)
     assert not any(path.name.endswith(".tmp") for path in partial_of(tmp_path / "fp8").iterdir())
 
 
@@ -172,7 +194,7 @@ def test_a_missing_part_is_refused(tmp_path, source):
     )
     parts.popitem()
     with pytest.raises(CheckpointError, match="the source gives"):
-        finalize_folder(source, partial_of(tmp_path / "fp8"), parts)
+        finalize_folder(Quantization(source, BLOCKS), partial_of(tmp_path / "fp8"), parts)
 
 
 def test_transformers_loads_the_folder(tmp_path):

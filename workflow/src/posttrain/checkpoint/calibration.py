@@ -1,0 +1,86 @@
+"""Largest magnitudes that calibration passes saw, merged by element-wise maximum.
+
+A pass is a file of NVIDIA Model Optimizer's own names, as its models' state dicts have them:
+
+    {module}.input_quantizer._amax     of what a module was given
+    {module}.weight_quantizer._amax    of its weight
+
+either safetensors or JSON (name -> number or list of numbers). Such a file is made by calibrating in any tool
+and keeping those entries. Which passes there were does not matter, nor their order: the maximum has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from posttrain.errors import CheckpointError
+
+_INPUT, _WEIGHT = ".input_quantizer._amax", ".weight_quantizer._amax"
+
+
+class Calibration:
+    """What all passes saw.
+
+    Args:
+        files: One for each pass; none means that scales come from weights alone.
+
+    Raises:
+        CheckpointError: When a file cannot be read, holds other entries or numbers that are no magnitudes, or
+            when passes disagree about a shape.
+    """
+
+    def __init__(self, files: Sequence[Path] = ()):
+        self._amax: dict[str, torch.Tensor] = {}
+        for file in files:
+            self._merge(file, _read(file))
+
+    def __bool__(self) -> bool:
+        return bool(self._amax)
+
+    def _merge(self, file: Path, seen: dict[str, torch.Tensor]) -> None:
+        for name, amax in seen.items():
+            before = self._amax.get(name)
+            if before is not None and before.shape != amax.shape:
+                shapes = f"{list(amax.shape)}, another pass has {list(before.shape)}"
+                raise CheckpointError(f"{file}: {name} has shape {shapes}")
+            self._amax[name] = amax if before is None else torch.maximum(before, amax)
+
+    def weight_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
+        """Return the largest magnitude given for some weights, [] float32; None when any of them has none."""
+        found = [self._scalar(name.removesuffix(".weight") + _WEIGHT) for name in hf_names]
+        known = [amax for amax in found if amax is not None]
+        return torch.stack(known).amax() if known and len(known) == len(found) else None
+
+    def input_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
+        """Return the largest magnitude that any of some modules was given, [] float32; None when none is known."""
+        found = [self._scalar(name.removesuffix(".weight") + _INPUT) for name in hf_names]
+        known = [amax for amax in found if amax is not None and amax > 0]
+        return torch.stack(known).amax() if known else None
+
+    def _scalar(self, name: str) -> torch.Tensor | None:
+        amax = self._amax.get(name)
+        if amax is not None and amax.numel() != 1:
+            raise CheckpointError(f"{name}: {list(amax.shape)} magnitudes, expected one for the whole tensor")
+        return amax
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        if file.suffix == ".json":
+            content = json.loads(file.read_text(encoding="utf-8"))
+            seen = {name: torch.tensor(value, dtype=torch.float32) for name, value in content.items()}
+        else:
+            seen = {name: tensor.float() for name, tensor in load_file(file).items()}
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: not a file of magnitudes ({error})") from error
+    if unknown := [name for name in seen if not name.endswith((_INPUT, _WEIGHT))]:
+        raise CheckpointError(f"{file}: {unknown[0]} is neither ...{_INPUT} nor ...{_WEIGHT}")
+    if wrong := [name for name, amax in seen.items() if not (torch.isfinite(amax) & (amax >= 0)).all()]:
+        raise CheckpointError(f"{file}: {wrong[0]} is not a magnitude: {seen[wrong[0]]}")
+    return {name: amax.reshape(()) if amax.numel() == 1 else amax for name, amax in seen.items()}

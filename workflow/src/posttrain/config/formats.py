@@ -1,0 +1,38 @@
+"""The number formats of weights: of the engines during training, and of a checkpoint for serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config.document import _doc
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How weights become FP8, and what keeps its precision in every format."""
+
+    strategy: str = _doc(
+        "What shares a scale: a block of 128x128, a channel (a row), or the whole tensor",
+        choices=("block", "channel", "tensor"),
+    )
+    scale: str = _doc(
+        "Scales are any FP32 number, or powers of two (UE8M0; blocks only)", choices=("fp32", "power_of_two")
+    )
+    keep_first_layers: int = _doc("Leading decoder layers that keep their precision", minimum=0)
+    keep_last_layers: int = _doc("Trailing decoder layers that keep their precision", minimum=0)
+    keep_modules: list[str] = _doc("Regular expressions: a module whose name holds a match keeps its precision")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A quantised checkpoint for serving, made on demand by `snakemake finalize_serving`; training does not use it."""
+
+    format: str = _doc(
+        "nvfp4: experts in 4 bits as NVIDIA Model Optimizer exports them; mxfp8; int4: experts in groups of 128",
+        "nvfp4",
+        choices=("nvfp4", "mxfp8", "int4"),
+    )
+    calibration: list[str] = _doc(
+        "Files of largest magnitudes, one per calibration pass, merged by maximum; none: from weights alone (nvfp4)",
+        [],
+    )
