@@ -61,56 +61,49 @@ def test_the_mtp_layer_adds_one_layer_and_four_tensors(glm5):
             "decoder.layers.5.mlp.experts.experts.linear_fc1.weight",
             "BF16",
             (256, 4096, 6144),
-            (7, 2048, 0),
-            (1, 2048, 6144),
+            (((7, 2048, 0), (1, 2048, 6144)),),
         ),
         Placement(
             "model.layers.5.mlp.experts.7.down_proj.weight",
             "decoder.layers.5.mlp.experts.experts.linear_fc2.weight",
             "BF16",
             (256, 6144, 2048),
-            (7, 0, 0),
-            (1, 6144, 2048),
+            (((7, 0, 0), (1, 6144, 2048)),),
         ),
         Placement(
             "model.layers.0.mlp.up_proj.weight",
             "decoder.layers.0.mlp.linear_fc1.weight",
             "BF16",
             (24576, 6144),
-            (12288, 0),
-            (12288, 6144),
+            (((12288, 0), (12288, 6144)),),
         ),
         Placement(
             "model.layers.77.mlp.gate.e_score_correction_bias",
             "decoder.layers.77.mlp.router.expert_bias",
             "F32",
             (256,),
-            (0,),
-            (256,),
+            (((0,), (256,)),),
         ),
         Placement(
             "model.layers.78.self_attn.indexer.wq_b.weight",
             "mtp.layers.0.transformer_layer.self_attention.core_attention.indexer.linear_wq_b.weight",
             "BF16",
             (4096, 2048),
-            (0, 0),
-            (4096, 2048),
+            (((0, 0), (4096, 2048)),),
         ),
         Placement(
             "model.layers.78.shared_head.norm.weight",
             "mtp.layers.0.final_layernorm.weight",
             "BF16",
             (6144,),
-            (0,),
-            (6144,),
+            (((0,), (6144,)),),
         ),
         Placement(
             "model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
             "decoder.layers.3.self_attention.linear_kv_down_proj.weight",
             "BF16",
             (576, 6144),
-            (0, 0),
-            (576, 6144),
+            (((0, 0), (576, 6144)),),
         ),
     ],
     ids=lambda placement: placement.hf_name,
@@ -123,14 +116,15 @@ def test_every_tensor_of_the_full_model_is_covered_exactly_once(glm5):
     for key, placements in by_key(glm5).items():
         shape = placements[0].global_shape
         assert {placement.global_shape for placement in placements} == {shape}
-        assert sum(math.prod(placement.sizes) for placement in placements) == math.prod(shape)
-        assert find_misfit(shape, [(p.offsets, p.sizes) for p in placements]) == "", key
+        boxes = [box for placement in placements for box in placement.boxes]
+        assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+        assert find_misfit(shape, boxes) == "", key
 
 
 def test_the_inverse_leads_back(glm5):
     placements = to_megatron(glm5)
     assert len({placement.hf_name for placement in placements}) == len(placements)
-    assert len({(placement.key, placement.offsets) for placement in placements}) == len(placements)
+    assert len({(placement.key, placement.boxes) for placement in placements}) == len(placements)
     back = {place.hf_name for places in by_key(glm5).values() for place in places}
     assert back == set(by_hf_name(glm5)) == set(expected_tensors(glm5))
 

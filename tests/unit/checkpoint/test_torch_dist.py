@@ -117,7 +117,7 @@ def test_the_format_files_are_what_megatron_asks_for(tmp_path, source):
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    assert torch.load(folder / "common.pt", weights_only=True) == {}
+    assert torch.load(folder / "common.pt", weights_only=True) == {"content_metadata": {"non_homogeneous_layers": True}}
 
 
 # ---- what is refused ----

@@ -63,6 +63,7 @@ def test_the_whole_model_loads_with_megatrons_strictest_check(megatron, converte
         for key, placements in by_key(TINY).items()
     }
     loaded = megatron.load(wanted, str(converted), strict="raise_all")
+    assert loaded.pop("content_metadata") == megatron.load_content_metadata(str(converted))
     assert set(loaded) == set(by_key(TINY))
     for key, tensor in loaded.items():
         assert torch.equal(tensor, reader.read(key).float()), key

@@ -26,7 +26,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "download_dataset": 1,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,
-    "finalize_torch_dist": 1,
+    "finalize_torch_dist": 2,
     "adopt_torch_dist": 1,
     "quantize_rollout_fp8": 1,
     "finalize_rollout_fp8": 1,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,14 +178,16 @@ def _write_shard(
     return {}
 
 
-def _value_reader(export: Export) -> Callable[[str], torch.Tensor]:
-    def read(name: str) -> torch.Tensor:
+def _value_reader(export: Export) -> Callable[[str], Iterator[torch.Tensor]]:
+    def read(name: str) -> Iterator[torch.Tensor]:
         place = export.placements.get(name)
         if place is None:
-            return export.origin.tensor(name)
-        spec = export.origin.info(name).spec
-        chunk = export.trained.read(place.key, place.offsets, place.sizes)
-        return chunk.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype])
+            yield export.origin.tensor(name)
+            return
+        dtype = TORCH_DTYPES[export.origin.info(name).dtype]
+        for box in place.boxes:
+            for rows in export.trained.read_rows(place.key, *box):
+                yield rows.to(dtype)
 
     return read
 
