@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors
+from tests.tiny_checkpoint import FAMILIES, TINY, random_tensors
 
 from posttrain.checkpoint.param_names import (
     Placement,
@@ -129,7 +129,7 @@ def test_the_inverse_leads_back(glm5):
     assert back == set(by_hf_name(glm5)) == set(expected_tensors(glm5))
 
 
-@pytest.mark.parametrize("arch", [TINY, TINY_DEEPSEEK], ids=["glm_moe_dsa", "deepseek_v3"])
+@pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES)
 def test_names_and_shapes_are_those_of_transformers(arch):
     found = {
         name: TensorSpec(tuple(tensor.shape), "F32" if tensor.dtype.itemsize == 4 else "BF16")

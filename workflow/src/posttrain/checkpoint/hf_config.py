@@ -136,7 +136,6 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
         "mlp_bias": False,
         "hidden_act": "silu",
         "use_sliding_window": False,
-        "layer_types": ["full_attention"] * layers,
         "rope_interleave": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -153,6 +152,8 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
             "num_key_value_heads": architecture.num_attention_heads,
             "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
         }
+    else:
+        fixed["layer_types"] = ["full_attention"] * layers
     if architecture.index_n_heads:
         fixed |= {"indexer_rope_interleave": True, "indexer_types": ["full"] * layers}
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
