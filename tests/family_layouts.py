@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 from posttrain.config.schema import Config
@@ -27,31 +26,41 @@ def main() -> None:
 
     from posttrain.megatron_backend.initialize import initialize
 
+    folders = {family: Path(folder) for family, folder in arguments["folders"].items()}
+    # Before Megatron's stand-ins for CUDA are in place: transformers loads models on the meta device, too.
+    computed = [family for family in folders if not FAMILIES[family].kv_lora_rank]
+    references = {family: reference_logits(folders[family] / "hf", FAMILIES[family].vocab_size) for family in computed}
     results = {}
-    for family, folder in arguments["folders"].items():
+    for family, folder in folders.items():
         config = test_config(FAMILIES[family], **arguments["parallel"])
         if not dist.is_initialized():
             initialize(config)
-        results[family] = check(config, Path(folder))
+        results[family] = check(config, folder / "torch_dist", references.get(family))
     print(json.dumps(results))
     dist.destroy_process_group()
 
 
-def check(config: Config, folder: Path) -> dict[str, object]:
+@torch.no_grad()
+def reference_logits(folder: Path, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [B, S] and transformers' logits [B, S, V] for them."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(2, vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return tokens, model.eval()(tokens).logits
+
+
+def check(config: Config, folder: Path, reference: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, object]:
     from tests.megatron_families import build_model
 
-    arch = config.model.architecture
-    whole = load(build_model(config), folder / "torch_dist")
-    result: dict[str, object] = {"unequal": unequal_shards(whole, folder / "torch_dist")}
-    if arch.n_routed_experts:
-        grouped = load(build_model(config, grouped=True), folder / "torch_dist")
-        result["unequal"] += unequal_shards(grouped, folder / "torch_dist")
-    if not arch.kv_lora_rank:
-        trained = load(build_model(config, with_mtp=False), folder / "torch_dist")
-        reference = load_file(folder / "reference.safetensors")
-        logits = compute_logits(trained, reference["tokens"])
+    result: dict[str, object] = {"unequal": unequal_shards(load(build_model(config), folder), folder)}
+    if config.model.architecture.n_routed_experts:
+        grouped = load(build_model(config, grouped=True), folder)
+        result["unequal"] += unequal_shards(grouped, folder)
+    if reference:
+        logits = compute_logits(load(build_model(config, with_mtp=False), folder), reference[0])
         if logits is not None:
-            result["logits_difference"] = float((logits - reference["logits"]).abs().max())
+            result["logits_difference"] = float((logits - reference[1]).abs().max())
     return result
 
 

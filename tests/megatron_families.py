@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.overrides import TorchFunctionMode
 
 from posttrain.config.schema import Config
@@ -76,7 +77,8 @@ def sharded_tensors(model: GPTModel, stacked: bool = False) -> list[ShardedTenso
 def _settings(config: Config) -> TransformerConfig:
     if config.model.architecture.kv_lora_rank:
         return transformer_config(config)
-    return TransformerConfig(**_arguments(megatron_flags.model_flags(config)))
+    # Megatron's default dispatcher, which a dense model keeps, refuses sequences of varying length.
+    return TransformerConfig(**_arguments(megatron_flags.model_flags(config)) | {"variable_seq_lengths": False})
 
 
 def _standard_layers(settings: TransformerConfig) -> TransformerBlockSubmodules:
@@ -87,9 +89,8 @@ def _standard_layers(settings: TransformerConfig) -> TransformerBlockSubmodules:
     """
     block = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
     frequencies = settings.moe_layer_freq
-    first = block_first_layer(settings)
     layers = []
-    for index, layer in enumerate(block.layer_specs, start=first):
+    for index, layer in enumerate(block.layer_specs, start=get_transformer_layer_offset(settings)):
         layer = copy.deepcopy(layer)
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -99,13 +100,6 @@ def _standard_layers(settings: TransformerConfig) -> TransformerBlockSubmodules:
             del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def block_first_layer(settings: TransformerConfig) -> int:
-    """Return the number, from 0, of this stage's first layer."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    return get_transformer_layer_offset(settings)
 
 
 def _mtp_layers(settings: TransformerConfig, spec: TransformerBlockSubmodules) -> object:

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from tests.megatron_single import CONFIG_DIR, initialize_single_rank, run_ranks, test_config
 from tests.tiny_checkpoint import FAMILIES, make_random_checkpoint
 
@@ -92,7 +90,7 @@ def test_names_and_shapes_are_those_that_megatron_gives_the_full_model(model, gr
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> dict[str, str]:
-    """A random checkpoint of each family, converted; with transformers' logits where Megatron computes them, too."""
+    """A random checkpoint of each family, converted."""
     root = tmp_path_factory.mktemp("families")
     return {family: str(convert_family(root / family, arch)) for family, arch in FAMILIES.items()}
 
@@ -103,27 +101,19 @@ def convert_family(root: Path, arch: Architecture) -> Path:
     parts = {made.record.path: made for n in range(2) for made in write_part(root / "hf", "s1", folder, arch, n, 2)}
     with building(folder) as partial:
         write_format_files(partial, parts, arch)
-    if not arch.kv_lora_rank:
-        save_file(reference_logits(root / "hf", arch), root / "reference.safetensors")
     return root
-
-
-@torch.no_grad()
-def reference_logits(folder: Path, arch: Architecture) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    tokens = torch.randint(2, arch.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return {"tokens": tokens, "logits": model.eval()(tokens).logits}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_converted_checkpoints_load_and_compute_the_same(converted, layout):
     ranks = 1 if layout == "one_rank" else 2
-    request = {"root": str(ROOT), "folders": converted, "parallel": LAYOUTS[layout]}
+    # Megatron refuses to split the experts of a model without any.
+    families = {family: arch for family, arch in FAMILIES.items() if layout != "expert" or arch.n_routed_experts}
+    folders = {family: converted[family] for family in families}
+    request = {"root": str(ROOT), "folders": folders, "parallel": LAYOUTS[layout]}
     outputs = run_ranks(ROOT / "tests/family_layouts.py", ranks, json.dumps(request))
     results = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-    for family, arch in FAMILIES.items():
+    for family, arch in families.items():
         assert [result[family]["unequal"] for result in results] == [[]] * ranks, family
         differences = [r[family]["logits_difference"] for r in results if "logits_difference" in r[family]]
         if not arch.kv_lora_rank:

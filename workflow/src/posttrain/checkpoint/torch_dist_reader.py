@@ -76,7 +76,9 @@ class TorchDistReader:
             key: sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in row.chunks)
             for key, row in self._tensors.items()
         }
-        self._longest = {key: max((box[1][0] for box in boxes if box[1]), default=1) for key, boxes in self._boxes.items()}
+        self._longest = {
+            key: max((box[1][0] for box in boxes if box[1]), default=1) for key, boxes in self._boxes.items()
+        }
         # Mapped chunks cost no memory, and a tensor of the Hub may be many boxes of one.
         self._read_chunk = functools.lru_cache(maxsize=_OPEN_CHUNKS)(self._map_and_check)
 
