@@ -10,7 +10,7 @@ from tests.small_checkpoint import (
     tokenizer_config,
     write_object,
 )
-from tests.tiny_checkpoint import FAMILIES, TINY, make_random_checkpoint
+from tests.tiny_checkpoint import FAMILIES, make_random_checkpoint
 from transformers import AutoTokenizer, DeepseekV3Config, GlmMoeDsaConfig
 
 from posttrain.artifacts import Receipt, hash_file, record_files

@@ -62,6 +62,7 @@ def test_the_mtp_layer_adds_one_layer_and_four_tensors(glm5):
             "BF16",
             (256, 4096, 6144),
             (((7, 2048, 0), (1, 2048, 6144)),),
+            num_stack_axes=1,
         ),
         Placement(
             "model.layers.5.mlp.experts.7.down_proj.weight",
@@ -69,6 +70,7 @@ def test_the_mtp_layer_adds_one_layer_and_four_tensors(glm5):
             "BF16",
             (256, 6144, 2048),
             (((7, 0, 0), (1, 6144, 2048)),),
+            num_stack_axes=1,
         ),
         Placement(
             "model.layers.0.mlp.up_proj.weight",

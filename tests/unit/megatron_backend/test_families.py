@@ -95,8 +95,8 @@ def converted(tmp_path_factory) -> dict[str, str]:
     return {family: str(convert_family(root / family, arch)) for family, arch in FAMILIES.items()}
 
 
-def convert_family(root: Path, arch: Architecture) -> Path:
-    make_random_checkpoint(root / "hf", arch, seed=2)
+def convert_family(root: Path, arch: Architecture, seed: int = 2) -> Path:
+    make_random_checkpoint(root / "hf", arch, seed)
     folder = root / "torch_dist"
     parts = {made.record.path: made for n in range(2) for made in write_part(root / "hf", "s1", folder, arch, n, 2)}
     with building(folder) as partial:

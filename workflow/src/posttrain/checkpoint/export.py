@@ -18,7 +18,15 @@ from pathlib import Path
 import torch
 
 from posttrain.artifacts import FileRecord, Receipt, read_receipt, receipt_of, record_files
-from posttrain.checkpoint.param_names import Placement, by_hf_name, by_key, require_tensors
+from posttrain.checkpoint.param_names import (
+    Placement,
+    by_hf_name,
+    by_key,
+    find_placement,
+    newest_checkpoint,
+    require_tensors,
+    to_megatron,
+)
 from posttrain.checkpoint.parts import (
     Notes,
     OutputFile,
@@ -35,6 +43,7 @@ from posttrain.checkpoint.safetensors_io import (
     read_metadata,
 )
 from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, write_index, write_shard
+from posttrain.checkpoint.tiling import Shape
 from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
@@ -64,7 +73,8 @@ def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
     """Open both sides and check that together they hold the whole model.
 
     Args:
-        checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision.
+        checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision; or the folder
+            in which slime, miles or Megatron-LM keep theirs.
         origin: Checkpoint in Hub layout.
         arch: Dimensions of the model.
 
@@ -72,16 +82,20 @@ def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
         CheckpointError: When the origin is of another architecture, a file of the checkpoint is missing or
             too short, a weight is missing or has another shape, or the checkpoint has an MTP layer in part.
     """
-    reader, trained = CheckpointReader(origin), TorchDistReader(checkpoint)
+    reader, trained = CheckpointReader(origin), TorchDistReader(newest_checkpoint(checkpoint))
     require_tensors(reader, arch)
     trained.check_files()
-    table = by_hf_name(arch)
-    placements = {name: place for name, place in table.items() if place.key in trained}
-    if wrong := [*_wrong_shapes(trained, placements), *_missing(trained, arch)]:
+
+    def shape_of(key: str) -> Shape | None:
+        return trained.shape(key) if key in trained else None
+
+    found = {place.hf_name: find_placement(place, arch, shape_of) for place in to_megatron(arch)}
+    placements = {name: place for name, place in found.items() if place}
+    if wrong := [*_wrong_shapes(trained, placements), *_missing(found, arch)]:
         shown = [*wrong[:20], f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else wrong
-        raise CheckpointError(f"{checkpoint}: cannot be exported:\n  " + "\n  ".join(shown))
+        raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
     num_kept = len(reader) - len(placements)
-    log.info("%d tensors from %s, %d from %s", len(placements), checkpoint, num_kept, origin)
+    log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
     return Export(trained, reader, placements)
 
 
@@ -94,11 +108,13 @@ def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement])
     ]
 
 
-def _missing(trained: TorchDistReader, arch: Architecture) -> list[str]:
+def _missing(found: Mapping[str, Placement | None], arch: Architecture) -> list[str]:
     """Return what the trainer must hold but does not; the MTP layers may be absent, but only altogether."""
-    mtp_keys = [key for key in by_key(arch) if key.startswith("mtp.")]
-    absent = set(mtp_keys) if not any(key in trained for key in mtp_keys) else set()
-    return [f"{key}: missing" for key in by_key(arch) if key not in trained and key not in absent]
+    table = by_hf_name(arch)
+    absent = {table[name].key for name, place in found.items() if place is None}
+    mtp_keys = {key for key in by_key(arch) if key.startswith("mtp.")}
+    needed = absent - mtp_keys if mtp_keys <= absent else absent
+    return [f"{key}: missing" for key in by_key(arch) if key in needed]
 
 
 def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
@@ -186,7 +202,7 @@ def _value_reader(export: Export) -> Callable[[str], Iterator[torch.Tensor]]:
             return
         dtype = TORCH_DTYPES[export.origin.info(name).dtype]
         for box in place.boxes:
-            for rows in export.trained.read_rows(place.key, *box):
+            for rows in export.trained.read_rows(place.key, *box, axis=place.num_stack_axes):
                 yield rows.to(dtype)
 
     return read

@@ -128,12 +128,11 @@ class TorchDistReader:
             return self._read_chunk(key, box)[slices_within(wanted, box)]
         return self._assemble(key, wanted, parts)
 
-    def read_rows(self, key: str, offsets: Shape, sizes: Shape) -> Iterator[torch.Tensor]:
-        """Read a box piece by piece: a few rows at a time (the last axis but one), as the chunks are cut.
+    def read_rows(self, key: str, offsets: Shape, sizes: Shape, axis: int = 0) -> Iterator[torch.Tensor]:
+        """Read a box piece by piece: a few rows at a time, as the chunks are cut.
 
-        Joined along that axis the pieces are what `read` returns, at the cost of one piece's memory.
+        Joined along `axis` the pieces are what `read` returns, at the cost of one piece's memory.
         """
-        axis = max(len(sizes) - 2, 0)
         first, end = offsets[axis], offsets[axis] + sizes[axis]
         edges = {first, end}
         for (low, extent), _ in self._overlaps(key, (offsets, sizes)):

@@ -9,6 +9,7 @@ Everything follows from `config.schema.Architecture`; no weights are needed. Con
 check of a downloaded checkpoint all read this table.
 """
 
+from posttrain.checkpoint.param_names.other_trainers import find_placement, newest_checkpoint
 from posttrain.checkpoint.param_names.placement import Placement
 from posttrain.checkpoint.param_names.table import (
     by_hf_name,
@@ -26,6 +27,8 @@ __all__ = [
     "by_key",
     "compare_tensors",
     "expected_tensors",
+    "find_placement",
+    "newest_checkpoint",
     "optional_copies",
     "require_tensors",
     "to_megatron",

@@ -17,8 +17,9 @@ class Placement:
         key: Name in Megatron's distributed checkpoint.
         dtype: Precision on the Hub, "BF16" or "F32".
         global_shape: Dimensions of Megatron's whole tensor.
-        boxes: First index and extent of each chunk. The Hub's tensor is the chunks one below the other, without the
-            dimension that stacks experts.
+        boxes: First index and extent of each chunk. The Hub's tensor is the chunks one below the other.
+        num_stack_axes: Leading dimensions of Megatron's tensor that the Hub's does not have: each box has one index
+            there, that of an expert for instance.
     """
 
     hf_name: str
@@ -26,14 +27,13 @@ class Placement:
     dtype: str
     global_shape: Shape
     boxes: tuple[Box, ...]
+    num_stack_axes: int = 0
 
     @property
     def spec(self) -> TensorSpec:
         """Shape and dtype on the Hub."""
-        rows, *columns = self._without_experts(self.boxes[0])
-        if len(self.boxes) > 1:
-            rows = sum(self._without_experts(box)[0] for box in self.boxes)
-        return TensorSpec((rows, *columns), self.dtype)
+        shapes = [sizes[self.num_stack_axes :] for _, sizes in self.boxes]
+        return TensorSpec((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
 
     @property
     def size_bytes(self) -> int:
@@ -45,15 +45,10 @@ class Placement:
         """Each box with the rows of the Hub's tensor that lie in it."""
         parts, start = [], 0
         for box in self.boxes:
-            end = start + self._without_experts(box)[0]
+            end = start + box[1][self.num_stack_axes]
             parts.append((box, slice(start, end)))
             start = end
         return tuple(parts)
-
-    @staticmethod
-    def _without_experts(box: Box) -> Shape:
-        sizes = box[1]
-        return sizes[1:] if len(sizes) == 3 else sizes
 
 
 def whole(hf_name: str, key: str, shape: Shape, dtype: str = "BF16") -> Placement:
@@ -70,4 +65,4 @@ def rows(hf_name: str, key: str, shape: Shape, starts: tuple[int, ...], num_rows
 
 def expert_rows(hf_name: str, key: str, shape: Shape, expert: int, start: int, num_rows: int) -> Placement:
     """Return the placement of a tensor of one expert in the stack of all: `num_rows` rows from `start`."""
-    return Placement(hf_name, key, "BF16", shape, (((expert, start, 0), (1, num_rows, shape[2])),))
+    return Placement(hf_name, key, "BF16", shape, (((expert, start, 0), (1, num_rows, shape[2])),), num_stack_axes=1)
