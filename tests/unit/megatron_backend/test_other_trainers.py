@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.exporting import export_in_parts
 from tests.family_layouts import load
 from tests.megatron_single import initialize_single_rank, test_config
 from tests.tiny_checkpoint import FAMILIES, TINY, make_random_checkpoint
 from tests.unit.megatron_backend.test_families import convert_family
 
-from posttrain.artifacts import partial_of
-from posttrain.checkpoint.export import finalize_folder, open_export, write_shards
 from posttrain.checkpoint.param_names import newest_checkpoint
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.checkpoint.torch_dist_reader import TorchDistReader
@@ -42,13 +41,6 @@ def save_as_trainer(megatron, state, folder: Path, name: str = "iter_0000005") -
     (folder / "latest_checkpointed_iteration.txt").write_text(text)
 
 
-def export(checkpoint: Path, origin: Path, arch, folder: Path) -> CheckpointReader:
-    opened = open_export(checkpoint, origin, arch)
-    write_shards(opened, {"train": "t1"}, folder)
-    finalize_folder(opened, partial_of(folder))
-    return CheckpointReader(partial_of(folder))
-
-
 def assert_same_bytes(made: CheckpointReader, expected: CheckpointReader) -> None:
     for file in expected.index.files:
         assert (made.folder / file).read_bytes() == (expected.folder / file).read_bytes(), file
@@ -69,7 +61,7 @@ def test_layers_that_megatron_stacks_are_taken_apart(megatron, tmp_path, family)
     keys = TorchDistReader(tmp_path / "theirs" / "iter_0000005").keys
     assert "decoder.layers.self_attention.linear_qkv.weight" in keys
     assert not [key for key in keys if key.startswith("decoder.layers.0.")]
-    made = export(tmp_path / "theirs", root / "hf", arch, tmp_path / "hf")
+    made = CheckpointReader(export_in_parts(tmp_path / "theirs", root / "hf", arch, tmp_path / "hf"))
     assert_same_bytes(made, CheckpointReader(root / "hf"))
 
 
@@ -84,7 +76,7 @@ def test_glm5_as_miles_writes_it(megatron, tmp_path):
             theirs, value = as_miles_has_it(key, reader.read(key).clone())
             state[theirs] = megatron.ShardedTensor.from_rank_offsets(theirs, value.contiguous())
     save_as_trainer(megatron, state, tmp_path / "theirs", "release")
-    made = export(tmp_path / "theirs", tmp_path / "hf", TINY, tmp_path / "exported")
+    made = CheckpointReader(export_in_parts(tmp_path / "theirs", tmp_path / "hf", TINY, tmp_path / "exported"))
     assert set(made) == set(tensors)
     assert_same_bytes(made, CheckpointReader(tmp_path / "hf"))
 

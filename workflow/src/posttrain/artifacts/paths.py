@@ -33,7 +33,8 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "quantize_nvfp4": 1,
     "stage_to_node_local": 1,
     "train_grpo": 1,
-    "export_hf": 1,
+    "export_hf": 2,
+    "finalize_export_hf": 1,
     "evaluate": 1,
 }
 
