@@ -34,18 +34,21 @@ from posttrain.planner import megatron_flags
 METADATA = {"non_homogeneous_layers": True}
 
 
-def build_model(config: Config, grouped: bool = False, with_mtp: bool = True, stacked: bool = False) -> GPTModel:
-    """Return this rank's stage of the model, weights not initialised.
+def build_model(
+    config: Config, grouped: bool = False, with_mtp: bool = True, stacked: bool = False, initialize: bool = False
+) -> GPTModel:
+    """Return this rank's stage of the model.
 
     Args:
         config: The resolved configuration; its layout is already that of the parallel state.
         grouped: Experts in one module (GroupedMLP) instead of one each (SequentialMLP).
         with_mtp: Build the MTP layers, too.
+        initialize: Draw the weights, as Megatron does by default.
         stacked: All layers alike, as far as Megatron is told: it then stacks their weights in checkpoints.
     """
     arch = config.model.architecture
     settings = _settings(config)
-    settings.moe_grouped_gemm = grouped
+    settings.moe_grouped_gemm, settings.perform_initialization = grouped, initialize
     settings.mtp_num_layers = arch.num_nextn_predict_layers or None if with_mtp else None
     if stacked and isinstance(settings.moe_layer_freq, list):
         assert all(settings.moe_layer_freq), "dense and MoE layers are not alike"
