@@ -1,8 +1,10 @@
+import dataclasses
 import hashlib
 import json
 
 import pytest
 import torch
+from tests.anonymous_memory import growth_of_anonymous_memory
 from tests.exporting import export_in_parts
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
@@ -136,6 +138,21 @@ def test_a_second_call_writes_nothing_and_another_checkpoint_everything(tmp_path
         CheckpointReader(folder).tensor("model.norm.weight"),
         values["decoder.final_layernorm.weight"].bfloat16(),
     )
+
+
+def test_no_tensor_is_held_in_memory_there_or_back(tmp_path):
+    """An embedding and an output matrix of 128 MB each."""
+    large = dataclasses.replace(TINY, vocab_size=1 << 20)
+    make_random_checkpoint(tmp_path / "hf", large)
+    folder, made = tmp_path / "torch_dist", []
+    there = growth_of_anonymous_memory(lambda: made.extend(write_part(tmp_path / "hf", "s1", folder, large, 0, 1)))
+    write_format_files(partial_of(folder), {item.record.path: item for item in made}, large)
+    back = growth_of_anonymous_memory(
+        lambda: export_in_parts(partial_of(folder), tmp_path / "hf", large, tmp_path / "x")
+    )
+    assert max(there, back) < 48 << 20
+    for shard in (tmp_path / "hf").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "x" / shard.name).read_bytes()
 
 
 # ---- what is refused ----

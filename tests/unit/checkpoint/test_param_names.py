@@ -1,5 +1,7 @@
 import dataclasses
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,22 @@ def test_the_mtp_layer_adds_one_layer_and_four_tensors(glm5):
 )
 def test_placements_worked_out_by_hand(glm5, placement):
     assert by_hf_name(glm5)[placement.hf_name] == placement
+
+
+def test_the_full_table_takes_seconds():
+    """Names, sizes, gaps and overlaps of 744 billion parameters, from the configuration alone, in a new process."""
+    code = (
+        "import dataclasses, time; from pathlib import Path; from posttrain.config.load import resolve;"
+        "from posttrain.checkpoint.param_names import by_key; from posttrain.checkpoint.tiling import find_misfit;"
+        "arch = resolve({'model': 'glm5', 'site': 'local'}, Path('config')).config.model.architecture;"
+        "arch = dataclasses.replace(arch, num_nextn_predict_layers=0);"
+        "started = time.process_time(); table = by_key(arch);"
+        "wrong = [k for k, ps in table.items() if find_misfit(ps[0].global_shape, [b for p in ps for b in p.boxes])];"
+        "placed = [p for ps in table.values() for p in ps];"
+        "print(len(placed), sum(p.size_bytes for p in placed), wrong, time.process_time() - started < 10)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[0] == "59079 1487822475264 [] True"
 
 
 def test_every_tensor_of_the_full_model_is_covered_exactly_once(glm5):
