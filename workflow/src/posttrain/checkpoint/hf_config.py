@@ -39,8 +39,8 @@ CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 MAX_TENSOR_LINES = 20
 # Compared on their own, because config.json spells them in more than one way.
 _SPELLED_APART = ("model_type", "rope_theta", "partial_rotary_factor")
-# What some families call our dimensions.
-_OTHER_SPELLING = {"n_routed_experts": "num_experts"}
+# What some families call our dimensions: on the Hub, and as transformers 5 writes it.
+_OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
 
 
 # ---- the check ----
@@ -99,8 +99,7 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     for name, expected in dimensions(architecture).items():
-        other = _OTHER_SPELLING.get(name, name)
-        key = other if name not in config and other in config else name
+        key = next((spelling for spelling in (name, *_OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
         if name not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)
