@@ -1,4 +1,4 @@
-"""Writes the trained model in the layout of a Hub repository, from the trainer's distributed checkpoint."""
+"""Writes one part of the trained model in the layout of a Hub repository, from a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import Receipt, building, require_files, write_receipt
+from posttrain.artifacts import require_files
 from posttrain.checkpoint.export import (
     STEP,
     checkpoint_of,
-    final_weights_sha256,
-    finalize_folder,
+    identify_checkpoint,
     open_export,
     refuse_foreign_folder,
-    write_shards,
+    write_part,
 )
+from posttrain.checkpoint.parts import write_part_receipt
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 
 
 def main() -> None:
-    """Check both sides, write the shards, give the folder its name, hash the weights, write the receipt."""
+    """Check both sides, write this part's shards, and say so in the part's receipt."""
     args = parse_arguments()
     started = time.time()
     torch.set_num_threads(1)
     refuse_foreign_folder(args.destination)
-    train = require_files(args.run_folder, args.train_receipt)
-    inputs = {"train": train.digest, "hf_patched": require_files(args.origin, args.origin_receipt).digest}
-    export = open_export(checkpoint_of(args.run_folder, train), args.origin, args.architecture)
-    shards = write_shards(export, inputs, args.destination, args.threads)
-    args.receipt.unlink(missing_ok=True)
-    with building(args.destination) as partial:
-        others = finalize_folder(export, partial)
-    settings = {"final_weights_sha256": final_weights_sha256(args.destination, args.threads)}
-    write_receipt(args.receipt, Receipt(STEP, (*shards, *others), inputs, settings), started)
+    checkpoint, identity = args.run_folder, identify_checkpoint(args.run_folder)
+    if args.train_receipt:
+        train = require_files(args.run_folder, args.train_receipt)
+        checkpoint, identity = checkpoint_of(args.run_folder, train), train.digest
+    inputs = {"train": identity, "hf_patched": require_files(args.origin, args.origin_receipt).digest}
+    export = open_export(checkpoint, args.origin, args.architecture)
+    shards = write_part(export, inputs, args.destination, args.part, args.num_parts, args.threads)
+    write_part_receipt(args.receipt, STEP, args.part, args.num_parts, shards, inputs, started)
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's values."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="a training's folder, or a checkpoint")
-    parser.add_argument("--train-receipt", type=Path, required=True, help="its receipt (done.json)")
+    parser.add_argument("--train-receipt", type=Path, help="its receipt (done.json); another trainer's has none")
     parser.add_argument("--origin", type=Path, required=True, help="the checkpoint that training began with")
     parser.add_argument("--origin-receipt", type=Path, required=True, help="its receipt")
     parser.add_argument("--destination", type=Path, required=True, help="where the model goes")
-    parser.add_argument("--receipt", type=Path, required=True, help="receipt of the destination, written last")
+    parser.add_argument("--receipt", type=Path, required=True, help="receipt of this part, written last")
+    parser.add_argument("--part", type=int, required=True, help="number of this part, from 0")
+    parser.add_argument("--num-parts", type=int, required=True, help="number of parts")
     parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
     parser.add_argument("--threads", type=int, default=1, help="shards written at a time")
     return parser.parse_args()

@@ -27,7 +27,13 @@ SUPERVISOR = "scripts/train_grpo.py"
 TRAINER = "posttrain.launch.trainer_rank"
 ENGINE = "posttrain.engines.embedded"
 # Rules with more than one job in the tests' configuration.
-NUM_JOBS = {"convert_hf_to_torch_dist": 2, "quantize_rollout_fp8": 2, "stage_to_node_local": 2, "evaluate": 2}
+NUM_JOBS = {
+    "convert_hf_to_torch_dist": 2,
+    "quantize_rollout_fp8": 2,
+    "stage_to_node_local": 2,
+    "export_hf": 2,
+    "evaluate": 2,
+}
 # All but training, which has tests of its own, in the order of the data. With each rule: what makes it count as done,
 # below the store or the results.
 OUTPUTS = {
@@ -43,7 +49,8 @@ OUTPUTS = {
     "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
     "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
     "stage_to_node_local": ["tiny-*/node_local/*.json"],
-    "export_hf": ["tiny-*/hf.receipt.json"],
+    "export_hf": ["tiny-*/hf.parts/*.receipt.json"],
+    "finalize_export_hf": ["tiny-*/hf.receipt.json"],
     "evaluate": ["tiny-*/evaluation/*.json"],
     "render_report": ["tiny-*/summary.json", "tiny-*/report.html"],
 }

@@ -40,8 +40,10 @@ RULE_SECONDS = {
     "finalize_rollout_fp8": 1.4,
     "train_grpo": 151.3,
     "export_hf": 3.2,
+    "finalize_export_hf": 0.6,
 }
 
+OF_THE_RUN = ("train_grpo", "export_hf", "finalize_export_hf")
 RULE_ORDER = (
     "make_tiny_model",
     "download_hf_checkpoint",
@@ -55,6 +57,7 @@ RULE_ORDER = (
     "evaluate",
     "train_grpo",
     "export_hf",
+    "finalize_export_hf",
 )
 
 
@@ -234,7 +237,9 @@ def _write_export(paths: Paths, rng: random.Random, digests: dict[str, str]) -> 
     _write_files(paths.hf_export, ("config.json", "model-00001-of-00001.safetensors"), rng)
     settings = {"final_weights_sha256": f"{rng.getrandbits(256):064x}"}
     inputs = {"hf_patched": digests["hf_patched"], "train": read_receipt(paths.train_done).digest}
-    write_receipt(receipt_of(paths.hf_export), Receipt("export_hf", record_files(paths.hf_export), inputs, settings))
+    write_receipt(
+        receipt_of(paths.hf_export), Receipt("finalize_export_hf", record_files(paths.hf_export), inputs, settings)
+    )
 
 
 def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]) -> None:
@@ -267,7 +272,7 @@ def _example(digits: str, passes: bool, rng: random.Random) -> dict[str, Any]:
 def _write_benchmarks(paths: Paths, logs: Path, rng: random.Random) -> None:
     config = paths.resolved.config
     store, run = f"{config.model.name}-{paths.revision12}", paths.resolved.run
-    jobs = {(rule, store if rule not in ("train_grpo", "export_hf") else run): s for rule, s in RULE_SECONDS.items()}
+    jobs = {(rule, store if rule not in OF_THE_RUN else run): s for rule, s in RULE_SECONDS.items()}
     for part in range(config.convert.num_parts):
         jobs["convert_hf_to_torch_dist", f"{store}.{part}"] = 1.6 + 0.1 * part
         jobs["quantize_rollout_fp8", f"{store}.{part}"] = 1.2 + 0.1 * part

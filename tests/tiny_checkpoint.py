@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from posttrain.checkpoint.hf_config import CLASS_OF
 from posttrain.config.families import dimensions
 from posttrain.config.schema import Architecture
 
@@ -50,6 +51,41 @@ TINY = Architecture(
 )
 TINY_DEEPSEEK = dataclasses.replace(TINY, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0)
 
+TINY_QWEN3 = Architecture(
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=64,
+    num_hidden_layers=3,
+    intermediate_size=96,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=16,
+    tie_word_embeddings=True,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+)
+TINY_QWEN3_MOE = dataclasses.replace(
+    TINY_QWEN3,
+    model_type="qwen3_moe",
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    tie_word_embeddings=False,
+)
+TINY_GLM4_MOE = dataclasses.replace(
+    TINY_QWEN3_MOE,
+    model_type="glm4_moe",
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    routed_scaling_factor=1.5,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    num_nextn_predict_layers=1,
+)
+# One of each family that checkpoints are converted of.
+FAMILIES = {arch.model_type: arch for arch in (TINY, TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, TINY_QWEN3_MOE)}
+
 
 def make_random_checkpoint(
     folder: Path, architecture: Architecture = TINY, seed: int = 0, num_shards: int = 3
@@ -57,7 +93,7 @@ def make_random_checkpoint(
     """Write config.json, shards and index to `folder`, and return the tensors."""
     tensors = random_tensors(architecture, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    config = _transformers_config(architecture, architecture.num_hidden_layers)
+    config = transformers_config(architecture, architecture.num_hidden_layers)
     config.save_pretrained(folder)
     write_shards(folder, tensors, num_shards)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}\n')
@@ -96,7 +132,10 @@ def _hub_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = _transformers_model(architecture, layers + num_mtp)
     shapes = {}
+    tied = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
     for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
         shapes |= _per_expert(name, tuple(tensor.shape))
     width = architecture.hidden_size
     for layer in range(layers, layers + num_mtp):
@@ -121,31 +160,27 @@ def _per_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]
 
 
 def _transformers_model(architecture: Architecture, num_layers: int) -> torch.nn.Module:
-    if architecture.model_type == "glm_moe_dsa":
-        from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaForCausalLM as Model
-    else:
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM as Model
-    return Model(_transformers_config(architecture, num_layers))
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(transformers_config(architecture, num_layers))
 
 
-def _transformers_config(architecture: Architecture, num_layers: int) -> PretrainedConfig:
+def transformers_config(architecture: Architecture, num_layers: int) -> PretrainedConfig:
+    """Return transformers' configuration of the model with another number of layers."""
+    from transformers import AutoConfig
+
     values = dimensions(architecture) | {"num_hidden_layers": num_layers}
-    del values["model_type"]
+    model_type = values.pop("model_type")
     rope = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
-    common = {
-        "rope_parameters": rope,
-        "dtype": "bfloat16",
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "num_key_value_heads": architecture.num_attention_heads,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-    }
-    if architecture.model_type == "glm_moe_dsa":
-        from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
-
-        return GlmMoeDsaConfig(architectures=["GlmMoeDsaForCausalLM"], **values, **common)
-    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-
-    return DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], **values, **common)
+    if "partial_rotary_factor" in values:
+        rope["partial_rotary_factor"] = values.pop("partial_rotary_factor")
+    if model_type == "qwen3_moe":
+        values["num_experts"] = values.pop("n_routed_experts")
+    if architecture.kv_lora_rank:
+        values["num_key_value_heads"] = architecture.num_attention_heads
+    if architecture.n_routed_experts:
+        values["norm_topk_prob"] = True
+    if architecture.routed_scaling_factor:
+        values |= {"n_group": 1, "topk_group": 1}
+    common = {"rope_parameters": rope, "dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 1}
+    return AutoConfig.for_model(model_type, architectures=[CLASS_OF[model_type]], **values, **common)

@@ -41,7 +41,7 @@ def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]])
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: WorkflowFolder, name: str) -> None:
     workflow.settings |= TWO_RANKS | LAYOUTS[name]
-    workflow.run("export_hf")
+    workflow.run("finalize_export_hf")
     compare_first_step(undisturbed.metrics(), workflow.metrics())
 
 

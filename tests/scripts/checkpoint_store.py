@@ -70,25 +70,34 @@ class Store:
         receipts = [part_receipt_of(folder, part) for part in range(NUM_PARTS)]
         return [*self._common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
 
-    def export(self, name: str = "hf") -> list[object]:
-        """Return the arguments of an export of the converted checkpoint."""
+    def export(self, part: int, name: str = "hf") -> list[object]:
+        """Return the arguments of one part of an export of the converted checkpoint."""
         trained, folder = self.folder("torch_dist"), self.folder(name)
         return [
             "--run-folder",
             trained,
             "--train-receipt",
             receipt_of(trained),
-            "--origin",
-            self.source,
-            "--origin-receipt",
-            receipt_of(self.source),
-            "--destination",
-            folder,
+            *self._export_common(folder),
+            "--part",
+            part,
+            "--num-parts",
+            NUM_PARTS,
             "--receipt",
-            receipt_of(folder),
+            part_receipt_of(folder, part),
             "--architecture",
             ARCHITECTURE,
         ]
+
+    def finalize_export(self, name: str = "hf") -> list[object]:
+        """Return the arguments of the last step of an export."""
+        folder = self.folder(name)
+        receipts = [part_receipt_of(folder, part) for part in range(NUM_PARTS)]
+        return [*self._export_common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
+
+    def _export_common(self, folder: Path) -> list[object]:
+        origin = ["--origin", self.source, "--origin-receipt", receipt_of(self.source)]
+        return [*origin, "--destination", folder]
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
@@ -125,6 +134,13 @@ def make_torch_dist(store: Store) -> None:
     for part in range(NUM_PARTS):
         run_here("convert_hf_to_torch_dist", store.part("torch_dist", part))
     run_here("finalize_torch_dist", store.finalize("torch_dist"))
+
+
+def make_export(store: Store, name: str = "hf") -> None:
+    """Export, whole."""
+    for part in range(NUM_PARTS):
+        run_here("export_hf", store.export(part, name))
+    run_here("finalize_export_hf", store.finalize_export(name))
 
 
 def make_rollout_fp8(store: Store) -> None:

@@ -17,7 +17,7 @@ PATCHED = {"patch_hf_config"}
 CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
 QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8"}
 STAGED = {"stage_to_node_local", "stage_all_nodes"}
-TRAINED = {"train_grpo", "export_hf", "evaluate", "render_report"}
+TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate", "render_report"}
 
 
 def jobs_with(undisturbed: WorkflowFolder, settings: dict[str, object], **config: object) -> set[str]:

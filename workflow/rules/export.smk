@@ -1,4 +1,4 @@
-# The trained weights as a Hub checkpoint: same names, shards and precision as the origin.
+# The trained weights as a Hub checkpoint, in independent parts: same names, shards and precision as the origin.
 
 
 rule export_hf:
@@ -6,19 +6,40 @@ rule export_hf:
         train=PATHS.train_done,
         origin=receipt_of(PATHS.hf_patched),
     output:
-        receipt_of(PATHS.hf_export),
+        part_receipt_of(PATHS.hf_export, "{part}"),
     log:
-        PATHS.run_log("export_hf"),
+        PATHS.run_log("export_hf", ".part{part}"),
     benchmark:
-        PATHS.run_log("export_hf").with_suffix(".benchmark.tsv")
+        PATHS.run_log("export_hf", ".part{part}").with_suffix(".benchmark.tsv")
     params:
         architecture=ARCHITECTURE,
         run_folder=PATHS.train,
         origin=PATHS.hf_patched,
         destination=PATHS.hf_export,
+        num_parts=len(PARTS),
     message:
-        f"export the trained model to Hub layout{NEEDS.message('export_hf')}"
+        f"export part {{wildcards.part}} of {{params.num_parts}} of the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q} --train-receipt {input.train:q}"
         " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
-        " --destination {params.destination:q} --receipt {output:q}"
+        " --destination {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
+
+
+rule finalize_export_hf:
+    input:
+        origin=receipt_of(PATHS.hf_patched),
+        parts=[part_receipt_of(PATHS.hf_export, part) for part in PARTS],
+    output:
+        receipt_of(PATHS.hf_export),
+    log:
+        PATHS.run_log("finalize_export_hf"),
+    benchmark:
+        PATHS.run_log("finalize_export_hf").with_suffix(".benchmark.tsv")
+    params:
+        origin=PATHS.hf_patched,
+        destination=PATHS.hf_export,
+    message:
+        f"join the parts of the exported model: index, config, tokenizer{NEEDS.message('finalize_export_hf')}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_export_hf.py --origin {params.origin:q} --origin-receipt {input.origin:q}"
+        " --part-receipts {input.parts:q} --destination {params.destination:q} --receipt {output:q}"

@@ -1,23 +1,27 @@
+import dataclasses
 import hashlib
 import json
 
 import pytest
 import torch
+from tests.anonymous_memory import growth_of_anonymous_memory
+from tests.exporting import export_in_parts
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
-from posttrain.artifacts import Receipt, building, partial_of, receipt_of, write_receipt
+from posttrain.artifacts import Receipt, partial_of, receipt_of, write_receipt
 from posttrain.checkpoint.export import (
     checkpoint_of,
+    combine_hashes,
     final_weights_sha256,
-    finalize_folder,
     open_export,
     refuse_foreign_folder,
+    split_shards,
 )
-from posttrain.checkpoint.export import write_shards as export_shards
+from posttrain.checkpoint.export import write_part as export_part
 from posttrain.checkpoint.param_names import by_key, optional_copies
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.safetensors_io import CheckpointReader, read_header
 from posttrain.checkpoint.torch_dist import write_format_files, write_part
 from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 from posttrain.errors import CheckpointError
@@ -58,11 +62,7 @@ def save_training(folder, values):
 
 
 def export(checkpoint, origin, folder, **options):
-    opened = open_export(checkpoint, origin, TINY)
-    export_shards(opened, {"train": str(checkpoint)}, folder, **options)
-    with building(folder) as partial:
-        finalize_folder(opened, partial)
-    return folder
+    return export_in_parts(checkpoint, origin, TINY, folder, **options)
 
 
 def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, converted):
@@ -75,6 +75,32 @@ def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, conver
         else:
             assert path.read_bytes() == (origin / path.name).read_bytes(), path.name
     assert final_weights_sha256(folder) == final_weights_sha256(origin)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+def test_each_tensor_is_in_one_part_whatever_their_number(origin, num_parts):
+    reader = CheckpointReader(origin)
+    shares = split_shards(reader, num_parts)
+    assert len(shares) == num_parts
+    assert [name for share in shares for name in share] == reader.index.files
+    held = [name for share in shares for file in share for name in read_header(origin / file)]
+    assert sorted(held) == sorted(reader)
+
+
+def test_in_parts_or_at_once_the_folder_is_the_same(tmp_path, origin, converted):
+    once = export(converted, origin, tmp_path / "once", num_parts=1)
+    parts = export(converted, origin, tmp_path / "parts", num_parts=3, num_threads=2)
+    for path in once.iterdir():
+        assert path.read_bytes() == (parts / path.name).read_bytes(), path.name
+
+
+def test_the_parts_know_the_hash_of_what_they_wrote(tmp_path, origin, converted):
+    values = trained_values(converted, lambda key, value: value * 1.5)
+    opened = open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+    made = export_part(opened, {"train": "t1"}, tmp_path / "hf", 0, 1)
+    for name in ("config.json", "model.safetensors.index.json"):
+        (partial_of(tmp_path / "hf") / name).write_bytes((origin / name).read_bytes())
+    assert combine_hashes(made) == final_weights_sha256(partial_of(tmp_path / "hf"))
 
 
 def test_trained_weights_replace_and_the_rest_is_the_origins(tmp_path, origin, converted):
@@ -114,6 +140,21 @@ def test_a_second_call_writes_nothing_and_another_checkpoint_everything(tmp_path
     )
 
 
+def test_no_tensor_is_held_in_memory_there_or_back(tmp_path):
+    """An embedding and an output matrix of 128 MB each."""
+    large = dataclasses.replace(TINY, vocab_size=1 << 20)
+    make_random_checkpoint(tmp_path / "hf", large)
+    folder, made = tmp_path / "torch_dist", []
+    there = growth_of_anonymous_memory(lambda: made.extend(write_part(tmp_path / "hf", "s1", folder, large, 0, 1)))
+    write_format_files(partial_of(folder), {item.record.path: item for item in made}, large)
+    back = growth_of_anonymous_memory(
+        lambda: export_in_parts(partial_of(folder), tmp_path / "hf", large, tmp_path / "x")
+    )
+    assert max(there, back) < 48 << 20
+    for shard in (tmp_path / "hf").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "x" / shard.name).read_bytes()
+
+
 # ---- what is refused ----
 
 
@@ -136,8 +177,8 @@ def test_half_an_mtp_layer_is_refused(tmp_path, origin, converted):
 
 
 def test_a_weight_of_another_shape_is_named_with_both(tmp_path, origin, converted):
-    values = trained_values(converted) | {"embedding.word_embeddings.weight": torch.zeros(128, 64)}
-    with pytest.raises(CheckpointError, match=r"word_embeddings.weight: \[128, 64\], expected \[64, 64\]"):
+    values = trained_values(converted) | {"embedding.word_embeddings.weight": torch.zeros(96, 64)}
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight: \[96, 64\], expected \[64, 64\]"):
         open_export(save_training(tmp_path / "step_3", values), origin, TINY)
 
 
@@ -160,7 +201,7 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path):
     write_receipt(receipt_of(folder), Receipt("download_hf_checkpoint", (), {}, {}))
     with pytest.raises(CheckpointError, match="was not made by export_hf"):
         refuse_foreign_folder(folder)
-    write_receipt(receipt_of(folder), Receipt("export_hf", (), {}, {}))
+    write_receipt(receipt_of(folder), Receipt("finalize_export_hf", (), {}, {}))
     refuse_foreign_folder(folder)
 
 

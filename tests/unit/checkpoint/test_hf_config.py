@@ -10,7 +10,7 @@ from tests.small_checkpoint import (
     tokenizer_config,
     write_object,
 )
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint
+from tests.tiny_checkpoint import FAMILIES, make_random_checkpoint
 from transformers import AutoTokenizer, DeepseekV3Config, GlmMoeDsaConfig
 
 from posttrain.artifacts import Receipt, hash_file, record_files
@@ -181,7 +181,7 @@ def test_a_model_without_indexer_need_not_mention_it():
     assert _check(config, tensors, architecture) == {}
 
 
-@pytest.mark.parametrize("architecture", [TINY, TINY_DEEPSEEK], ids=lambda arch: arch.model_type)
+@pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
 def test_a_checkpoint_with_the_tensors_of_transformers_is_accepted(tmp_path, architecture):
     make_random_checkpoint(tmp_path / "hf", architecture)
     tensors = check_layout(tmp_path / "hf").infos

@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint, random_tensors, write_shards
+from tests.tiny_checkpoint import FAMILIES, TINY, TINY_QWEN3, make_random_checkpoint, random_tensors, write_shards
 
 from posttrain.artifacts import partial_of
 from posttrain.checkpoint.param_names import by_key, optional_copies, to_megatron
@@ -38,20 +38,35 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("arch", [TINY, TINY_DEEPSEEK], ids=["glm_moe_dsa", "deepseek_v3"])
-def test_every_tensor_lies_where_the_table_says(tmp_path, arch):
+@pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES)
+def test_every_tensor_is_there_and_equal(tmp_path, arch):
     tensors = random_tensors(arch, seed=3)
     write_shards(tmp_path, tensors, 3)
     folder = convert(tmp_path, tmp_path / "torch_dist", arch)
-    reader = TorchDistReader(folder)
-    assert reader.keys == sorted(by_key(arch))
+    assert TorchDistReader(folder).keys == sorted(by_key(arch))
     assert verify_torch_dist(tmp_path, folder, arch) == len(tensors)
+
+
+def test_experts_are_stacked_with_gate_above_up(tmp_path):
+    tensors = random_tensors(TINY, seed=3)
+    write_shards(tmp_path, tensors, 3)
+    reader = TorchDistReader(convert(tmp_path, tmp_path / "torch_dist"))
     expert_2 = reader.read("decoder.layers.1.mlp.experts.experts.linear_fc1.weight")[2]
     gate, up = (tensors[f"model.layers.1.mlp.experts.2.{part}_proj.weight"] for part in ("gate", "up"))
     assert torch.equal(expert_2, torch.cat([gate, up]))
     bias = reader.read("decoder.layers.2.mlp.router.expert_bias")
     assert bias.dtype == torch.float32
     assert torch.equal(bias, tensors["model.layers.2.mlp.gate.e_score_correction_bias"])
+
+
+def test_queries_keys_and_values_lie_group_by_group(tmp_path):
+    """Two groups of four query heads, 16 rows each: q0-q3 k0 v0 q4-q7 k1 v1."""
+    tensors = random_tensors(TINY_QWEN3, seed=3)
+    write_shards(tmp_path, tensors, 2)
+    reader = TorchDistReader(convert(tmp_path, tmp_path / "torch_dist", TINY_QWEN3))
+    fused = reader.read("decoder.layers.1.self_attention.linear_qkv.weight")
+    q, k, v = (tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+    assert torch.equal(fused, torch.cat([q[:64], k[:16], v[:16], q[64:], k[16:], v[16:]]))
 
 
 def test_values_survive_bit_by_bit(tmp_path):
@@ -117,7 +132,7 @@ def test_the_format_files_are_what_megatron_asks_for(tmp_path, source):
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    assert torch.load(folder / "common.pt", weights_only=True) == {}
+    assert torch.load(folder / "common.pt", weights_only=True) == {"content_metadata": {"non_homogeneous_layers": True}}
 
 
 # ---- what is refused ----

@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporting import export_in_parts
 from tests.tiny_checkpoint import TINY, make_random_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from posttrain.artifacts import partial_of
-from posttrain.checkpoint.export import finalize_folder, open_export, write_shards
 from posttrain.checkpoint.param_names import by_key
 from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.checkpoint.torch_dist import write_format_files, write_part
@@ -63,6 +63,7 @@ def test_the_whole_model_loads_with_megatrons_strictest_check(megatron, converte
         for key, placements in by_key(TINY).items()
     }
     loaded = megatron.load(wanted, str(converted), strict="raise_all")
+    assert loaded.pop("content_metadata") == megatron.load_content_metadata(str(converted))
     assert set(loaded) == set(by_key(TINY))
     for key, tensor in loaded.items():
         assert torch.equal(tensor, reader.read(key).float()), key
@@ -136,10 +137,8 @@ def test_a_training_checkpoint_of_megatron_is_exported(megatron, converted, sour
     for key, value in values.items():
         assert torch.equal(trained.read(key), value)
 
-    export = open_export(checkpoint, source, TINY)
-    write_shards(export, {"checkpoint": "c1"}, tmp_path / "hf")
-    finalize_folder(export, partial_of(tmp_path / "hf"))
-    exported, origin = CheckpointReader(partial_of(tmp_path / "hf")), CheckpointReader(source)
+    folder = export_in_parts(checkpoint, source, TINY, tmp_path / "hf")
+    exported, origin = CheckpointReader(folder), CheckpointReader(source)
     assert exported.index.weight_map == origin.index.weight_map
     for name in origin:
         before, after = origin.tensor(name), exported.tensor(name)

@@ -55,6 +55,15 @@ def test_any_box_is_put_together_from_any_chunks(tmp_path_factory, data):
     assert torch.equal(TorchDistReader(folder).read("t", offsets, sizes), whole[rows, columns])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_come_piece_by_piece_as_the_chunks_are_cut(tmp_path, axis):
+    whole = torch.arange(5 * 7).reshape(5, 7)
+    write_in_chunks(tmp_path, whole, [2], [3, 5])
+    pieces = list(TorchDistReader(tmp_path).read_rows("t", (1, 1), (4, 5), axis))
+    assert torch.equal(torch.cat(pieces, axis), whole[1:5, 1:6])
+    assert [piece.shape[axis] for piece in pieces] == [[1, 3], [2, 2, 1]][axis]
+
+
 def write_in_chunks(folder, whole, row_cuts, column_cuts, leave_out=()):
     """Write a matrix in a grid of chunks, each in a file of its own."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -50,11 +50,11 @@ def test_a_run_whose_name_begins_with_this_ones_is_another_run(made):
 
 
 def test_a_rule_without_a_benchmark_is_timed_by_its_history(made):
-    for path in (made.inputs.logs / "export_hf").iterdir():
+    for path in (made.inputs.logs / "finalize_export_hf").iterdir():
         path.unlink()
     history = receipt_of(made.paths.hf_export).with_name("hf.history.jsonl")
-    history.write_text('{"step": "export_hf", "finished_unix": 5.0, "seconds": 2.5}\n')
-    assert [time.seconds for time in read_run(made.inputs).times if time.rule == "export_hf"] == [2.5]
+    history.write_text('{"step": "finalize_export_hf", "finished_unix": 5.0, "seconds": 2.5}\n')
+    assert [time.seconds for time in read_run(made.inputs).times if time.rule == "finalize_export_hf"] == [2.5]
 
 
 def test_a_job_too_short_to_be_sampled_has_no_memory(made):

@@ -27,7 +27,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "download_dataset": 1,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,
-    "finalize_torch_dist": 1,
+    "finalize_torch_dist": 2,
     "adopt_torch_dist": 1,
     "quantize_rollout_fp8": 2,
     "finalize_rollout_fp8": 2,
@@ -37,7 +37,8 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "finalize_bf16": 1,
     "stage_to_node_local": 1,
     "train_grpo": 1,
-    "export_hf": 1,
+    "export_hf": 2,
+    "finalize_export_hf": 1,
     "evaluate": 1,
 }
 

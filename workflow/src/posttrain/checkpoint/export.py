@@ -3,6 +3,7 @@
 The origin, the checkpoint that training began with, gives the form: the same shards, the same index order,
 each tensor in the origin's precision, its config and tokenizer. The trainer's checkpoint gives the values.
 What a trainer does not hold, the MTP layers and the copies of embedding and head in them, is the origin's.
+The origin's shards are split over parts that know nothing of each other, and values pass a few rows at a time.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import FileRecord, Receipt, read_receipt, receipt_of, record_files
-from posttrain.checkpoint.param_names import Placement, by_hf_name, by_key, require_tensors
+from posttrain.artifacts import FileRecord, Receipt, hash_file, read_receipt, receipt_of, record_files
+from posttrain.checkpoint.param_names import (
+    Placement,
+    by_hf_name,
+    by_key,
+    find_placement,
+    newest_checkpoint,
+    require_tensors,
+    to_megatron,
+)
 from posttrain.checkpoint.parts import (
+    Description,
     Notes,
     OutputFile,
     copy_other_files,
@@ -31,17 +41,26 @@ from posttrain.checkpoint.safetensors_io import (
     INDEX_NAME,
     CheckpointReader,
     TensorInfo,
+    TensorSpec,
     read_header,
     read_metadata,
 )
-from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, write_index, write_shard
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.shard_writer import (
+    TORCH_DTYPES,
+    HashingFile,
+    split_evenly,
+    tensor_bytes,
+    write_index,
+    write_shard,
+)
+from posttrain.checkpoint.tiling import Shape
+from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-STEP = "export_hf"
+STEP, FINALIZE_STEP = "export_hf", "finalize_export_hf"
 _READ_BYTES = 8 << 20
 
 
@@ -64,7 +83,8 @@ def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
     """Open both sides and check that together they hold the whole model.
 
     Args:
-        checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision.
+        checkpoint: A `torch_dist` folder, converted or written by training in any layout and precision; or the folder
+            in which slime, miles or Megatron-LM keep theirs.
         origin: Checkpoint in Hub layout.
         arch: Dimensions of the model.
 
@@ -72,16 +92,20 @@ def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
         CheckpointError: When the origin is of another architecture, a file of the checkpoint is missing or
             too short, a weight is missing or has another shape, or the checkpoint has an MTP layer in part.
     """
-    reader, trained = CheckpointReader(origin), TorchDistReader(checkpoint)
+    reader, trained = CheckpointReader(origin), TorchDistReader(newest_checkpoint(checkpoint))
     require_tensors(reader, arch)
     trained.check_files()
-    table = by_hf_name(arch)
-    placements = {name: place for name, place in table.items() if place.key in trained}
-    if wrong := [*_wrong_shapes(trained, placements), *_missing(trained, arch)]:
+
+    def shape_of(key: str) -> Shape | None:
+        return trained.shape(key) if key in trained else None
+
+    found = {place.hf_name: find_placement(place, arch, shape_of) for place in to_megatron(arch)}
+    placements = {name: place for name, place in found.items() if place}
+    if wrong := [*_wrong_shapes(trained, placements), *_missing(found, arch)]:
         shown = [*wrong[:20], f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else wrong
-        raise CheckpointError(f"{checkpoint}: cannot be exported:\n  " + "\n  ".join(shown))
+        raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
     num_kept = len(reader) - len(placements)
-    log.info("%d tensors from %s, %d from %s", len(placements), checkpoint, num_kept, origin)
+    log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
     return Export(trained, reader, placements)
 
 
@@ -94,11 +118,13 @@ def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement])
     ]
 
 
-def _missing(trained: TorchDistReader, arch: Architecture) -> list[str]:
+def _missing(found: Mapping[str, Placement | None], arch: Architecture) -> list[str]:
     """Return what the trainer must hold but does not; the MTP layers may be absent, but only altogether."""
-    mtp_keys = [key for key in by_key(arch) if key.startswith("mtp.")]
-    absent = set(mtp_keys) if not any(key in trained for key in mtp_keys) else set()
-    return [f"{key}: missing" for key in by_key(arch) if key not in trained and key not in absent]
+    table = by_hf_name(arch)
+    absent = {table[name].key for name, place in found.items() if place is None}
+    mtp_keys = {key for key in by_key(arch) if key.startswith("mtp.")}
+    needed = absent - mtp_keys if mtp_keys <= absent else absent
+    return [f"{key}: missing" for key in by_key(arch) if key in needed]
 
 
 def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
@@ -111,34 +137,62 @@ def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
     return folder / receipt.settings.get("final_checkpoint", "")
 
 
+def identify_checkpoint(folder: Path) -> str:
+    """Return what tells a checkpoint without a receipt from others: the hash of its metadata."""
+    path = newest_checkpoint(folder) / METADATA_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint")
+    return hash_file(path)
+
+
 # ---- writing ----
 
 
-def write_shards(
-    export: Export, made_from: Mapping[str, str], folder: Path, num_threads: int = 1
-) -> tuple[FileRecord, ...]:
-    """Write the origin's shards with the trained values.
+def write_part(
+    export: Export, made_from: Mapping[str, str], folder: Path, part: int, num_parts: int, num_threads: int = 1
+) -> list[Description]:
+    """Write a part's share of the origin's shards with the trained values.
 
     Args:
         export: See `open_export`.
         made_from: Digests of both sides' receipts; a change makes all be written again.
         folder: Final name of the exported folder.
+        part: Which share, from 0.
+        num_parts: How many shares.
         num_threads: Shards written at a time.
 
     Returns:
-        Records of the shards.
+        A description of each shard; its notes hold the hash of each tensor.
     """
-    files = [_output_file(export, made_from, name) for name in export.origin.index.files]
-    return tuple(made.record for made in make_files(folder, files, "export", num_threads))
+    files = [_output_file(export, made_from, name) for name in split_shards(export.origin, num_parts)[part]]
+    return make_files(folder, files, f"export part {part} of {num_parts}", num_threads)
 
 
-def finalize_folder(export: Export, partial: Path) -> tuple[FileRecord, ...]:
+def split_shards(origin: CheckpointReader, num_parts: int) -> list[list[str]]:
+    """Return each part's share: consecutive shards of about equal bytes."""
+    names = origin.index.files
+    shares = split_evenly([(origin.folder / name).stat().st_size for name in names], num_parts)
+    return [[names[i] for i in share] for share in shares]
+
+
+def finalize_folder(
+    origin: CheckpointReader, parts: Mapping[str, Description], partial: Path
+) -> tuple[FileRecord, ...]:
     """Write the index, and copy config, tokenizer and the like.
+
+    Args:
+        origin: Its shards are what the parts must have written.
+        parts: File name -> description, of all parts.
+        partial: Holds the parts' files.
 
     Returns:
         Records of the files that are no shards.
+
+    Raises:
+        CheckpointError: When the parts are not the origin's shards.
     """
-    origin = export.origin
+    if differing := sorted(set(origin.index.files) ^ set(parts)):
+        raise CheckpointError(f"{partial}: the parts are not the shards of {origin.folder}: {differing[:20]}")
     specs = {name: info.spec for name, info in origin.infos.items()}
     write_index(partial, origin.index.weight_map, specs)
     small = [INDEX_NAME, *copy_other_files(origin.folder, partial)]
@@ -156,7 +210,7 @@ def refuse_foreign_folder(folder: Path) -> None:
     if not folder.exists() or description_path(folder, "").parent.exists():
         return
     receipt = receipt_of(folder)
-    if not receipt.exists() or read_receipt(receipt).step != STEP:
+    if not receipt.exists() or read_receipt(receipt).step != FINALIZE_STEP:
         raise CheckpointError(f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere")
 
 
@@ -174,20 +228,29 @@ def _output_file(export: Export, made_from: Mapping[str, str], name: str) -> Out
 def _write_shard(
     export: Export, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], file: HashingFile
 ) -> Notes:
-    write_shard(file, {name: info.spec for name, info in held.items()}, _value_reader(export), metadata)
-    return {}
+    hashes = {}
+
+    def read(name: str) -> Iterator[torch.Tensor]:
+        state = hashlib.sha256()
+        for rows in _read_trained(export, name):
+            state.update(tensor_bytes(rows))
+            yield rows
+        hashes[name] = _hash_line(name, export.origin.info(name).spec, state.hexdigest())
+
+    write_shard(file, {name: info.spec for name, info in held.items()}, read, metadata)
+    return {"tensors": hashes}
 
 
-def _value_reader(export: Export) -> Callable[[str], torch.Tensor]:
-    def read(name: str) -> torch.Tensor:
-        place = export.placements.get(name)
-        if place is None:
-            return export.origin.tensor(name)
-        spec = export.origin.info(name).spec
-        chunk = export.trained.read(place.key, place.offsets, place.sizes)
-        return chunk.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype])
-
-    return read
+def _read_trained(export: Export, name: str) -> Iterator[torch.Tensor]:
+    """Yield a tensor's rows in the origin's precision, a few at a time."""
+    place = export.placements.get(name)
+    if place is None:
+        yield export.origin.tensor(name)
+        return
+    dtype = TORCH_DTYPES[export.origin.dtype(name)]
+    for box in place.boxes:
+        for rows in export.trained.read_rows(place.key, *box, axis=place.num_stack_axes):
+            yield rows.to(dtype)
 
 
 # ---- identity ----
@@ -209,8 +272,18 @@ def final_weights_sha256(folder: Path, num_threads: int = 1) -> str:
     names = sorted(reader)
     with ThreadPoolExecutor(num_threads) as pool:
         hashes = pool.map(lambda name: _hash_tensor(folder / reader.file_of(name), reader.info(name)), names)
-        lines = [f"{name} {reader.info(name).spec} {content}\n" for name, content in zip(names, hashes, strict=True)]
+        lines = [_hash_line(name, reader.info(name).spec, content) for name, content in zip(names, hashes, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def combine_hashes(parts: Iterable[Description]) -> str:
+    """Return `final_weights_sha256` of what the parts wrote, from the hashes that they took while writing."""
+    lines = {name: line for part in parts for name, line in part.notes["tensors"].items()}
+    return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
+
+
+def _hash_line(name: str, spec: TensorSpec, content: str) -> str:
+    return f"{name} {spec} {content}\n"
 
 
 def _hash_tensor(path: Path, info: TensorInfo) -> str:

@@ -21,18 +21,26 @@ from posttrain.artifacts import FileRecord, Receipt, record_file, write_atomic
 from posttrain.checkpoint.config_patch import PATCH_FILE, Change, apply_changes, write_patched
 from posttrain.checkpoint.file_placement import hard_link, remove_half_written
 from posttrain.checkpoint.hf_layout import read_json
-from posttrain.checkpoint.param_names import TensorSpec, compare_tensors
-from posttrain.checkpoint.safetensors_io import TensorInfo
+from posttrain.checkpoint.param_names import compare_tensors
+from posttrain.checkpoint.safetensors_io import TensorInfo, TensorSpec
 from posttrain.config.families import dimensions
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError, Problem
 
-CLASS_OF: Mapping[str, str] = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+CLASS_OF: Mapping[str, str] = {
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 MAX_TENSOR_LINES = 20
 # Compared on their own, because config.json spells them in more than one way.
-_SPELLED_APART = ("model_type", "rope_theta")
+_SPELLED_APART = ("model_type", "rope_theta", "partial_rotary_factor")
+# What some families call our dimensions: on the Hub, and as transformers 5 writes it.
+_OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
 
 
 # ---- the check ----
@@ -90,9 +98,10 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    for key, expected in dimensions(architecture).items():
+    for name, expected in dimensions(architecture).items():
+        key = next((spelling for spelling in (name, *_OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
-        if key not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
+        if name not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)
 
 
@@ -106,6 +115,9 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
     for base in dict.fromkeys(bases) or [None]:
         yield from _compare("rope_theta", base, architecture.rope_theta)
+    if expected := architecture.partial_rotary_factor:
+        factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        yield from _compare("partial_rotary_factor", factor, expected)
 
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -122,8 +134,7 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
-        "num_key_value_heads": architecture.num_attention_heads,
-        "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
+        "use_sliding_window": False,
         "rope_interleave": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -131,11 +142,20 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "moe_layer_freq": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
     }
+    if architecture.kv_lora_rank:
+        fixed |= {
+            "num_key_value_heads": architecture.num_attention_heads,
+            "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
+        }
+    else:
+        fixed["layer_types"] = ["full_attention"] * layers
     if architecture.index_n_heads:
         fixed |= {"indexer_rope_interleave": True, "indexer_types": ["full"] * layers}
-    return fixed
+    return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
 
 
 def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
 def write_shard(
     file: HashingFile,
     specs: Mapping[str, TensorSpec],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[str], torch.Tensor | Iterator[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write one safetensors file, one tensor at a time.
@@ -150,16 +150,21 @@ def write_shard(
     Args:
         file: Where it goes.
         specs: Name -> shape and dtype of the shard's tensors.
-        read: Returns a tensor; called once per name, in the order of the data.
+        read: Returns a tensor, or its rows piece by piece; called once per name, in the order of the data.
         metadata: The file's `__metadata__`.
     """
     names = _data_order(specs)
     file.write(_header({name: specs[name] for name in names}, metadata or {"format": "pt"}))
     for name in names:
-        tensor, spec = read(name), specs[name]
-        found = (tuple(tensor.shape), tensor.dtype)
-        assert found == (spec.shape, TORCH_DTYPES[spec.dtype]), f"{name}: announced as {spec}, got {found}"
-        file.write(tensor_bytes(tensor))
+        value, spec, start = read(name), specs[name], file.size_bytes
+        if isinstance(value, torch.Tensor):
+            assert tuple(value.shape) == spec.shape, f"{name}: announced as {spec}, got {list(value.shape)}"
+            value = iter([value])
+        for piece in value:
+            assert piece.dtype == TORCH_DTYPES[spec.dtype], f"{name}: announced as {spec}, got {piece.dtype}"
+            file.write(tensor_bytes(piece))
+        written = file.size_bytes - start
+        assert written == spec.size_bytes, f"{name}: announced as {spec}, got {written} bytes"
 
 
 def _data_order(specs: Mapping[str, TensorSpec]) -> list[str]:

@@ -2,9 +2,9 @@
 
 The format is `torch.distributed.checkpoint`'s: `*.distcp` files with one chunk after the other, each as
 torch.save writes it, and `.metadata`, which says where each chunk of each tensor lies. `metadata.json` and
-`common.pt` are Megatron's. Each Hub tensor becomes one chunk (`param_names.py`), so a part needs neither a
+`common.pt` are Megatron's. Each Hub tensor becomes one chunk or a few (`param_names`), so a part needs neither a
 model nor other parts: it copies its share of the tensors, notes where each went, and the last step joins
-the notes to `.metadata`.
+the notes to `.metadata`. Tensors are copied from the mapped source file: no tensor is ever held in memory.
 
 Megatron loads the result in any layout; `TorchDistReader` reads it without Megatron.
 """
@@ -33,8 +33,14 @@ from posttrain.artifacts import write_atomic, write_json
 from posttrain.checkpoint.param_names import Placement, by_key, require_tensors, to_megatron
 from posttrain.checkpoint.parts import Description, Notes, OutputFile, make_files
 from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, split_evenly
-from posttrain.checkpoint.tiling import find_misfit
+from posttrain.checkpoint.shard_writer import (
+    TORCH_DTYPES,
+    HashingFile,
+    assign_shards,
+    split_evenly,
+    tensor_bytes,
+)
+from posttrain.checkpoint.tiling import Box, find_misfit
 from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
@@ -53,6 +59,8 @@ MEGATRON_FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+# What Megatron reads from `common.pt` before it asks a model for its names: each layer has its own.
+COMMON_STATE = {"content_metadata": {"non_homogeneous_layers": True}}
 FORMAT_FILES = (METADATA_NAME, "metadata.json", "common.pt")
 
 
@@ -107,42 +115,51 @@ def split_placements(arch: Architecture, num_parts: int) -> list[list[Placement]
 def _output_file(
     reader: CheckpointReader, source_digest: str, name: str, placements: Sequence[Placement]
 ) -> OutputFile:
+    chunks = [_chunk_row(placement, box) for placement in placements for box in placement.boxes]
     return OutputFile(
         name=name,
-        size_bytes=sum(placement.size_bytes + CHUNK_OVERHEAD_BYTES for placement in placements),
-        made_from={"source": source_digest, "chunks": [_chunk_row(placement) for placement in placements]},
+        size_bytes=sum(placement.size_bytes for placement in placements) + CHUNK_OVERHEAD_BYTES * len(chunks),
+        made_from={"source": source_digest, "chunks": chunks},
         write=functools.partial(_write_chunks, reader, placements),
     )
 
 
-def _chunk_row(placement: Placement) -> dict[str, Any]:
+def _chunk_row(placement: Placement, box: Box) -> dict[str, Any]:
+    offsets, sizes = box
     return {
         "key": placement.key,
         "dtype": placement.dtype,
         "global_shape": list(placement.global_shape),
-        "offsets": list(placement.offsets),
-        "sizes": list(placement.sizes),
+        "offsets": list(offsets),
+        "sizes": list(sizes),
     }
 
 
 def _write_chunks(reader: CheckpointReader, placements: Sequence[Placement], file: HashingFile) -> Notes:
     chunks = []
     for placement in placements:
-        start = file.size_bytes
-        # The clone owns its bytes: torch.save of a view would write the whole file behind it.
         tensor = _require_finite(reader, placement.hf_name)
-        torch.save(tensor.reshape(placement.sizes).clone(), file)
-        chunks.append({**_chunk_row(placement), "start": start, "length": file.size_bytes - start})
+        for box, rows in placement.chunks:
+            start = file.size_bytes
+            torch.save(_with_own_storage(tensor[rows].reshape(box[1])), file)
+            chunks.append({**_chunk_row(placement, box), "start": start, "length": file.size_bytes - start})
     return {"chunks": chunks}
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a storage of its own: torch.save of a view would write the whole file behind it."""
+    return torch.frombuffer(tensor_bytes(tensor), dtype=tensor.dtype).reshape(tensor.shape)
 
 
 def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
     """Return a tensor, or refuse it: trained on, one NaN would spread to all weights."""
     tensor = reader.tensor(name)
-    if bad := int((~torch.isfinite(tensor)).sum()):
+    # One pass without a mask as large as the tensor: NaN is the extreme of any tensor that has one.
+    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(tensor)):
+        num_bad = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(
-            f"{reader.folder / reader.file_of(name)}: {name}: {bad} of {tensor.numel()} values are NaN or infinite; "
-            "get the file anew from its source, or another revision of the model"
+            f"{reader.folder / reader.file_of(name)}: {name}: {num_bad} of {tensor.numel()} values are NaN or "
+            "infinite; get the file anew from its source, or another revision of the model"
         )
     return tensor
 
@@ -201,10 +218,10 @@ def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
 
 
 def _write_common(path: Path) -> None:
-    """Write Megatron's dictionary of what is no tensor: nothing."""
+    """Write Megatron's dictionary of what is no tensor."""
     # Given a path, torch.save would write the name of the temporary file into it.
     with HashingFile(path) as file:
-        torch.save({}, file)
+        torch.save(COMMON_STATE, file)
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
@@ -246,14 +263,15 @@ def verify_torch_dist(source: Path, folder: Path, arch: Architecture, num_thread
 
 
 def _difference(reader: CheckpointReader, converted: TorchDistReader, placement: Placement) -> str:
-    try:
-        stored = converted.read(placement.key, placement.offsets, placement.sizes)
-    except CheckpointError as error:
-        return str(error)
     original = reader.tensor(placement.hf_name)
-    if stored.dtype == original.dtype and torch.equal(_bits(stored), _bits(original)):
-        return ""
-    return f"{placement.key} at {list(placement.offsets)} is not {placement.hf_name} bit by bit"
+    for (offsets, sizes), rows in placement.chunks:
+        try:
+            stored = converted.read(placement.key, offsets, sizes)
+        except CheckpointError as error:
+            return str(error)
+        if stored.dtype != original.dtype or not torch.equal(_bits(stored), _bits(original[rows])):
+            return f"{placement.key} at {list(offsets)} is not {placement.hf_name} bit by bit"
+    return ""
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,9 @@ REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
 # Families that `checkpoint.param_names` has the names of.
-CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3")
+CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
+# Families that `megatron_backend` has the layers of.
+TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
 FORMATS = ("bf16", "fp8", "nvfp4")
 
 
@@ -36,12 +38,8 @@ def check_consistency(config: Config) -> list[Problem]:
 
 def check_convertible(config: Config) -> Problems:
     """Yield what can be planned but not fetched or converted by this version: ask before any work starts."""
-    model_type, source = config.model.architecture.model_type, config.model.source
-    if model_type not in CONVERTIBLE:
-        allowed = f"{' or '.join(CONVERTIBLE)} to convert, train or export with this version"
-        yield Problem(
-            "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
-        )
+    source = config.model.source
+    yield from _family(config, CONVERTIBLE, "convert or export")
     if source.kind == "hub" and source.revision == UNPINNED:
         remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
         yield Problem(
@@ -52,9 +50,11 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Its launcher starts processes on one node, and its attention takes whole sequences.
+    Its trainer has the layers of some families, its launcher starts processes on one node, and its attention takes
+    whole sequences.
     """
     yield from check_convertible(config)
+    yield from _family(config, TRAINABLE, "train")
     for key, value in (
         ("nodes", config.nodes),
         ("parallel.context_parallel_size", config.parallel.context_parallel_size),
@@ -62,6 +62,15 @@ def check_trainable(config: Config) -> Problems:
         if value > 1:
             yield Problem(key, str(value), "1 to train with this version", "plan it, or train a smaller model")
     yield from check_started_engines(config)
+
+
+def _family(config: Config, families: tuple[str, ...], purpose: str) -> Problems:
+    model_type = config.model.architecture.model_type
+    if model_type not in families:
+        allowed = f"{' or '.join(families)} to {purpose} with this version"
+        yield Problem(
+            "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
+        )
 
 
 def _model_source(config: Config) -> Problems:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
+from posttrain.checkpoint.tiling import Box, intersect, slices_within
 from posttrain.config.schema import Architecture
 from posttrain.megatron_backend.checkpoint import sharded_weights
 from posttrain.megatron_backend.glm5.model import LogprobModel
@@ -99,11 +100,19 @@ class HubWeights:
             self._local[piece].copy_(tensor)
 
     def _gather_one(self, placement: Placement, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """Send every main piece that overlaps the placement to rank 0."""
-        rank, dtype = dist.get_rank(), dtype or self._dtypes[placement.hf_name]
-        chunk = torch.empty(placement.sizes, dtype=dtype, device=self._device)
-        for piece in self._pieces[placement.key]:
-            overlap = _overlap(piece, placement)
+        """Send every main piece that overlaps the placement to rank 0, and join them there."""
+        dtype = dtype or self._dtypes[placement.hf_name]
+        chunks = [self._gather_box(placement.key, box, dtype) for box in placement.boxes]
+        if dist.get_rank() != 0:
+            return None
+        joined = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return joined.reshape(self._shapes[placement.hf_name])
+
+    def _gather_box(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        rank = dist.get_rank()
+        chunk = torch.empty(box[1], dtype=dtype, device=self._device)
+        for piece in self._pieces[key]:
+            overlap = _overlap(piece, box)
             if overlap is None or not piece.is_main or rank not in (0, piece.rank):
                 continue
             in_piece, in_chunk = overlap
@@ -115,7 +124,7 @@ class HubWeights:
                 _pass_on(part, piece.rank)
             if rank == 0:
                 chunk[in_chunk] = part
-        return chunk.reshape(self._shapes[placement.hf_name]) if rank == 0 else None
+        return chunk
 
     def _broadcast(self, whole: torch.Tensor | None, name: str) -> torch.Tensor:
         if whole is None:
@@ -126,16 +135,17 @@ class HubWeights:
         return whole
 
     def _write(self, placement: Placement, whole: torch.Tensor, backup: dict[Piece, torch.Tensor]) -> None:
-        chunk = whole.reshape(placement.sizes)
-        for piece in self._pieces[placement.key]:
-            local = self._local.get(piece)
-            overlap = _overlap(piece, placement)
-            if local is None or overlap is None:
-                continue
-            if piece not in backup:
-                backup[piece] = local.clone()
-            in_piece, in_chunk = overlap
-            local[in_piece] = chunk[in_chunk].to(local.dtype)
+        for box, rows in placement.chunks:
+            chunk = whole[rows].reshape(box[1])
+            for piece in self._pieces[placement.key]:
+                local = self._local.get(piece)
+                overlap = _overlap(piece, box)
+                if local is None or overlap is None:
+                    continue
+                if piece not in backup:
+                    backup[piece] = local.clone()
+                in_piece, in_chunk = overlap
+                local[in_piece] = chunk[in_chunk].to(local.dtype)
 
 
 def _local_pieces(model: LogprobModel) -> dict[Piece, torch.Tensor]:
@@ -153,16 +163,11 @@ def _local_pieces(model: LogprobModel) -> dict[Piece, torch.Tensor]:
     return pieces
 
 
-def _overlap(piece: Piece, placement: Placement) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where piece and placement meet, as slices into each; None where they do not."""
-    in_piece, in_chunk = [], []
-    for start, extent, first, size in zip(piece.offset, piece.shape, placement.offsets, placement.sizes, strict=True):
-        low, high = max(start, first), min(start + extent, first + size)
-        if low >= high:
-            return None
-        in_piece.append(slice(low - start, high - start))
-        in_chunk.append(slice(low - first, high - first))
-    return tuple(in_piece), tuple(in_chunk)
+def _overlap(piece: Piece, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where piece and box meet, as slices into each; None where they do not."""
+    held = (piece.offset, piece.shape)
+    shared = intersect(held, box)
+    return (slices_within(shared, held), slices_within(shared, box)) if shared else None
 
 
 def _pass_on(part: torch.Tensor, owner: int) -> None:

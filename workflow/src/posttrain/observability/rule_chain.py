@@ -95,6 +95,7 @@ def _training_rules(config: Config) -> list[RuleNode]:
     trainer_gpus = world_size(config) if on_gpus else 0
     serving_gpus = engine_gpus(config) if on_gpus else 0
     serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
+    parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
     before = ("stage_to_node_local",) if config.site.node_names else (torch_dist, "patch_hf_config")
     evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
@@ -113,7 +114,13 @@ def _training_rules(config: Config) -> list[RuleNode]:
             config.nodes,
             trainer_gpus,
         ),
-        RuleNode("export_hf", "writes the trained model in Hub layout", ("train_grpo",)),
-        RuleNode("evaluate after", "pass rate of the trained model", ("export_hf", "download_dataset"), **evaluated),
+        RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
+        RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),
+        RuleNode(
+            "evaluate after",
+            "pass rate of the trained model",
+            ("finalize_export_hf", "download_dataset"),
+            **evaluated,
+        ),
         RuleNode("render_report", "writes this page", ("evaluate before", "evaluate after")),
     ]

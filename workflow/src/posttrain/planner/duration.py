@@ -58,7 +58,7 @@ def durations_seconds(
     seconds = {"download_hf_checkpoint": needed.hf / rates.hub} if config.model.source.kind == "hub" else {}
     seconds |= {
         "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, turns, rates),
-        "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, 1, 1, rates),
+        "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, parts, turns, rates),
         "stage_to_node_local": max(
             needed.node_local_bytes / rates.node_disk, nodes * needed.node_local_bytes / rates.shared_storage
         ),

@@ -1,0 +1,229 @@
+"""Four claims about converting a checkpoint to Megatron's format, on tensors of GLM-5's true shapes, with 2 workers.
+
+It takes at most 1.5 times as long as `cp` of the source plus one SHA-256 of it; it is at least 5 times faster than
+building Megatron's model in host memory, filling and saving it, with less than a tenth of that one's anonymous memory;
+and with the embedding and a whole layer of 256 experts it stays below 2 GiB of anonymous memory.
+
+Sources are read from the disk (their pages are dropped before each run), results are on it (fsync), the runs are
+interleaved and the median counts. Starting Python and importing is not counted. Needs about 12 GB of disk, and 30 GB
+for the whole layer, and removes what it wrote. Run from the repository's root:
+
+    python -m benchmarks.convert [--folder FOLDER] [--repeats 5] [--experts 52] [--layer-experts 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from posttrain.artifacts import building, partial_of
+from posttrain.artifacts.durable import sync_tree
+from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
+from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, write_index, write_shard
+from posttrain.checkpoint.torch_dist import write_format_files, write_part
+from posttrain.config.load import resolve
+from posttrain.config.schema import Architecture
+
+COPY_GOAL, BUILD_GOAL, BUILD_MEMORY_GOAL, MEMORY_GOAL_GIB = 1.5, 5.0, 0.1, 2.0
+WORKERS = 2
+SHARD_BYTES = FILE_BYTES = 10**9
+
+
+def main() -> None:
+    """Make the sources, run everything, print the table and a line of JSON for each claim."""
+    args = parse_arguments()
+    if args.work:
+        print(json.dumps(WORK[args.work](args.source, args.result, one_layer(args.experts, args.vocabulary))))
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        seconds, memory = measure(Path(folder), args.experts, args.repeats)
+        full_layer = measure_full_layer(Path(folder), args.layer_experts)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, median in medians.items():
+        times = " ".join(f"{value:.2f}" for value in seconds[name])
+        print(f"{name:10} {median:8.2f} s {max(memory[name]):7.2f} GiB   {times}")
+    ratio, faster = medians["ours"] / medians["copy"], medians["megatron"] / medians["ours"]
+    share = max(memory["ours"]) / min(memory["megatron"])
+    what = f"converting with {WORKERS} workers"
+    report(f"{what}: times of cp plus SHA-256", ratio, COPY_GOAL, ratio <= COPY_GOAL)
+    report(f"{what}: times faster than building the model and saving it", faster, BUILD_GOAL, faster >= BUILD_GOAL)
+    report(f"{what}: share of that one's memory", share, BUILD_MEMORY_GOAL, share < BUILD_MEMORY_GOAL)
+    layer = f"{what}: GiB of anonymous memory, embedding and {args.layer_experts} experts"
+    report(layer, full_layer, MEMORY_GOAL_GIB, full_layer < MEMORY_GOAL_GIB)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints are written")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--experts", type=int, default=52, help="of the source whose time counts, 75 MB each")
+    parser.add_argument("--layer-experts", type=int, default=256, help="of the source whose memory counts")
+    parser.add_argument("--vocabulary", type=int, default=1024, help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=WORK, help=argparse.SUPPRESS)
+    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def report(claim: str, value: float, goal: float, met: bool) -> None:
+    """Print a claim with its value as a line of JSON."""
+    print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": met}))
+
+
+# ---- the source ----
+
+
+def one_layer(num_experts: int, vocabulary: int) -> Architecture:
+    """Return GLM-5 with one MoE layer, of so many experts, and a vocabulary of so many words; else its dimensions."""
+    glm5 = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    return dataclasses.replace(glm5, **changes, n_routed_experts=num_experts, vocab_size=vocabulary)
+
+
+def make_source(folder: Path, arch: Architecture) -> None:
+    """Write a checkpoint of normal numbers in shards."""
+    specs = expected_tensors(arch)
+    folder.mkdir()
+    shards = assign_shards({name: spec.size_bytes for name, spec in specs.items()}, SHARD_BYTES)
+    for file, names in shards.items():
+        with HashingFile(folder / file) as output:
+            write_shard(output, {name: specs[name] for name in names}, lambda name: _random(specs[name]))
+    write_index(folder, {name: file for file, names in shards.items() for name in names}, specs)
+    sync_tree(folder)
+
+
+def _random(spec: TensorSpec) -> torch.Tensor:
+    """Return normal numbers; a large tensor repeats those of its first rows."""
+    rows = spec.shape[0]
+    some = torch.randn((min(rows, 2048), *spec.shape[1:])).mul_(0.02).to(TORCH_DTYPES[spec.dtype])
+    return some.repeat(-(-rows // len(some)), *[1] * (some.dim() - 1))[:rows]
+
+
+# ---- the work: each runs in a process of its own and returns its seconds ----
+
+
+def ours(source: Path, result: Path, arch: Architecture) -> float:
+    """Convert as the workflow's two steps do, two files at a time."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    made = write_part(source, "source", result, arch, 0, 1, WORKERS, FILE_BYTES)
+    with building(result) as partial:
+        write_format_files(partial, {item.record.path: item for item in made}, arch)
+    return time.perf_counter() - started
+
+
+def copy(source: Path, result: Path, arch: Architecture) -> float:
+    """Copy the source, and hash it."""
+    started = time.perf_counter()
+    subprocess.run(["cp", "-r", source, result], check=True)
+    sync_tree(result)
+    for path in sorted(source.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, "sha256")
+    return time.perf_counter() - started
+
+
+def megatron(source: Path, result: Path, arch: Architecture) -> float:
+    """Build Megatron's model as Megatron does, initialised, fill it from the source and save it."""
+    from megatron.core import dist_checkpointing
+    from tests.megatron_families import build_model
+    from tests.megatron_single import initialize_single_rank, test_config
+
+    from posttrain.megatron_backend.weights import HubWeights
+
+    config = test_config(arch)
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, params_dtype="bf16"))
+    initialize_single_rank(config)
+    torch.set_num_threads(WORKERS)
+    started = time.perf_counter()
+    model = build_model(config, initialize=True)
+    reader = CheckpointReader(source)
+    HubWeights(model, arch).transform(lambda name, _: reader.tensor(name))
+    result.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(), str(result))
+    sync_tree(result)
+    return time.perf_counter() - started
+
+
+WORK: dict[str, Callable[[Path, Path, Architecture], float]] = {"ours": ours, "copy": copy, "megatron": megatron}
+
+
+# ---- measuring ----
+
+
+def measure(folder: Path, num_experts: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds and peaks of anonymous memory (GiB) of each run, by what it did."""
+    make_source(folder / "source", one_layer(num_experts, 1024))
+    seconds: dict[str, list[float]] = {name: [] for name in WORK}
+    memory: dict[str, list[float]] = {name: [] for name in WORK}
+    for _ in range(repeats):
+        for name in WORK:
+            taken, peak = run(name, folder / "source", folder / "result", num_experts, 1024)
+            seconds[name].append(taken)
+            memory[name].append(peak)
+    shutil.rmtree(folder / "source")
+    return seconds, memory
+
+
+def measure_full_layer(folder: Path, num_experts: int) -> float:
+    """Return the peak of anonymous memory (GiB) with the true embedding and output matrix and many experts."""
+    vocabulary = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture.vocab_size
+    make_source(folder / "source", one_layer(num_experts, vocabulary))
+    return run("ours", folder / "source", folder / "result", num_experts, vocabulary)[1]
+
+
+def run(work: str, source: Path, result: Path, num_experts: int, vocabulary: int) -> tuple[float, float]:
+    """Run one piece of work in a process, its source not in memory; return seconds and peak RssAnon in GiB."""
+    for path in source.iterdir():
+        drop_from_memory(path)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.convert", "--work", work, "--source", str(source)]
+    command += ["--result", str(result), "--experts", str(num_experts), "--vocabulary", str(vocabulary)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peaks: list[float] = []
+        watcher = threading.Thread(target=watch_memory, args=(process.pid, peaks))
+        watcher.start()
+        output, _ = process.communicate()
+        watcher.join()
+    assert process.returncode == 0, command
+    for made in (result, partial_of(result), result.with_name(f"{result.name}.parts")):
+        shutil.rmtree(made, ignore_errors=True)
+    return json.loads(output.splitlines()[-1]), max(peaks)
+
+
+def drop_from_memory(path: Path) -> None:
+    """Let the system forget a file's pages; they are on the disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def watch_memory(pid: int, peaks: list[float]) -> None:
+    """Note the anonymous memory of a process in GiB until it ends."""
+    while True:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        anonymous = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
+        if not anonymous:
+            return
+        peaks.append(anonymous[0] / (1 << 20))
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
