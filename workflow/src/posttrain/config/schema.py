@@ -12,17 +12,9 @@ Field comments become `config/README.md`. Units end the name. No torch in this p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from omegaconf import MISSING
-
-
-def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:
-    """Declare a field with its description and, as metadata, the range or choices that `validate` enforces."""
-    metadata = {"doc": text, **limits}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from posttrain.config.document import _doc
+from posttrain.config.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -348,7 +340,7 @@ class Site:
     store: str = _doc("Checkpoints that do not depend on a run; may be shared by a group", "resources")
     results: str = _doc("Runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
-    node_names: list[str] = _doc("Nodes to stage to; empty: staging happens inside the job", [])
+    node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
     launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local",))
     shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
     local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
@@ -381,6 +373,7 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     engine: Engine = field(default_factory=Engine)
     convert: Convert = field(default_factory=Convert)
+    stage: Stage = field(default_factory=Stage)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
     logging: Logging = field(default_factory=Logging)
