@@ -112,6 +112,7 @@ class _Exchange:
         self._downloads: dict[str, float] = {}
         self._checks: dict[str, Future[bool]] = {}
         self._unreachable: set[str] = set()
+        self._claimed: set[str] = set()
 
     def run(self, wrong: dict[str, list[CopyTask]], right: dict[str, list[CopyTask]]) -> None:
         """Work until nothing is missing here, then until nobody alive misses anything."""
@@ -165,7 +166,6 @@ class _Exchange:
         for content in _finished(self._reads):
             self._reads.pop(content).result()
             self._arrived(content, missing)
-            self._claim_path(content).unlink(missing_ok=True)
         for content in list(self._downloads):
             if self._swarm.is_complete(content):
                 del self._downloads[content]
@@ -237,7 +237,7 @@ class _Exchange:
 
     def _leave(self) -> None:
         self._record_path.unlink(missing_ok=True)
-        for content in self._reads:
+        for content in self._claimed:
             self._claim_path(content).unlink(missing_ok=True)
 
     def _claim(self, content: str) -> bool:
@@ -253,6 +253,8 @@ class _Exchange:
                 if claimant == self._node or not (_is_alive(path) or _is_alive(record)):
                     path.unlink()
             return False
+        # It stays ours when the file is here: others may not know yet that it is.
+        self._claimed.add(content)
         return True
 
     @property

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.checkpoint.testimony import SUFFIX, CopiedFile, is_as_left, read_testimony, testimony_of
+from posttrain.checkpoint.testimony import SUFFIX, CopiedFile, is_as_left, path_of_testimony, read_testimony
 from posttrain.errors import CheckpointError
 from posttrain.observability.report_format import format_bytes
 
@@ -84,10 +84,10 @@ def make_room(needed_bytes: int, destination: Path, eviction: Eviction) -> None:
         lacks_room = shutil.disk_usage(destination).free < needed_bytes
         days = (now - copy.used_unix) / DAY_SECONDS
         said = f"{copy.folder} ({format_bytes(copy.size_bytes)}, unused for {days:.1f} days)"
-        if eviction.rule == "unused" and days >= eviction.unused_days or eviction.rule == "oldest" and lacks_room:
-            if evict(copy):
-                log.warning("evicted %s", said)
-        elif lacks_room:
+        is_due = {"never": False, "oldest": lacks_room, "unused": days >= eviction.unused_days}[eviction.rule]
+        if is_due and evict(copy):
+            log.warning("evicted %s", said)
+        elif lacks_room and not is_due:
             log.info("stage.evict=%s keeps %s", eviction.rule, said)
 
 
@@ -110,7 +110,7 @@ def evict(copy: OldCopy) -> bool:
     try:
         descriptor = os.open(copy.folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
-        testimony_of(copy.folder).unlink(missing_ok=True)
+        path_of_testimony(copy.folder).unlink(missing_ok=True)
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,5 +161,4 @@ def _delete(copy: OldCopy) -> None:
             os.rmdir(parent)
     if copy.folder.exists():
         log.info("%s stays: it holds files that are not ours", copy.folder)
-    testimony_of(copy.folder).unlink()
-
+    path_of_testimony(copy.folder).unlink()

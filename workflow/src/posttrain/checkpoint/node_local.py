@@ -13,9 +13,11 @@ loaded they are: `read_again`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,7 @@ from posttrain.checkpoint.file_placement import (
 from posttrain.checkpoint.testimony import CopiedFile, NodeCopy, known_files, testify, vouched_files
 from posttrain.errors import CheckpointError
 from posttrain.observability.progress import ProgressBar
+from posttrain.observability.report_format import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +124,7 @@ def stage(
             testify(_describe(origin, destination, targets, is_done=False))
         fetch = fetch or partial(_copy_all, destination=destination, workers=workers, reread=reread)
         if wrong:
+            log.info("staging to %s: %d files, %s", destination, len(wrong), format_bytes(needed))
             fetch(wrong, [task for task in tasks if task.target not in targets])
         for origin in away:
             _link_others(origin, destination)
@@ -149,8 +153,7 @@ def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
         for origin in origins
         for record in origin.local_receipt.files
     ]
-    with ProgressBar("read before loading", sum(receipt.size_bytes for _, receipt in checks)) as bar:
-        progress = TransferProgress(bar)
+    with _reading("read before loading", sum(receipt.size_bytes for _, receipt in checks)) as progress:
 
         def check(item: tuple[Path, Receipt]) -> list[str]:
             found = check_files(*item, content=True)
@@ -158,6 +161,16 @@ def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
             return found
 
         return [line for lines in run_parallel(check, checks, workers, progress) for line in lines]
+
+
+@contextlib.contextmanager
+def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
+    """Show the progress of a reading, and at its end how fast it was."""
+    started = time.monotonic()
+    with ProgressBar(label, total_bytes) as bar:
+        yield TransferProgress(bar)
+    rate = total_bytes / max(time.monotonic() - started, 1e-3)
+    log.info("%s: %s at %s/s", label, format_bytes(total_bytes), format_bytes(rate))
 
 
 # ---- copying ----
@@ -179,12 +192,11 @@ def _tasks_of(origin: Origin, destination: Path) -> list[CopyTask]:
 def _find_wrong(tasks: Sequence[CopyTask], workers: int, believe: bool) -> list[CopyTask]:
     """Return the files to copy: absent, of another size, or of other content."""
     folders = {_folder_of(task) for task in tasks} if believe else set()
-    vouched = {folder / name for folder in folders for name in vouched_files(folder)}
-    doubtful = [task for task in tasks if task.target not in vouched and _has_right_size(task)]
-    right = {task.target for task in tasks} & vouched
+    known = {path: content for folder in folders for path, content in vouched_files(folder).items()}
+    right = {task.target for task in tasks if known.get(task.target) == task.record.xxh3_128}
+    doubtful = [task for task in tasks if task.target not in known and _has_right_size(task)]
     if doubtful:
-        with ProgressBar("verify what is there", sum(t.record.size_bytes for t in doubtful)) as bar:
-            progress = TransferProgress(bar)
+        with _reading("verify what is there", sum(t.record.size_bytes for t in doubtful)) as progress:
             verdicts = run_parallel(partial(_is_right, progress=progress), doubtful, workers, progress)
         right |= {task.target for task, verdict in zip(doubtful, verdicts, strict=True) if verdict}
     wrong = [task for task in tasks if task.target not in right]
@@ -283,6 +295,7 @@ def _describe_file(
     was_ours = record.path in before and before[record.path].is_ours
     if path in copied and not is_done:
         # Whatever appears where nothing was is ours, also when this staging is killed.
-        return CopiedFile(record.path, record.size_bytes, 0, was_ours or path.is_symlink() or not path.exists())
-    is_ours = was_ours or path in copied
-    return CopiedFile(record.path, record.size_bytes, path.stat().st_mtime_ns, is_ours)
+        mtime_ns, is_ours = 0, was_ours or path.is_symlink() or not path.exists()
+    else:
+        mtime_ns, is_ours = path.stat().st_mtime_ns, was_ours or path in copied
+    return CopiedFile(record.path, record.size_bytes, record.xxh3_128, mtime_ns, is_ours)

@@ -76,9 +76,7 @@ class Swarm:
     @property
     def addresses(self) -> list[str]:
         """This machine's addresses that others can reach; loopback only where there is nothing else."""
-        found = [
-            row.address for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET
-        ]
+        found = [row.address for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET]
         return [address for address in found if not address.startswith("127.")] or found
 
     def path(self, content: str) -> Path:
@@ -90,9 +88,7 @@ class Swarm:
         self._link(content, file)
         storage = libtorrent.file_storage()
         storage.add_file(content, file.stat().st_size)
-        made = libtorrent.create_torrent(
-            storage, _piece_bytes(file.stat().st_size), libtorrent.create_torrent.v1_only
-        )
+        made = libtorrent.create_torrent(storage, _piece_bytes(file.stat().st_size), libtorrent.create_torrent.v1_only)
         libtorrent.set_piece_hashes(made, str(self._folder))
         encoded = libtorrent.bencode(made.generate())
         write_atomic(torrent, lambda temporary: _write(temporary, encoded))

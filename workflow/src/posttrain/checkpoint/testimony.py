@@ -30,12 +30,14 @@ class CopiedFile:
     Args:
         path: Relative to the copy's folder.
         size_bytes: Its length.
+        xxh3_128: Hash of its content.
         mtime_ns: Its modification time when its content was verified; 0 while it is being copied.
         is_ours: We wrote it, so we may delete it.
     """
 
     path: str
     size_bytes: int
+    xxh3_128: str
     mtime_ns: int
     is_ours: bool
 
@@ -63,7 +65,7 @@ class NodeCopy:
     bytes_kept: int
 
 
-def testimony_of(folder: Path) -> Path:
+def path_of_testimony(folder: Path) -> Path:
     """Return the testimony that stands beside a copy."""
     return folder.with_name(folder.name + SUFFIX)
 
@@ -71,7 +73,7 @@ def testimony_of(folder: Path) -> Path:
 def testify(copy: NodeCopy) -> None:
     """Write what a copy holds, as of now, beside it."""
     row = {"boot_id": read_boot_id(), "used_unix": time.time(), **dataclasses.asdict(copy)}
-    write_json(testimony_of(Path(copy.folder)), row)
+    write_json(path_of_testimony(Path(copy.folder)), row)
 
 
 def read_testimony(path: Path) -> dict[str, Any]:
@@ -93,16 +95,16 @@ def read_testimony(path: Path) -> dict[str, Any]:
 
 def known_files(folder: Path) -> dict[str, CopiedFile]:
     """Return path -> file of the copy's testimony; empty where there is none."""
-    path = testimony_of(folder)
+    path = path_of_testimony(folder)
     return {file.path: file for file in read_testimony(path)["files"]} if path.exists() else {}
 
 
-def vouched_files(folder: Path) -> set[str]:
-    """Return the files that are right by the testimony alone: same start of the machine, same size, same time."""
-    path = testimony_of(folder)
+def vouched_files(folder: Path) -> dict[Path, str]:
+    """Return the files whose hash is known without reading: same start of the machine, same size, same time."""
+    path = path_of_testimony(folder)
     if not path.exists() or (row := read_testimony(path))["boot_id"] != read_boot_id():
-        return set()
-    return {file.path for file in row["files"] if is_as_left(folder / file.path, file)}
+        return {}
+    return {folder / file.path: file.xxh3_128 for file in row["files"] if is_as_left(folder / file.path, file)}
 
 
 def is_as_left(path: Path, file: CopiedFile) -> bool:

@@ -68,4 +68,6 @@ def _experts_at(config: Config, place: int) -> range:
 
 def _engine_gpus(config: Config) -> int:
     engine = config.engine
-    return engine.num_engines * engine.gpus_per_engine + engine.pd.num_prefill_engines * engine.pd.gpus_per_prefill_engine
+    return (
+        engine.num_engines * engine.gpus_per_engine + engine.pd.num_prefill_engines * engine.pd.gpus_per_prefill_engine
+    )

@@ -42,6 +42,11 @@ def rule_chain(config: Config) -> list[RuleNode]:
     return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config)]
 
 
+def is_staged(config: Config) -> bool:
+    """Tell whether rules copy the weights to nodes before training starts."""
+    return bool(config.site.node_names) and config.stage.copy != "nothing"
+
+
 def _source_rules(config: Config) -> list[RuleNode]:
     is_made = config.model.source.kind == "made"
     made = [RuleNode("make_tiny_model", "makes and warms up a small model", ())] if is_made else []
@@ -65,7 +70,7 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
             RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
             RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
         ]
-    if config.site.node_names:
+    if is_staged(config):
         staged = tuple(rule.name for rule in rules if rule.name.startswith("finalize")) + (
             () if config.rollout.fp8 else patched
         )
@@ -85,7 +90,7 @@ def _training_rules(config: Config) -> list[RuleNode]:
     trainer_gpus = config.nodes * config.hardware.gpus_per_node if on_gpus else 0
     engine_gpus = config.engine.gpus_per_engine if on_gpus else 0
     engine_nodes = -(-engine_gpus // config.hardware.gpus_per_node) or 1
-    before = ("stage_to_node_local",) if config.site.node_names else ("finalize_torch_dist", "patch_hf_config")
+    before = ("stage_to_node_local",) if is_staged(config) else ("finalize_torch_dist", "patch_hf_config")
     evaluated = {"nodes": engine_nodes, "gpus": engine_gpus}
     return [
         RuleNode(

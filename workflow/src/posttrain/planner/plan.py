@@ -34,6 +34,7 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
+from posttrain.planner.node_copy import node_copies
 from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split
@@ -77,6 +78,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any]) -> dict[str, Any
             "store_bytes": needed.store_bytes,
             "run_bytes": needed.run_bytes,
             **dataclasses.asdict(needed),
+            "node_copies": _node_copies_part(config, needs.rates),
         },
         "durations_seconds": needs.seconds,
         "step": step_part(config, needs.seconds),
@@ -223,6 +225,17 @@ def _check_engine_count(config: Config) -> list[Problem]:
         return []
     found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
     return [Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")]
+
+
+def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[str, Any]]:
+    return [
+        {
+            **dataclasses.asdict(copy),
+            "seconds": round(duration.stage_seconds(copy, rates), 1),
+            "is_chosen": copy.choice == config.stage.copy,
+        }
+        for copy in node_copies(config)
+    ]
 
 
 def _model_part(config: Config) -> dict[str, Any]:
