@@ -24,7 +24,7 @@ rule stage_to_node_local:
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
         meeting=PATHS.node_local_testimony("any").with_name("broadcast"),
         # Which files a node gets: slices follow the layout.
-        copy=[CFG.stage.copy, *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else [])],
+        choice=[CFG.stage.copy, *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else [])],
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:

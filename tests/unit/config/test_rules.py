@@ -73,6 +73,7 @@ VIOLATIONS = (
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
+    ("tiny", "stage.copy=slices", ["stage.copy"]),
 )
 
 

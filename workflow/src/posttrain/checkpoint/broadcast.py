@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 # A node that has not shown itself for this long is dead: its claims are free, and nobody waits for it.
-DEAD_SECONDS = 60.0
+DEAD_SECONDS = 120.0
 # A download without progress for this long is given up, and the origin read instead.
 STALL_SECONDS = 60.0
 MAX_READS, MAX_DOWNLOADS = 2, 8
