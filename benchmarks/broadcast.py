@@ -3,8 +3,8 @@
 Shared storage sends at most 1.1 times the unique bytes, and all nodes have them, verified and synced, after at most 1.5
 times what one node alone needs for `cp -r`. Beside it: every node reads for itself.
 
-The nodes are network namespaces with limited links, shared storage is one more, mounted by SFTP (`tests.network_nodes`).
-Bytes are what leaves its link, headers and the nodes' talk in the meeting folder included. Run as root from the
+The nodes are network namespaces with limited links, shared storage is one more, mounted by SFTP
+(`tests.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder included. Run as root from the
 repository's root, after `make env-network`:
 
     python -m benchmarks.broadcast
@@ -64,7 +64,9 @@ def main() -> None:
         print(f"{way:24} {medians[way][0]:9.1f} {medians[way][1] / unique:30.2f}")
     report("shared storage is read at most 1.1 times", medians["broadcast"][1] / unique, READ_GOAL)
     report(
-        "takes at most 1.5 times what one node needs for cp -r", medians["broadcast"][0] / medians["cp -r"][0], TIME_GOAL
+        "takes at most 1.5 times what one node needs for cp -r",
+        medians["broadcast"][0] / medians["cp -r"][0],
+        TIME_GOAL,
     )
 
 

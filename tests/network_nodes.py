@@ -1,6 +1,6 @@
 """Nodes on one machine, each with a network of its own: namespaces on a bridge, every link limited in both directions.
 
-Shared storage is a host of the same kind, whose folder each node mounts over SFTP, without caches. All of it is Linux's
+Shared storage is a host of the same kind, whose folder each node mounts over SFTP. All of it is Linux's
 and Debian's own: `make env-network` installs iproute2, sshfs, socat and openssh-sftp-server. It needs root.
 """
 
@@ -21,7 +21,8 @@ import pytest
 SFTP_SERVER = Path("/usr/lib/openssh/sftp-server")
 SFTP_PORT = 2022
 NETWORK = "10.79.0"
-NO_CACHE = "dir_cache=no,attr_timeout=0,entry_timeout=0,negative_timeout=0,ac_attr_timeout=0"
+# Attributes may be a second old: less than on NFS.
+CACHE = "attr_timeout=1,entry_timeout=0,negative_timeout=0,dcache_timeout=1,dcache_stat_timeout=1,dcache_dir_timeout=1"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def mounted(storage: Host, folder: Path, nodes: Sequence[Host], below: Path) -> 
         for node in nodes:
             place = below / f"shared-of-{node.name}"
             place.mkdir(parents=True)
-            options = f"directport={SFTP_PORT},{NO_CACHE}"
+            options = f"directport={SFTP_PORT},{CACHE}"
             _run(*_inside(node.name), "sshfs", "-o", options, f"{storage.address}:{folder}", str(place))
             stack.callback(_run, "fusermount3", "-u", "-z", str(place))
             places.append(place)
@@ -94,7 +95,7 @@ def _add_host(stack: ExitStack, bridge: str, index: int, megabits: int) -> Host:
     _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
     for namespace, device in ((bridge, port), (host.name, "eth0")):
         _run("ip", "-n", namespace, "link", "set", device, "up")
-        limit = ("tbf", "rate", f"{megabits}mbit", "burst", "256k", "latency", "100ms")
+        limit = ("tbf", "rate", f"{megabits}mbit", "burst", "256k", "latency", "25ms")
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
     return host
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files, write_receipt
-from posttrain.checkpoint.broadcast import DEAD_SECONDS, _is_alive
+from posttrain.checkpoint.meeting import DEAD_SECONDS
 from posttrain.checkpoint.swarm import Swarm
 
 NODE = """
@@ -56,7 +56,7 @@ def start(root: Path, node: str) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> list[str]:
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=40)
     assert process.returncode == 0
     return [line.split()[1] for line in output.splitlines() if line.startswith("read")]
 
@@ -80,7 +80,6 @@ def test_killed_nodes_take_nothing_with_them(root):
         process.wait()
     for path in (*(root / "meeting").glob("*.claim"), *(root / "meeting").glob("*.json")):
         os.utime(path, (1, time.time() - DEAD_SECONDS))
-        assert not _is_alive(path)
     processes = [start(root, "back"), start(root, "third")]
     for process in processes:
         end(process)
@@ -97,8 +96,8 @@ def test_a_peer_with_other_bytes_is_not_believed(root):
     with Swarm(root / "liar") as swarm:
         swarm.make_torrent(content, other, root / "meeting" / f"{content}.torrent")
         swarm.seed(content, other, root / "meeting" / f"{content}.torrent")
-        row = {"addresses": swarm.addresses, "port": swarm.port, "has": [content], "fetches": [], "is_done": True}
-        (root / "meeting" / "liar.json").write_text(json.dumps(row))
+        row = {"addresses": swarm.addresses, "port": swarm.port, "has": [content], "reads": [], "fetches": []}
+        (root / "meeting" / "liar.json").write_text(json.dumps(row | {"is_done": True}))
         read = end(start(root, "node0"))
     assert any(name in read for name in ("0.bin", "deep/twin.bin"))
     assert record_files(root / "node0" / "weights") == record_files(root / "weights")

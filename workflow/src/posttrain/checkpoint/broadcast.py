@@ -5,11 +5,7 @@ right, the node makes a torrent of it and tells the others, who fetch it by BitT
 has any of it. No node is special: one that dies is replaced by whoever claims next, one that comes late finds what
 there is, and one that comes last and alone reads the origin.
 
-The nodes meet in a folder on shared storage:
-
-    {node}.json         where a node listens, which files it has and fetches; its modification time is its heartbeat
-    {hash}.claim        the node that reads a file from its origin; advice only, a second reader would do no harm
-    {hash}.torrent      hashes of the file's pieces; named, as the file is among the nodes, after its content
+The nodes meet in a folder on shared storage (`meeting`).
 
 A file that was fetched counts only when our own hash of the whole agrees, and is synced. What a killed node had
 fetched is used by its next attempt: BitTorrent checks it piece by piece.
@@ -17,20 +13,17 @@ fetched is used by its next attempt: BitTorrent checks it piece by piece.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.artifacts import hash_file, write_json
+from posttrain.artifacts import hash_file
 from posttrain.checkpoint.file_placement import TransferProgress, explain_full_disk, publish_link
+from posttrain.checkpoint.meeting import Meeting, Peer
 from posttrain.checkpoint.node_local import CopyTask, copy_task
 from posttrain.checkpoint.swarm import Swarm
 from posttrain.observability.progress import ProgressBar
@@ -38,31 +31,13 @@ from posttrain.observability.progress import ProgressBar
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-# A node that has not shown itself for this long is dead: its claims are free, and nobody waits for it.
-DEAD_SECONDS = 120.0
 # A download without progress for this long is given up, and the origin read instead.
 STALL_SECONDS = 60.0
 MAX_READS, MAX_DOWNLOADS = 2, 8
+# All nodes together read at most this share of the files from their origins at a time: only what has been read can be
+# passed on.
+READ_SHARE = 1 / 8
 SCRATCH = ".broadcast"
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another node that copies now.
-
-    Args:
-        addresses: Where it listens, on each of its networks.
-        port: At this port.
-        has: Files that it has, by their hashes.
-        fetches: Files that it has parts of.
-        is_done: It needs no more and waits for the others.
-    """
-
-    addresses: tuple[str, ...]
-    port: int
-    has: frozenset[str]
-    fetches: frozenset[str]
-    is_done: bool
 
 
 class Broadcast:
@@ -85,8 +60,7 @@ class Broadcast:
             CheckpointError: An origin's file is not what its receipt says.
             RuntimeError: The disk is full.
         """
-        for folder in (self._meeting, self._scratch):
-            folder.mkdir(parents=True, exist_ok=True)
+        self._scratch.mkdir(parents=True, exist_ok=True)
         total = sum(task.record.size_bytes for task in wrong)
         with (
             ProgressBar(f"copy to {self._scratch.parent}", total) as bar,
@@ -94,7 +68,7 @@ class Broadcast:
             Swarm(self._scratch) as swarm,
             ThreadPoolExecutor(MAX_READS + 1) as pool,
         ):
-            exchange = _Exchange(self._meeting, self._node, swarm, pool, TransferProgress(bar))
+            exchange = _Exchange(Meeting(self._meeting, self._node), swarm, pool, TransferProgress(bar))
             exchange.run(_by_content(wrong), _by_content(right))
         shutil.rmtree(self._scratch)
 
@@ -102,63 +76,67 @@ class Broadcast:
 class _Exchange:
     """The state of one `fetch`."""
 
-    def __init__(self, meeting: Path, node: str, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
-        self._meeting, self._node, self._swarm, self._pool = meeting, node, swarm, pool
-        self._progress = progress
-        self._record: dict[str, object] = {}
+    def __init__(self, meeting: Meeting, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
+        self._meeting, self._swarm, self._pool, self._progress = meeting, swarm, pool, progress
         self._has: set[str] = set()
         # What is under way: read from the origin, fetched from peers, checked after that.
         self._reads: dict[str, Future[None]] = {}
         self._downloads: dict[str, float] = {}
         self._checks: dict[str, Future[bool]] = {}
         self._unreachable: set[str] = set()
-        self._claimed: set[str] = set()
 
     def run(self, wrong: dict[str, list[CopyTask]], right: dict[str, list[CopyTask]]) -> None:
         """Work until nothing is missing here, then until nobody alive misses anything."""
-        missing = dict(_shuffled(wrong, self._node))
+        missing = _shuffled(wrong)
+        max_reads = max(2, int(READ_SHARE * (len(wrong) + len(right))))
         for content, tasks in right.items():
             self._offer(content, tasks[0])
         try:
-            while missing or not all(peer.is_done for peer in self._peers()):
-                peers = self._peers()
+            self._meeting.look()
+            while missing or not all(peer.is_done for peer in self._meeting.peers):
                 self._collect(missing)
                 for content, tasks in missing.items():
                     if not self._is_under_way(content):
-                        self._begin(content, tasks[0], peers)
-                self._tend_downloads(peers)
-                self._announce(is_done=not missing)
+                        self._begin(content, tasks[0], max_reads)
+                self._tend_downloads()
+                self._say(is_done=not missing)
                 time.sleep(POLL_SECONDS)
+                self._meeting.look()
         except BaseException:
             self._progress.stop()
             raise
         finally:
-            self._leave()
+            self._meeting.leave()
 
     # ---- one file ----
 
     def _is_under_way(self, content: str) -> bool:
         return content in self._reads or content in self._downloads or content in self._checks
 
-    def _begin(self, content: str, task: CopyTask, peers: Sequence[Peer]) -> None:
+    def _begin(self, content: str, task: CopyTask, max_reads: int) -> None:
         """Fetch a file that a peer has, or read it from its origin if nobody else does."""
-        is_offered = content not in self._unreachable and any(content in peer.has for peer in peers)
-        if is_offered and self._torrent(content).exists():
+        if content in self._unreachable:
+            if len(self._reads) < MAX_READS:
+                self._reads[content] = self._pool.submit(self._read, content, task)
+        elif self._meeting.has_torrent(content) and any(content in peer.has for peer in self._meeting.peers):
             if len(self._downloads) < MAX_DOWNLOADS:
-                self._swarm.download(content, self._torrent(content))
+                self._swarm.download(content, self._meeting.torrent(content))
                 self._downloads[content] = time.monotonic()
-        elif len(self._reads) < MAX_READS and (content in self._unreachable or self._claim(content)):
+        elif len(self._reads) < MAX_READS and self._num_reads() < max_reads and self._meeting.claim(content):
             self._reads[content] = self._pool.submit(self._read, content, task)
+
+    def _num_reads(self) -> int:
+        return len(self._reads) + sum(len(peer.reads) for peer in self._meeting.peers)
 
     def _read(self, content: str, task: CopyTask) -> None:
         copy_task(task, self._progress)
-        self._swarm.make_torrent(content, task.target, self._torrent(content))
+        self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
 
     def _offer(self, content: str, task: CopyTask) -> None:
         """Let others fetch a file that lies here and is right."""
-        if not self._torrent(content).exists():
-            self._swarm.make_torrent(content, task.target, self._torrent(content))
-        self._swarm.seed(content, task.target, self._torrent(content))
+        if not self._meeting.has_torrent(content):
+            self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
+        self._swarm.seed(content, task.target, self._meeting.torrent(content))
         self._has.add(content)
 
     def _collect(self, missing: dict[str, list[CopyTask]]) -> None:
@@ -194,17 +172,17 @@ class _Exchange:
 
     # ---- peers ----
 
-    def _tend_downloads(self, peers: Sequence[Peer]) -> None:
+    def _tend_downloads(self) -> None:
         """Bring downloads together with those who have the file, and end those that lead nowhere."""
         for content, since in list(self._downloads.items()):
-            useful = [peer for peer in peers if content in peer.has or content in peer.fetches]
+            useful = [peer for peer in self._meeting.peers if content in peer.has or content in peer.fetches]
             self._swarm.connect(content, [(host, peer.port) for peer in useful for host in peer.addresses])
             if self._swarm.has_progressed(content):
                 self._downloads[content] = time.monotonic()
             elif time.monotonic() - since > STALL_SECONDS:
                 log.warning("%s does not come from its peers; it is read from its origin", content)
                 self._give_up(content)
-            elif not any(content in peer.has for peer in peers):
+            elif not any(content in peer.has for peer in useful):
                 # Whoever had it is gone; somebody claims it again.
                 self._swarm.drop(content)
                 del self._downloads[content]
@@ -214,58 +192,9 @@ class _Exchange:
         self._downloads.pop(content, None)
         self._unreachable.add(content)
 
-    def _peers(self) -> list[Peer]:
-        return [
-            peer
-            for path in sorted(self._meeting.glob("*.json"))
-            if path.stem != self._node and _is_alive(path) and (peer := _read_peer(path))
-        ]
-
-    def _announce(self, is_done: bool) -> None:
-        record = {
-            "addresses": self._swarm.addresses,
-            "port": self._swarm.port,
-            "has": sorted(self._has),
-            "fetches": sorted(self._downloads),
-            "is_done": is_done,
-        }
-        if record != self._record:
-            write_json(self._record_path, record)
-            self._record = record
-        else:
-            os.utime(self._record_path)
-
-    def _leave(self) -> None:
-        self._record_path.unlink(missing_ok=True)
-        for content in self._claimed:
-            self._claim_path(content).unlink(missing_ok=True)
-
-    def _claim(self, content: str) -> bool:
-        """Take it upon this node to read a file from its origin; False where somebody alive has done so."""
-        path = self._claim_path(content)
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(self._node)
-        except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):
-                claimant = path.read_text(encoding="utf-8")
-                record = self._meeting / f"{claimant}.json"
-                if claimant == self._node or not (_is_alive(path) or _is_alive(record)):
-                    path.unlink()
-            return False
-        # It stays ours when the file is here: others may not know yet that it is.
-        self._claimed.add(content)
-        return True
-
-    @property
-    def _record_path(self) -> Path:
-        return self._meeting / f"{self._node}.json"
-
-    def _claim_path(self, content: str) -> Path:
-        return self._meeting / f"{content}.claim"
-
-    def _torrent(self, content: str) -> Path:
-        return self._meeting / f"{content}.torrent"
+    def _say(self, is_done: bool) -> None:
+        swarm, files = self._swarm, (sorted(self._has), sorted(self._reads), sorted(self._downloads))
+        self._meeting.say(Peer(swarm.addresses, swarm.port, *files, is_done))
 
 
 def _by_content(tasks: Sequence[CopyTask]) -> dict[str, list[CopyTask]]:
@@ -275,26 +204,12 @@ def _by_content(tasks: Sequence[CopyTask]) -> dict[str, list[CopyTask]]:
     return grouped
 
 
-def _shuffled(tasks: dict[str, list[CopyTask]], node: str) -> list[tuple[str, list[CopyTask]]]:
-    """Return the files in an order of the node's own, so that nodes claim different ones."""
-    items = sorted(tasks.items())
-    random.Random(node).shuffle(items)
-    return items
+def _shuffled(tasks: dict[str, list[CopyTask]]) -> dict[str, list[CopyTask]]:
+    """Return the files in an order of this node's own, so that nodes claim different ones."""
+    items = list(tasks.items())
+    random.shuffle(items)
+    return dict(items)
 
 
 def _finished(futures: dict[str, Future]) -> Iterator[str]:
     yield from [content for content, future in futures.items() if future.done()]
-
-
-def _is_alive(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime < DEAD_SECONDS
-    return False
-
-
-def _read_peer(path: Path) -> Peer | None:
-    with contextlib.suppress(FileNotFoundError):
-        row = json.loads(path.read_text(encoding="utf-8"))
-        lists = tuple(row["addresses"]), row["port"], frozenset(row["has"]), frozenset(row["fetches"])
-        return Peer(*lists, row["is_done"])
-    return None
