@@ -4,8 +4,8 @@ Shared storage sends at most 1.1 times the unique bytes, and all nodes have them
 times what one node alone needs for `cp -r`. Beside it: every node reads for itself.
 
 The nodes are network namespaces with limited links, shared storage is one more, mounted by SFTP
-(`tests.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder included. Run as root from the
-repository's root, after `make env-network`:
+(`tests.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder included.
+Run as root from the repository's root, after `make env-network`:
 
     python -m benchmarks.broadcast
 """

@@ -73,13 +73,14 @@ def test_each_file_is_read_once_and_every_node_gets_all(root):
 
 def test_killed_nodes_take_nothing_with_them(root):
     """One is killed for good, one comes back; a third has to do with what there is."""
-    gone, back = start(root, "gone"), start(root, "back")
-    for process in (gone, back):
+    for node in ("gone", "back"):
+        process = start(root, node)
         assert process.stdout.readline().startswith("read")
         process.send_signal(signal.SIGKILL)
         process.wait()
-    for path in (*(root / "meeting").glob("*.claim"), *(root / "meeting").glob("*.json")):
-        os.utime(path, (1, time.time() - DEAD_SECONDS))
+        # As if it had been silent for long.
+        for path in (*(root / "meeting").glob("*.claim"), *(root / "meeting").glob("*.json")):
+            os.utime(path, (1, time.time() - DEAD_SECONDS))
     processes = [start(root, "back"), start(root, "third")]
     for process in processes:
         end(process)
