@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 # A download without progress for this long is given up, and the origin read instead.
 STALL_SECONDS = 60.0
-MAX_READS, MAX_DOWNLOADS = 2, 8
+MAX_READS, MAX_DOWNLOADS = 2, 16
 # All nodes together read at most this share of the files from their origins at a time: only what has been read can be
 # passed on.
 READ_SHARE = 1 / 8
@@ -90,6 +90,9 @@ class _Exchange:
         missing = _shuffled(wrong)
         max_reads = max(2, int(READ_SHARE * (len(wrong) + len(right))))
         for content, tasks in right.items():
+            for twin in missing.pop(content, ()):
+                publish_link(tasks[0].target, twin.target)
+                self._progress.advance(twin.record.size_bytes)
             self._offer(content, tasks[0])
         try:
             self._meeting.look()
@@ -122,11 +125,14 @@ class _Exchange:
             if len(self._downloads) < MAX_DOWNLOADS:
                 self._swarm.download(content, self._meeting.torrent(content))
                 self._downloads[content] = time.monotonic()
-        elif len(self._reads) < MAX_READS and self._num_reads() < max_reads and self._meeting.claim(content):
-            self._reads[content] = self._pool.submit(self._read, content, task)
+        elif len(self._reads) < MAX_READS and self._num_reads() < max_reads:
+            # Others may have been faster since the last look.
+            self._meeting.look()
+            if self._num_reads() < max_reads and self._meeting.claim(content):
+                self._reads[content] = self._pool.submit(self._read, content, task)
 
     def _num_reads(self) -> int:
-        return len(self._reads) + sum(len(peer.reads) for peer in self._meeting.peers)
+        return len((self._meeting.being_read() | self._reads.keys()) - self._has)
 
     def _read(self, content: str, task: CopyTask) -> None:
         copy_task(task, self._progress)

@@ -15,10 +15,15 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 10.0
+# Some file systems tell times in whole seconds: what is younger may have changed again without showing it.
+FRESH_SECONDS = 3.0
+# Records read at a time: each takes several round trips to storage that is busy.
+NUM_READERS = 16
 # A node that has not shown itself for this long is dead: its claims are free, and nobody waits for it. Shared file
 # systems show changes of others up to a minute late.
 DEAD_SECONDS = 120.0
@@ -56,6 +61,7 @@ class Meeting:
     def __init__(self, folder: Path, node: str):
         self._folder, self._node = folder, node
         folder.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(NUM_READERS)
         self._records: dict[str, tuple[int, Peer]] = {}
         self._times: dict[str, float] = {}
         self._claimed: set[str] = set()
@@ -70,11 +76,20 @@ class Meeting:
         mine = f"{self._node}.json"
         names = {name for name in found if name.endswith(".json") and name != mine and self._is_alive(name)}
         self._records = {name: self._records[name] for name in names & self._records.keys()}
-        for name in names:
-            if name not in self._records or self._records[name][0] != found[name].st_mtime_ns:
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    row = json.loads((self._folder / name).read_text(encoding="utf-8"))
-                    self._records[name] = found[name].st_mtime_ns, Peer(**row)
+        changed = [name for name in names if self._may_have_changed(name, found[name])]
+        for name, peer in zip(changed, self._pool.map(self._read, changed), strict=True):
+            if peer:
+                self._records[name] = found[name].st_mtime_ns, peer
+
+    def _may_have_changed(self, name: str, status: os.stat_result) -> bool:
+        is_fresh = time.time() - status.st_mtime < FRESH_SECONDS
+        return is_fresh or name not in self._records or self._records[name][0] != status.st_mtime_ns
+
+    def _read(self, name: str) -> Peer | None:
+        # Gone, or half written: the next look tells.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return Peer(**json.loads((self._folder / name).read_text(encoding="utf-8")))
+        return None
 
     @property
     def peers(self) -> list[Peer]:
@@ -88,6 +103,14 @@ class Meeting:
     def has_torrent(self, content: str) -> bool:
         """Tell whether somebody has made it."""
         return f"{content}.torrent" in self._times
+
+    def being_read(self) -> set[str]:
+        """Return the files that others read from their origins now, or have claimed a moment ago."""
+        oldest = time.time() - HEARTBEAT_SECONDS
+        recent = {name for name, seen in self._times.items() if name.endswith(".claim") and seen > oldest}
+        said = {content for peer in self.peers for content in peer.reads}
+        here = {content for peer in self.peers for content in peer.has}
+        return ({name.removesuffix(".claim") for name in recent} | said) - here
 
     def claim(self, content: str) -> bool:
         """Take it upon this node to read a file; False where somebody alive has done so.
@@ -115,9 +138,7 @@ class Meeting:
         """Tell the others about this node, when there is news or it is time to be heard."""
         path = self._folder / f"{self._node}.json"
         if state != self._said:
-            temporary = path.with_suffix(".new")
-            temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
-            temporary.replace(path)
+            path.write_text(json.dumps(asdict(state)), encoding="utf-8")
         elif time.monotonic() - self._said_at > HEARTBEAT_SECONDS:
             os.utime(path)
         else:
@@ -126,7 +147,8 @@ class Meeting:
 
     def leave(self) -> None:
         """Tell the others that this node is gone."""
-        for name in (f"{self._node}.json", f"{self._node}.new", *(f"{content}.claim" for content in self._claimed)):
+        self._pool.shutdown()
+        for name in (f"{self._node}.json", *(f"{content}.claim" for content in self._claimed)):
             (self._folder / name).unlink(missing_ok=True)
 
     def _is_alive(self, name: str) -> bool:
