@@ -1,43 +1,50 @@
-"""Copy checkpoints to the disk of the node that this runs on, and testify what the disk holds."""
+"""Copy the weights that a node needs to its own disk, and record what the disk then holds."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from posttrain.artifacts import require_files
-from posttrain.checkpoint.node_local import Origin, stage, write_testimony
+from posttrain.checkpoint.node_local import Origin
+from posttrain.checkpoint.node_weights import NodeWeights
+from posttrain.checkpoint.testimony import write_node_record
 from posttrain.cli import run
+from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
-    """Check the sources, copy what is missing or wrong, write the testimony."""
+    """Check the sources, copy what is missing or wrong, write the record."""
     args = parse_arguments()
-    origins = [
-        Origin(source, require_files(source, receipt))
-        for source, receipt in zip(args.source, args.source_receipt, strict=True)
-    ]
+    config = resolve(args.workflow, args.config_dir).config
+    weights = NodeWeights(
+        config,
+        rank=config.site.node_names.index(args.node),
+        name=args.node,
+        torch_dist=Origin(args.torch_dist, require_files(args.torch_dist, args.torch_dist_receipt)),
+        rollout=Origin(args.rollout_weights, require_files(args.rollout_weights, args.rollout_receipt)),
+        destination=args.destination,
+        meeting=args.meeting,
+    )
     args.testimony.unlink(missing_ok=True)
-    copies = stage(origins, args.destination, args.workers, args.reread)
-    write_testimony(args.testimony, args.node, args.destination, copies)
+    write_node_record(args.testimony, args.node, args.destination, weights.stage())
 
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", required=True, action="append", type=Path, help="folder; may be repeated")
-    parser.add_argument("--source-receipt", required=True, action="append", type=Path, help="one per source")
+    parser.add_argument("--workflow", required=True, type=json.loads, help="what Snakemake was configured with, JSON")
+    parser.add_argument("--config-dir", required=True, type=Path)
+    parser.add_argument("--torch-dist", required=True, type=Path)
+    parser.add_argument("--torch-dist-receipt", required=True, type=Path)
+    parser.add_argument("--rollout-weights", required=True, type=Path)
+    parser.add_argument("--rollout-receipt", required=True, type=Path)
     parser.add_argument("--destination", required=True, type=Path, help="folder on this node's own disk")
     parser.add_argument("--node", required=True, help="name of this node")
+    parser.add_argument("--meeting", required=True, type=Path, help="shared folder where nodes that copy meet")
     parser.add_argument("--testimony", required=True, type=Path, help="what the disk then holds, as JSON")
-    parser.add_argument("--workers", type=int, default=8, help="files handled at a time")
-    parser.add_argument("--reread", action="store_true", help="read every written file back and compare")
-    args = parser.parse_args()
-    if len(args.source) != len(args.source_receipt):
-        parser.error("give one --source-receipt per --source")
-    if len({source.name for source in args.source}) != len(args.source):
-        parser.error("the sources need different folder names")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """GRPO training: one job that resumes where it was.
 
-1. Check this node's copy of the weights, and repair it file by file where it is not right.
-2. Supervise engines and trainer ranks until the last step is committed.
-3. Write the receipt that names the final checkpoint.
+1. Supervise engines and trainer ranks until the last step is committed. Before each start, read what they will load,
+   and repair this node's copy file by file where it is not right.
+2. Write the receipt that names the final checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, read_receipt, record_files, require_files, write_receipt
-from posttrain.checkpoint.node_local import Origin, ensure_local_copy
+from posttrain.checkpoint.node_local import Origin
+from posttrain.checkpoint.node_weights import NodeWeights
 from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.supervisor import TrainingJob, supervise
@@ -28,35 +29,43 @@ def main() -> None:
     config = load_resolved(arguments.config)
     raise_problems([check_wandb(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
-    origins = [
-        Origin(arguments.torch_dist, read_receipt(arguments.torch_dist_receipt)),
-        Origin(arguments.rollout_weights, read_receipt(arguments.rollout_receipt)),
-    ]
-    ensure_local_copy(origins, arguments.node_local, arguments.testimony)
+    weights = NodeWeights(
+        config,
+        rank=0,
+        name=arguments.node,
+        torch_dist=Origin(arguments.torch_dist, read_receipt(arguments.torch_dist_receipt)),
+        rollout=Origin(arguments.rollout_weights, read_receipt(arguments.rollout_receipt)),
+        destination=arguments.node_local,
+        meeting=arguments.run_folder.parent / "node_local" / "broadcast",
+    )
+    torch_dist, rollout = weights.folder_of(weights.torch_dist), weights.folder_of(weights.rollout)
+    checkpoints = CheckpointFolder(arguments.run_folder / "checkpoints", config.trainer.keep_checkpoints)
     rank_arguments = {
         "--config": arguments.config,
         "--run-name": arguments.run_folder.parent.name,
         "--run-folder": arguments.run_folder,
-        "--torch-dist": arguments.node_local / arguments.torch_dist.name,
-        "--model-folder": arguments.node_local / arguments.rollout_weights.name,
+        "--torch-dist": torch_dist,
+        "--model-folder": rollout,
         "--dataset": arguments.dataset,
     }
     job = TrainingJob(
         config=config,
         run_folder=arguments.run_folder,
         arguments=tuple(str(word) for pair in rank_arguments.items() for word in pair),
-        rollout_weights=arguments.node_local / arguments.rollout_weights.name,
+        rollout_weights=rollout,
+        prepare=lambda: weights.prepare(with_torch_dist=checkpoints.newest_step() == 0),
     )
-    checkpoints = CheckpointFolder(arguments.run_folder / "checkpoints", config.trainer.keep_checkpoints)
     if checkpoints.newest_step() < config.training.num_steps:
-        supervise(job)
+        with weights.in_use():
+            supervise(job)
     final = checkpoints.path(config.training.num_steps)
     receipt = Receipt(
         step="train_grpo",
         files=record_files(
             arguments.run_folder, (f.relative_to(arguments.run_folder).as_posix() for f in final.iterdir())
         ),
-        inputs={origin.folder.name: origin.receipt.digest for origin in origins} | {"dataset": dataset.digest},
+        inputs={origin.folder.name: origin.receipt.digest for origin in (weights.torch_dist, weights.rollout)}
+        | {"dataset": dataset.digest},
         settings={
             "experiment": arguments.experiment.read_text(encoding="utf-8"),
             "num_steps": config.training.num_steps,
@@ -79,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--dataset-receipt", type=Path, required=True)
     parser.add_argument("--node-local", type=Path, required=True)
-    parser.add_argument("--testimony", type=Path, required=True)
+    parser.add_argument("--node", required=True)
     parser.add_argument("--done", type=Path, required=True)
     return parser.parse_args()
 

@@ -10,6 +10,8 @@ from tests.scripts.killing import SCRIPTS, run_killed
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt
 
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+
 
 @pytest.fixture
 def store(tmp_path):
@@ -26,12 +28,14 @@ def store(tmp_path):
 
 
 def _arguments(store: Path, node: Path) -> list[object]:
-    sources = [
-        part
-        for name in ("torch_dist-1", "rollout_fp8-1")
-        for part in ("--source", store / name, "--source-receipt", receipt_of(store / name))
+    settings = f"site.node_names=[node0,node1] stage.workers=1 site.store={store}"
+    return [
+        *("--workflow", json.dumps({"model": "tiny", "site": "local", "set": settings}), "--config-dir", CONFIG_DIR),
+        *("--torch-dist", store / "torch_dist-1", "--torch-dist-receipt", receipt_of(store / "torch_dist-1")),
+        *("--rollout-weights", store / "rollout_fp8-1", "--rollout-receipt", receipt_of(store / "rollout_fp8-1")),
+        *("--destination", node / "model" / "revision", "--node", node.name, "--meeting", store / "broadcast"),
+        *("--testimony", node.with_suffix(".json")),
     ]
-    return [*sources, "--destination", node, "--node", node.name, "--testimony", node.with_suffix(".json")]
 
 
 def _run(arguments, **options) -> subprocess.CompletedProcess:
@@ -41,12 +45,12 @@ def _run(arguments, **options) -> subprocess.CompletedProcess:
 
 def test_staging_survives_kills_and_ends_with_the_right_bytes(store, tmp_path):
     node = tmp_path / "node0"
-    arguments = [*_arguments(store, node), "--workers", 1]
+    arguments = _arguments(store, node)
     points = random.Random(2).sample(range(1, 25), 6)
     endings = run_killed("stage_to_node_local", arguments, tmp_path, [*points, 10**9])
     assert endings == [-9] * 6 + [0]
     for name in ("torch_dist-1", "rollout_fp8-1"):
-        assert record_files(node / name) == record_files(store / name)
+        assert record_files(node / "model" / "revision" / name) == record_files(store / name)
     testimony = json.loads((tmp_path / "node0.json").read_text())
     assert testimony["bytes_kept"] > 0
     assert testimony["bytes_copied"] + testimony["bytes_kept"] == 2 * sum(5000 + i for i in range(20))
@@ -70,9 +74,3 @@ def test_a_full_disk_is_one_message_and_leaves_no_testimony(store, tmp_path):
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "node0.json").exists()
     assert not list((tmp_path / "node0").rglob("*.tmp"))
-
-
-def test_each_source_needs_its_receipt_and_a_name_of_its_own(store, tmp_path):
-    arguments = _arguments(store, tmp_path / "node0")
-    assert "one --source-receipt per --source" in _run(arguments[:2] + arguments[4:]).stderr
-    assert "different folder names" in _run(arguments[:4] + arguments).stderr

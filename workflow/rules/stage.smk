@@ -1,6 +1,13 @@
 # A verified copy on every node's own disk, so that a start does not read the shared file system N times.
 
 
+# Which nodes get a copy. A finished run keeps the nodes it had: other ones are no reason to copy anything.
+if PATHS.train_done.exists():
+    STAGED = sorted(PATHS.node_local_testimony("any").parent.glob("*.json"))
+else:
+    STAGED = [PATHS.node_local_testimony(node) for node in CFG.site.node_names if CFG.stage.copy != "nothing"]
+
+
 rule stage_to_node_local:
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
@@ -15,26 +22,24 @@ rule stage_to_node_local:
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
+        meeting=PATHS.node_local_testimony("any").with_name("broadcast"),
+        # Which files a node gets: slices follow the layout.
+        choice=[CFG.stage.copy, *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else [])],
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/stage_to_node_local.py --node {wildcards.node}"
-        " --source {params.torch_dist:q} --source-receipt {input.torch_dist:q}"
-        " --source {params.rollout:q} --source-receipt {input.rollout:q}"
-        " --destination {params.destination:q} --testimony {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/stage_to_node_local.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        " --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
+        " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}"
+        " --destination {params.destination:q} --meeting {params.meeting:q} --testimony {output:q}"
 
 
 # Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
 rule stage_all_nodes:
     input:
-        # A finished run keeps the nodes it had: other ones are no reason to copy anything.
-        lambda wildcards: (
-            sorted(PATHS.node_local_testimony("any").parent.glob("*.json"))
-            if PATHS.train_done.exists()
-            else [PATHS.node_local_testimony(node) for node in CFG.site.node_names]
-        ),
+        STAGED,
     output:
         touch(PATHS.run / "node_local.staged"),
     localrule: True
     message:
-        f"staged on {counted(len(CFG.site.node_names), 'node')}"
+        f"staged on {counted(len(STAGED), 'node')}"

@@ -3,7 +3,7 @@
 
 # On one machine the first simulated node is this one. Not params, for which a finished run would be trained again.
 THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
-NODE_LOCAL, TESTIMONY = PATHS.node_local(THIS_NODE), PATHS.node_local_testimony(THIS_NODE)
+NODE_LOCAL = PATHS.node_local(THIS_NODE)
 
 
 rule train_grpo:
@@ -37,4 +37,4 @@ rule train_grpo:
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
-        " --testimony {TESTIMONY:q} --done {output:q}"
+        " --node {THIS_NODE:q} --done {output:q}"

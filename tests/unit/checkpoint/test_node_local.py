@@ -5,15 +5,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files
-from posttrain.checkpoint import file_placement, node_local
-from posttrain.checkpoint.node_local import (
-    Origin,
-    check_copy,
-    read_boot_id,
-    read_testimony,
-    stage,
-    write_testimony,
-)
+from posttrain.checkpoint import file_placement, node_local, testimony
+from posttrain.checkpoint.node_local import Origin, read_again, stage
+from posttrain.checkpoint.testimony import CopiedFile, read_boot_id, read_testimony
 from posttrain.errors import CheckpointError
 
 FILES = {
@@ -44,7 +38,7 @@ def _make(folder: Path, files: dict[str, bytes]) -> Origin:
 
 
 def _written(folder: Path) -> dict[str, tuple[int, int]]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(testimony.SUFFIX)]
     return {p.relative_to(folder).as_posix(): (p.stat().st_ino, p.stat().st_mtime_ns) for p in paths}
 
 
@@ -150,13 +144,6 @@ def test_a_disk_that_gives_back_other_bytes_is_found_when_asked(origin, node, mo
 
 
 @pytest.fixture
-def testimony(origin, node, tmp_path):
-    path = tmp_path / "node0.json"
-    write_testimony(path, "node0", node, stage([origin], node))
-    return read_testimony(path)
-
-
-@pytest.fixture
 def read_files(monkeypatch):
     """The files whose content is read from now on."""
     read = []
@@ -165,54 +152,47 @@ def read_files(monkeypatch):
         read.append(path.name)
         return hash_file(path)
 
-    monkeypatch.setattr("posttrain.artifacts.receipts.hash_file", hash_and_note)
+    monkeypatch.setattr(node_local, "hash_file", hash_and_note)
     return read
 
 
-def test_the_testimony_says_what_the_disk_holds(origin, node, testimony):
-    assert testimony["node"] == "node0"
-    assert testimony["folder"] == str(node)
-    assert testimony["boot_id"] == read_boot_id()
-    assert (testimony["bytes_copied"], testimony["bytes_kept"]) == (TOTAL, 0)
-    (copy,) = testimony["copies"]
-    assert copy["receipt_digest"] == origin.receipt.digest
+def test_the_testimony_says_what_the_disk_holds(origin, node):
+    stage([origin], node)
+    row = read_testimony(testimony.path_of_testimony(node / "torch_dist-1"))
+    assert row["boot_id"] == read_boot_id()
+    assert row["receipt_digest"] == origin.receipt.digest
+    assert (row["bytes_copied"], row["bytes_kept"]) == (TOTAL, 0)
     status = (node / "torch_dist-1" / "a.distcp").stat()
-    row = {"path": "a.distcp", "size_bytes": 300_000, "mtime_ns": status.st_mtime_ns}
-    assert row in copy["files"]
+    assert CopiedFile("a.distcp", 300_000, origin.receipt.files[1].xxh3_128, status.st_mtime_ns, True) in row["files"]
 
 
-def test_a_copy_that_agrees_with_its_testimony_is_not_read(origin, node, testimony, read_files):
-    assert check_copy(node / "torch_dist-1", origin.receipt, testimony) == []
-    assert read_files == []
+def test_a_copy_that_agrees_with_its_testimony_is_not_read(origin, node, read_files):
+    stage([origin], node)
+    (copy,) = stage([origin], node)
+    assert (copy.bytes_copied, read_files) == (0, [])
 
 
-def test_a_touched_copy_is_read_and_still_right(origin, node, testimony, read_files):
+def test_only_what_was_touched_is_read(origin, node, read_files):
+    stage([origin], node)
     os.utime(node / "torch_dist-1" / "a.distcp", ns=(1, 1))
-    assert check_copy(node / "torch_dist-1", origin.receipt, testimony) == []
+    stage([origin], node)
+    assert read_files == ["a.distcp"]
+
+
+def test_nothing_is_believed_after_a_restart_of_the_machine(origin, node, read_files, monkeypatch):
+    stage([origin], node)
+    monkeypatch.setattr(testimony, "read_boot_id", lambda: "another start")
+    stage([origin], node)
     assert sorted(read_files) == sorted(Path(name).name for name in FILES)
 
 
-def test_a_changed_copy_is_found(origin, node, testimony):
-    folder = node / "torch_dist-1"
-    (folder / "a.distcp").write_bytes(b"x" * 300_000)
-    os.truncate(folder / "b.distcp", 5)
-    (folder / ".metadata").unlink()
-    assert [line.split(":")[0] for line in check_copy(folder, origin.receipt, testimony)] == [
-        str(folder / name) for name in (".metadata", "a.distcp", "b.distcp")
-    ]
-
-
-@pytest.mark.parametrize("doubt", ["boot", "receipt", "folder"])
-def test_a_testimony_about_something_else_is_not_believed(origin, node, testimony, read_files, doubt):
-    folder, receipt = node / "torch_dist-1", origin.receipt
-    if doubt == "boot":
-        testimony["boot_id"] = "another start"
-    if doubt == "receipt":
-        receipt = replace(receipt, settings={"other": 1})
-    if doubt == "folder":
-        testimony["copies"][0]["folder"] = "/elsewhere"
-    assert check_copy(folder, receipt, testimony) == []
-    assert len(read_files) == len(FILES)
+def test_a_testimony_about_other_bytes_is_not_believed(origin, node):
+    """Another conversion under the same name: as long, but with another receipt."""
+    stage([origin], node)
+    other = _make(node.parent / "elsewhere" / "torch_dist-1", FILES | {"a.distcp": b"x" * 300_000})
+    (copy,) = stage([other], node)
+    assert copy.bytes_copied == 300_000
+    assert record_files(node / "torch_dist-1") == other.receipt.files
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "staging to this node has not finished"), ("[]", "not a")])
@@ -221,3 +201,55 @@ def test_a_testimony_that_is_none(tmp_path, content, message):
         (tmp_path / "node0.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         read_testimony(tmp_path / "node0.json")
+
+
+# ---- a bad byte that size and time do not show ----
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit; size and modification time stay."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_flipped_bit_is_repaired_where_the_testimony_is_not_believed(origin, node):
+    stage([origin], node)
+    flip_a_bit(node / "torch_dist-1" / "b.distcp")
+    assert [copy.bytes_copied for copy in stage([origin], node)] == [0]
+    assert [copy.bytes_copied for copy in stage([origin], node, believe=False)] == [200_000]
+    assert record_files(node / "torch_dist-1") == origin.receipt.files
+
+
+def test_a_flipped_bit_in_the_shared_files_is_named(origin):
+    assert read_again([origin]) == []
+    flip_a_bit(origin.folder / "b.distcp")
+    (line,) = read_again([origin])
+    assert line.startswith(f"{origin.folder}/b.distcp: content differs")
+    assert read_again([replace(origin, local=frozenset(FILES) - {"b.distcp"})]) == []
+
+
+# ---- files that stay behind ----
+
+
+def test_files_that_nobody_here_needs_are_links(origin, node):
+    few = replace(origin, local=frozenset({"a.distcp", ".metadata"}))
+    (copy,) = stage([few], node)
+    folder = node / "torch_dist-1"
+    assert (copy.bytes_copied, copy.bytes_kept) == (300_001, 0)
+    assert sorted(copy.links) == ["b.distcp", "deep/common.pt"]
+    assert record_files(folder) == origin.receipt.files
+    assert (folder / "b.distcp").readlink() == origin.folder / "b.distcp"
+    assert not (folder / "a.distcp").is_symlink()
+
+
+def test_links_become_files_when_they_are_needed_and_files_stay(origin, node):
+    folder = node / "torch_dist-1"
+    stage([replace(origin, local=frozenset({"a.distcp"}))], node)
+    (copy,) = stage([replace(origin, local=frozenset({"b.distcp"}))], node)
+    assert copy.bytes_copied == 200_000
+    assert not (folder / "b.distcp").is_symlink()
+    assert not (folder / "a.distcp").is_symlink()
+    assert (folder / ".metadata").is_symlink()
+    assert record_files(folder) == origin.receipt.files

@@ -76,6 +76,7 @@ VIOLATIONS = (
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
     ("tiny", "quantize.keep_last_layers=60", ["quantize.keep_last_layers"]),
     ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),
+    ("tiny", "stage.copy=slices", ["stage.copy"]),
 )
 
 

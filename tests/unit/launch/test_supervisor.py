@@ -46,7 +46,7 @@ def make_job(folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL) 
     script.write_text(f"#!/bin/bash\ncd {folder}\n{engine}\n")
     script.chmod(0o755)
     config = resolve({"model": "tiny", "site": "local", "set": f"engine.python={script}"}, CONFIG_DIR).config
-    return TrainingJob(config, folder, arguments, folder)
+    return TrainingJob(config, folder, arguments, folder, prepare=(folder / "prepared").touch)
 
 
 def attempts_of(folder: Path) -> list[dict]:
@@ -56,6 +56,7 @@ def attempts_of(folder: Path) -> list[dict]:
 def test_all_ranks_done_ends_the_engines(tmp_path: Path) -> None:
     supervise(make_job(tmp_path, STAYS))
     assert [(row["attempt"], row["epoch"], row["reason"]) for row in attempts_of(tmp_path)] == [(1, 1, "done")]
+    assert (tmp_path / "prepared").exists()
     assert "usage: trainer_rank.py" in (tmp_path / "attempts/001/trainer0.log").read_text()
     with Lease(tmp_path) as lease:
         assert lease.epoch == 2, "the first was released"

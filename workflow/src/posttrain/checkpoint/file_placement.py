@@ -153,6 +153,11 @@ def hard_link(source: Path, target: Path) -> bool:
     return True
 
 
+def publish_link(source: Path, target: Path) -> None:
+    """Give a file that is complete and right a second, durable name on the same disk; an older file there goes."""
+    write_atomic(target, lambda temporary: os.link(source, temporary))
+
+
 def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress) -> list[R]:
     """Return `work(item)` for all items, in their order.
 

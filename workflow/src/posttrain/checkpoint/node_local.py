@@ -4,21 +4,26 @@ Reading terabytes from shared storage at every start is what makes large jobs st
 what the receipts list, file by file, each under its name only when its bytes are known to be right; what is
 there and right stays, what is wrong or missing is repaired, what somebody else put there is left alone.
 
-The testimony is the record of a copy: sizes, modification times and the boot of the machine that verified it.
-While all of them still agree, `check_copy` believes it without reading; otherwise it reads the copy again.
+A file that nobody on this node reads may stay behind (`Origin.local`): a link to the shared file takes its place, so
+that the folder is whole for whoever opens it.
+
+Where the testimony of an earlier staging still fits, files are not read again (`testimony`). Before the weights are
+loaded they are: `read_again`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, write_json
+from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, sync_folder
+from posttrain.checkpoint.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
     copy_file,
@@ -27,11 +32,12 @@ from posttrain.checkpoint.file_placement import (
     require_free_space,
     run_parallel,
 )
+from posttrain.checkpoint.testimony import CopiedFile, NodeCopy, known_files, testify, vouched_files
 from posttrain.errors import CheckpointError
 from posttrain.observability.progress import ProgressBar
+from posttrain.observability.report_format import format_bytes
 
 log = logging.getLogger(__name__)
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -41,58 +47,49 @@ class Origin:
     Args:
         folder: Where it lies.
         receipt: What it holds.
+        local: Names of the files that are copied, by default all; the others become links.
     """
 
     folder: Path
     receipt: Receipt
+    local: frozenset[str] | None = None
+
+    @property
+    def local_receipt(self) -> Receipt:
+        """The receipt without the files that stay behind."""
+        if self.local is None:
+            return self.receipt
+        return dataclasses.replace(self.receipt, files=tuple(r for r in self.receipt.files if r.path in self.local))
 
 
 @dataclass(frozen=True)
-class CopiedFile:
-    """One file of a copy.
+class CopyTask:
+    """One file to look at, and to copy where it is not right.
 
     Args:
-        path: Relative to the copy's folder.
-        size_bytes: Its length.
-        mtime_ns: Its modification time when its content was verified.
+        source: Where it lies.
+        target: Where the copy goes.
+        record: What it must be.
     """
-
-    path: str
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True)
-class NodeCopy:
-    """What a node holds of one origin.
-
-    Args:
-        source: The origin's folder.
-        folder: The copy's folder; the same where the origin lies on the node already.
-        receipt_digest: Of the origin's receipt.
-        files: Every file, with what `check_copy` compares.
-        bytes_copied: Written by this call.
-        bytes_kept: Found there and right.
-    """
-
-    source: str
-    folder: str
-    receipt_digest: str
-    files: tuple[CopiedFile, ...]
-    bytes_copied: int
-    bytes_kept: int
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One file to look at, and to copy where it is not right."""
 
     source: Path
     target: Path
     record: FileRecord
 
 
-def stage(origins: Sequence[Origin], destination: Path, workers: int = 8, reread: bool = False) -> list[NodeCopy]:
+# Copies tasks: (those to copy, those that lie here already and are right), see `broadcast.Broadcast.fetch`.
+Fetch = Callable[[Sequence[CopyTask], Sequence[CopyTask]], None]
+
+
+def stage(
+    origins: Sequence[Origin],
+    destination: Path,
+    workers: int = 8,
+    reread: bool = False,
+    eviction: Eviction | None = None,
+    fetch: Fetch | None = None,
+    believe: bool = True,
+) -> list[NodeCopy]:
     """Make `destination` hold a verified copy of every origin, each in a folder of its own name.
 
     Args:
@@ -100,6 +97,9 @@ def stage(origins: Sequence[Origin], destination: Path, workers: int = 8, reread
         destination: Folder on the node's own disk.
         workers: Files handled at a time.
         reread: Read every written file once more from the disk and compare.
+        eviction: What may be deleted to make room; by default nothing.
+        fetch: Brings the files here in another way than reading each from its origin.
+        believe: Do not read what a testimony vouches for.
 
     Returns:
         One record per origin.
@@ -110,94 +110,67 @@ def stage(origins: Sequence[Origin], destination: Path, workers: int = 8, reread
     """
     destination.mkdir(parents=True, exist_ok=True)
     away = [origin for origin in origins if not _is_there(origin, destination)]
-    for origin in away:
-        remove_half_written(destination / origin.folder.name)
-    tasks = [task for origin in away for task in _tasks_of(origin, destination)]
-    wrong = _find_wrong(tasks, workers)
-    require_free_space(destination, sum(t.record.size_bytes for t in wrong), f"the copy to {destination}")
-    _copy_all(wrong, destination, workers, reread)
-    copied = {task.target for task in wrong}
-    return [_describe(origin, destination, copied) for origin in origins]
+    with in_use([destination / origin.folder.name for origin in away]):
+        for origin in away:
+            remove_half_written(destination / origin.folder.name)
+        tasks = [task for origin in away for task in _tasks_of(origin, destination)]
+        wrong = _find_wrong(tasks, workers, believe)
+        needed = sum(task.record.size_bytes for task in wrong)
+        if eviction:
+            make_room(needed, destination, eviction)
+        require_free_space(destination, needed, f"the copy to {destination}")
+        targets = {task.target for task in wrong}
+        for origin in away if wrong else ():
+            testify(_describe(origin, destination, targets, is_done=False))
+        fetch = fetch or partial(_copy_all, destination=destination, workers=workers, reread=reread)
+        if wrong:
+            log.info("staging to %s: %d files, %s", destination, len(wrong), format_bytes(needed))
+            fetch(wrong, [task for task in tasks if task.target not in targets])
+        for origin in away:
+            _link_others(origin, destination)
+        copies = [_describe(origin, destination, targets) for origin in origins]
+        for copy in copies:
+            if copy.folder != copy.source:
+                testify(copy)
+    return copies
 
 
-def ensure_local_copy(origins: Sequence[Origin], destination: Path, testimony: Path) -> None:
-    """Make sure that a node has right copies before they are used: believe a testimony that still fits, else stage.
+def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
+    """Read every local file of `origins` and compare its hash, right before it is loaded.
 
-    Args:
-        origins: What the node needs.
-        destination: Folder on the node's own disk.
-        testimony: See `write_testimony`; it may be missing.
-
-    Raises:
-        CheckpointError: See `stage`.
-        RuntimeError: See `stage`.
-    """
-    if testimony.exists():
-        row = read_testimony(testimony)
-        if not any(check_copy(destination / origin.folder.name, origin.receipt, row) for origin in origins):
-            return
-    log.info("staging to %s first: its copy is not complete", destination)
-    stage(origins, destination)
-
-
-def check_copy(folder: Path, receipt: Receipt, testimony: Mapping[str, Any]) -> list[str]:
-    """Check a node's copy before it is used, without reading it where the testimony still holds.
+    A testimony vouches for names, sizes and times; a disk may still give back other bytes. What is read here stays in
+    the page cache as far as memory allows, so that loading does not read the disk a second time.
 
     Args:
-        folder: The copy.
-        receipt: What it should hold.
-        testimony: See `write_testimony`. It is believed when boot, receipt, folder, and every size and
-            modification time agree; otherwise the content is read.
+        origins: Each with the folder that is about to be loaded.
+        workers: Files read at a time.
 
     Returns:
         One line per file that is missing or wrong; empty when all is well.
     """
-    reason = _doubt(folder, receipt, testimony)
-    if not reason:
-        return []
-    log.info("%s: the copy is read again, because %s", folder, reason)
-    return check_files(folder, receipt, content=True)
+    checks = [
+        (origin.folder, dataclasses.replace(origin.receipt, files=(record,)))
+        for origin in origins
+        for record in origin.local_receipt.files
+    ]
+    with _reading("read before loading", sum(receipt.size_bytes for _, receipt in checks)) as progress:
+
+        def check(item: tuple[Path, Receipt]) -> list[str]:
+            found = check_files(*item, content=True)
+            progress.advance(item[1].size_bytes)
+            return found
+
+        return [line for lines in run_parallel(check, checks, workers, progress) for line in lines]
 
 
-def write_testimony(path: Path, node: str, destination: Path, copies: Collection[NodeCopy]) -> None:
-    """Write what a node's disk holds.
-
-    Args:
-        path: The file; its existence means that staging to the node is done.
-        node: Name of the node.
-        destination: See `stage`.
-        copies: What `stage` returned.
-    """
-    row = {
-        "node": node,
-        "folder": str(destination),
-        "boot_id": read_boot_id(),
-        "bytes_copied": sum(copy.bytes_copied for copy in copies),
-        "bytes_kept": sum(copy.bytes_kept for copy in copies),
-        "copies": [dataclasses.asdict(copy) for copy in copies],
-    }
-    write_json(path, row)
-
-
-def read_testimony(path: Path) -> dict[str, Any]:
-    """Read what `write_testimony` wrote.
-
-    Raises:
-        CheckpointError: When it is missing or not a testimony.
-    """
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-        _ = row["boot_id"], [copy["files"] for copy in row["copies"]]
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing; staging to this node has not finished") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a testimony ({error!r}); delete it and stage again") from error
-    return row
-
-
-def read_boot_id() -> str:
-    """Return the id of this start of the machine."""
-    return BOOT_ID.read_text(encoding="ascii").strip()
+@contextlib.contextmanager
+def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
+    """Show the progress of a reading, and at its end how fast it was."""
+    started = time.monotonic()
+    with ProgressBar(label, total_bytes) as bar:
+        yield TransferProgress(bar)
+    rate = total_bytes / max(time.monotonic() - started, 1e-3)
+    log.info("%s: %s at %s/s", label, format_bytes(total_bytes), format_bytes(rate))
 
 
 # ---- copying ----
@@ -211,44 +184,60 @@ def _is_there(origin: Origin, destination: Path) -> bool:
     return True
 
 
-def _tasks_of(origin: Origin, destination: Path) -> list[_Task]:
+def _tasks_of(origin: Origin, destination: Path) -> list[CopyTask]:
     target = destination / origin.folder.name
-    return [_Task(origin.folder / r.path, target / r.path, r) for r in origin.receipt.files]
+    return [CopyTask(origin.folder / r.path, target / r.path, r) for r in origin.local_receipt.files]
 
 
-def _find_wrong(tasks: Sequence[_Task], workers: int) -> list[_Task]:
+def _find_wrong(tasks: Sequence[CopyTask], workers: int, believe: bool) -> list[CopyTask]:
     """Return the files to copy: absent, of another size, or of other content."""
-    same_size = [t for t in tasks if t.target.is_file() and t.target.stat().st_size == t.record.size_bytes]
-    right = set()
-    if same_size:
-        with ProgressBar("verify what is there", sum(t.record.size_bytes for t in same_size)) as bar:
-            progress = TransferProgress(bar)
-            verdicts = run_parallel(lambda task: _is_right(task, progress), same_size, workers, progress)
-        right = {task.target for task, verdict in zip(same_size, verdicts, strict=True) if verdict}
+    folders = {_folder_of(task) for task in tasks} if believe else set()
+    known = {path: content for folder in folders for path, content in vouched_files(folder).items()}
+    right = {task.target for task in tasks if known.get(task.target) == task.record.xxh3_128}
+    doubtful = [task for task in tasks if task.target not in known and _has_right_size(task)]
+    if doubtful:
+        with _reading("verify what is there", sum(t.record.size_bytes for t in doubtful)) as progress:
+            verdicts = run_parallel(partial(_is_right, progress=progress), doubtful, workers, progress)
+        right |= {task.target for task, verdict in zip(doubtful, verdicts, strict=True) if verdict}
     wrong = [task for task in tasks if task.target not in right]
     for task in wrong:
-        if task.target.exists():
+        if task.target.exists() and not task.target.is_symlink():
             log.warning("%s is not what the receipt says and is copied again", task.target)
     return wrong
 
 
-def _is_right(task: _Task, progress: TransferProgress) -> bool:
+def _folder_of(task: CopyTask) -> Path:
+    return task.target.parents[task.record.path.count("/")]
+
+
+def _has_right_size(task: CopyTask) -> bool:
+    target = task.target
+    return target.is_file() and not target.is_symlink() and target.stat().st_size == task.record.size_bytes
+
+
+def _is_right(task: CopyTask, progress: TransferProgress) -> bool:
     verdict = hash_file(task.target) == task.record.xxh3_128
     progress.advance(task.record.size_bytes)
     return verdict
 
 
-def _copy_all(tasks: Sequence[_Task], destination: Path, workers: int, reread: bool) -> None:
-    if not tasks:
-        return
+def _copy_all(
+    tasks: Sequence[CopyTask], right: Sequence[CopyTask], destination: Path, workers: int, reread: bool
+) -> None:
     largest_first = sorted(tasks, key=lambda task: -task.record.size_bytes)
     total = sum(task.record.size_bytes for task in tasks)
     with ProgressBar(f"copy to {destination}", total) as bar, explain_full_disk(destination):
         progress = TransferProgress(bar)
-        run_parallel(lambda task: _copy(task, progress, reread), largest_first, workers, progress)
+        run_parallel(partial(copy_task, progress=progress, reread=reread), largest_first, workers, progress)
 
 
-def _copy(task: _Task, progress: TransferProgress, reread: bool) -> None:
+def copy_task(task: CopyTask, progress: TransferProgress, reread: bool = False) -> None:
+    """Copy one file from its origin, durably and only if it is what its receipt says.
+
+    Raises:
+        CheckpointError: It is not, or its copy is not when it is read back.
+    """
+
     def check(found: str) -> None:
         if found != task.record.xxh3_128:
             raise CheckpointError(
@@ -262,36 +251,51 @@ def _copy(task: _Task, progress: TransferProgress, reread: bool) -> None:
         raise CheckpointError(f"{task.target}: reads back other bytes than were written; is the disk bad?")
 
 
-def _describe(origin: Origin, destination: Path, copied: Collection[Path]) -> NodeCopy:
+# ---- what stays behind, and what is testified ----
+
+
+def _link_others(origin: Origin, destination: Path) -> None:
+    """Put links to the origin's files where nothing lies; what lies there was copied for another share, and stays."""
+    folder, source = destination / origin.folder.name, origin.folder.absolute()
+    changed = set()
+    for record in origin.receipt.files if origin.local is not None else ():
+        target = folder / record.path
+        if record.path in origin.local or (target.is_file() and not target.is_symlink()):
+            continue
+        if not target.is_symlink() or target.readlink() != source / record.path:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                target.unlink()
+            target.symlink_to(source / record.path)
+            changed.add(target.parent)
+    for parent in changed:
+        sync_folder(parent)
+
+
+def _describe(origin: Origin, destination: Path, copied: Collection[Path], is_done: bool = True) -> NodeCopy:
     folder = destination / origin.folder.name
-    files, bytes_copied = [], 0
-    for record in origin.receipt.files:
-        status = (folder / record.path).stat()
-        files.append(CopiedFile(record.path, status.st_size, status.st_mtime_ns))
-        bytes_copied += status.st_size if folder / record.path in copied else 0
-    kept = origin.receipt.size_bytes - bytes_copied
-    digest = origin.receipt.digest
-    return NodeCopy(str(origin.folder), str(folder), digest, tuple(files), bytes_copied, kept)
+    before = {} if folder.samefile(origin.folder) else known_files(folder)
+    files = [_describe_file(folder / r.path, r, before, copied, is_done) for r in origin.local_receipt.files]
+    bytes_copied = sum(r.size_bytes for r in origin.local_receipt.files if folder / r.path in copied)
+    names = {record.path for record in origin.local_receipt.files}
+    return NodeCopy(
+        source=str(origin.folder),
+        folder=str(folder),
+        receipt_digest=origin.receipt.digest,
+        files=tuple(files),
+        links=tuple(record.path for record in origin.receipt.files if record.path not in names),
+        bytes_copied=bytes_copied,
+        bytes_kept=origin.local_receipt.size_bytes - bytes_copied,
+    )
 
 
-# ---- the quick check ----
-
-
-def _doubt(folder: Path, receipt: Receipt, testimony: Mapping[str, Any]) -> str:
-    """Return why the testimony is not enough, or an empty text."""
-    if testimony["boot_id"] != read_boot_id():
-        return "the machine was restarted since"
-    for copy in testimony["copies"]:
-        if copy["folder"] == str(folder) and copy["receipt_digest"] == receipt.digest:
-            return _first_difference(folder, receipt, copy["files"])
-    return "the testimony is about other content"
-
-
-def _first_difference(folder: Path, receipt: Receipt, files: Collection[Mapping[str, Any]]) -> str:
-    known = {file["path"]: (file["size_bytes"], file["mtime_ns"]) for file in files}
-    for record in receipt.files:
-        path = folder / record.path
-        status = path.stat() if path.is_file() else None
-        if status is None or known.get(record.path) != (status.st_size, status.st_mtime_ns):
-            return f"{record.path} changed or disappeared"
-    return ""
+def _describe_file(
+    path: Path, record: FileRecord, before: Mapping[str, CopiedFile], copied: Collection[Path], is_done: bool
+) -> CopiedFile:
+    was_ours = record.path in before and before[record.path].is_ours
+    if path in copied and not is_done:
+        # Whatever appears where nothing was is ours, also when this staging is killed.
+        mtime_ns, is_ours = 0, was_ours or path.is_symlink() or not path.exists()
+    else:
+        mtime_ns, is_ours = path.stat().st_mtime_ns, was_ours or path in copied
+    return CopiedFile(record.path, record.size_bytes, record.xxh3_128, mtime_ns, is_ours)

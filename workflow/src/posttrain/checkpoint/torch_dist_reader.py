@@ -103,6 +103,14 @@ class TorchDistReader:
         self._tensor(key)
         return self._boxes[key]
 
+    def chunks_by_file(self) -> dict[str, list[tuple[str, Box]]]:
+        """Return file name -> (tensor, box) of every chunk that lies in it."""
+        found: dict[str, list[tuple[str, Box]]] = {}
+        for (key, offsets), info in self._places.items():
+            if key in self._boxes:
+                found.setdefault(info.relative_path, []).append((key, (offsets, self._boxes[key][offsets])))
+        return found
+
     def read(self, key: str, offsets: Shape | None = None, sizes: Shape | None = None) -> torch.Tensor:
         """Read a tensor, or a box of it.
 

@@ -314,6 +314,14 @@ def _node_names(config: Config) -> Problems:
         yield Problem("site.node_names", repr(names), allowed, "give each node's host name once")
 
 
+def _slices(config: Config) -> Problems:
+    names = len(config.site.node_names)
+    if config.stage.copy == "slices" and names not in (0, config.nodes):
+        allowed = f"everything or nothing, or {config.nodes} site.node_names in the order of the nodes' ranks"
+        remedy = "which slices a node needs follows from its rank: name the job's nodes, or none"
+        yield Problem("stage.copy", f"slices with {names} site.node_names", allowed, remedy)
+
+
 RULES: tuple[Callable[[Config], Problems], ...] = (
     _model_source,
     _data_source,
@@ -335,4 +343,5 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _engine_experts,
     _names,
     _node_names,
+    _slices,
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
 from posttrain.config.formats import Quantize, Serving
+from posttrain.config.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ class Site:
     store: str = _doc("Checkpoints that do not depend on a run; may be shared by a group", "resources")
     results: str = _doc("Runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
-    node_names: list[str] = _doc("Nodes to stage to; empty: staging happens inside the job", [])
+    node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
     launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local",))
     shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
     local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
@@ -382,6 +383,7 @@ class Config:
     download: Download = field(default_factory=Download)
     convert: Convert = field(default_factory=Convert)
     serving: Serving = field(default_factory=Serving)
+    stage: Stage = field(default_factory=Stage)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
     logging: Logging = field(default_factory=Logging)

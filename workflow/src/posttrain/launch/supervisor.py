@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,13 +44,15 @@ class TrainingJob:
         config: The resolved configuration.
         run_folder: `train/`: checkpoints, rollouts, metrics, attempts.
         arguments: Command line of a trainer rank without engine addresses and lease.
-        rollout_weights: What the engines load first, on this node's own disk.
+        rollout_weights: What the engines load first.
+        prepare: Called before each start, while nothing runs: makes sure that what is loaded is right.
     """
 
     config: Config
     run_folder: Path
     arguments: tuple[str, ...]
     rollout_weights: Path
+    prepare: Callable[[], None]
 
 
 def supervise(job: TrainingJob) -> None:
@@ -77,6 +79,7 @@ def supervise(job: TrainingJob) -> None:
 
 def _attempt(job: TrainingJob, lease: Lease) -> str | None:
     """Run engines and ranks until all ranks are done (None) or anything ends early (the reason)."""
+    job.prepare()
     number = _next_attempt(job.run_folder)
     folder = job.run_folder / "attempts" / f"{number:03d}"
     folder.mkdir(parents=True)

@@ -43,6 +43,11 @@ def rule_chain(config: Config) -> list[RuleNode]:
     return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config)]
 
 
+def is_staged(config: Config) -> bool:
+    """Tell whether rules copy the weights to nodes before training starts."""
+    return bool(config.site.node_names) and config.stage.copy != "nothing"
+
+
 def _source_rules(config: Config) -> list[RuleNode]:
     is_made = config.model.source.kind == "made"
     made = [RuleNode("make_tiny_model", "makes and warms up a small model", ())] if is_made else []
@@ -77,7 +82,7 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
             RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
             RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
         ]
-    if config.site.node_names:
+    if is_staged(config):
         staged = (torch_dist, *(("finalize_rollout_fp8",) if config.rollout.fp8 else patched))
         rules.append(
             RuleNode(
@@ -97,7 +102,7 @@ def _training_rules(config: Config) -> list[RuleNode]:
     serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
     parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
-    before = ("stage_to_node_local",) if config.site.node_names else (torch_dist, "patch_hf_config")
+    before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, "patch_hf_config")
     evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
     return [
         RuleNode(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from posttrain.config.schema import Config
 from posttrain.planner import step_time
+from posttrain.planner.node_copy import NodeCopy, node_copy
 from posttrain.planner.storage import Storage
 
 NOT_MODELLED = (
@@ -53,20 +54,23 @@ def durations_seconds(
     """
     parts = config.convert.num_parts
     turns = math.ceil(parts / (jobs_at_once or parts))
-    nodes = len(config.site.node_names) or config.nodes
     # Files of a folder are linked and hashed, which no bandwidth here tells.
     seconds = {"download_hf_checkpoint": needed.hf / rates.hub} if config.model.source.kind == "hub" else {}
     seconds |= {
         "convert_hf_to_torch_dist": _side_by_side(needed.hf + needed.torch_dist, parts, turns, rates),
         "export_hf": _side_by_side(needed.trained_weights + needed.hf_export, parts, turns, rates),
-        "stage_to_node_local": max(
-            needed.node_local_bytes / rates.node_disk, nodes * needed.node_local_bytes / rates.shared_storage
-        ),
     }
+    if config.stage.copy != "nothing":
+        seconds["stage_to_node_local"] = stage_seconds(node_copy(config, config.stage.copy), rates)
     if needed.rollout_fp8:
         seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, turns, rates)
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
+
+
+def stage_seconds(copy: NodeCopy, rates: Bandwidths) -> float:
+    """Return how long all nodes take side by side: as long as shared storage gives, or a node's disk takes."""
+    return max(copy.node_bytes / rates.node_disk, copy.shared_read_bytes / rates.shared_storage)
 
 
 def _side_by_side(moved_bytes: int, num_jobs: int, turns: int, rates: Bandwidths) -> float:

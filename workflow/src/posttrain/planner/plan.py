@@ -32,6 +32,7 @@ from posttrain.planner.model_size import (
     mtp_weights,
     parameters_by_component,
 )
+from posttrain.planner.node_copy import node_copies
 from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
 from posttrain.planner.plan_layout import layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
@@ -74,6 +75,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
             "store_bytes": needed.store_bytes,
             "run_bytes": needed.run_bytes,
             **dataclasses.asdict(needed),
+            "node_copies": _node_copies_part(config, needs.rates),
         },
         "durations_seconds": needs.seconds,
         "jobs_at_once": jobs_at_once,
@@ -134,6 +136,17 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         config_sections=config_rows(resolved.config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
+
+
+def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[str, Any]]:
+    return [
+        {
+            **dataclasses.asdict(copy),
+            "seconds": round(duration.stage_seconds(copy, rates), 1),
+            "is_chosen": copy.choice == config.stage.copy,
+        }
+        for copy in node_copies(config)
+    ]
 
 
 def _model_part(config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from posttrain.config.schema import Config
 from posttrain.planner.memory import BYTES
 from posttrain.planner.model_size import count_parameters, model_weights, mtp_weights
+from posttrain.planner.node_copy import node_copy
 
 # What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
 # frozen (docs/decisions/007) and has no state.
@@ -31,7 +32,7 @@ class Storage:
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
         num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
         hf_export: The trained model in Hub layout.
-        node_local_bytes: What staging puts on each node's own disk.
+        node_local_bytes: What staging puts on each node's own disk, at most.
     """
 
     hf: int
@@ -81,5 +82,5 @@ def storage(config: Config) -> Storage:
         training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),
         num_training_checkpoints=config.trainer.keep_checkpoints + 1,
         hf_export=hf,
-        node_local_bytes=hf + (fp8 or hf),
+        node_local_bytes=node_copy(config, config.stage.copy).node_bytes,
     )

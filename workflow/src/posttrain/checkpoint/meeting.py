@@ -1,0 +1,161 @@
+"""How nodes that copy the same files find one another: a folder on shared storage.
+
+    {node}.json         where a node listens, which files it has, reads and fetches; its time is its heartbeat
+    {content}.claim     the node that reads a file from its origin; advice only, a second reader would do no harm
+    {content}.torrent   hashes of the file's pieces
+
+Files are named after their content. Nothing here is worth a sync: what is lost is said again. Shared storage is busy
+while files are copied from it, so each look costs one listing, and a record is read only when it has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HEARTBEAT_SECONDS = 10.0
+# Some file systems tell times in whole seconds: what is younger may have changed again without showing it.
+FRESH_SECONDS = 3.0
+# Records read at a time: each takes several round trips to storage that is busy.
+NUM_READERS = 16
+# A node that has not shown itself for this long is dead: its claims are free, and nobody waits for it. Shared file
+# systems show changes of others up to a minute late.
+DEAD_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A node that copies now, as it describes itself.
+
+    Args:
+        addresses: Where it listens, on each of its networks.
+        port: At this port.
+        has: Files that it has.
+        reads: Files that it reads from their origins.
+        fetches: Files that it has parts of.
+        is_done: It needs no more and waits for the others.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    has: Sequence[str]
+    reads: Sequence[str]
+    fetches: Sequence[str]
+    is_done: bool
+
+
+class Meeting:
+    """One node's view of the folder, as of the last `look`.
+
+    Args:
+        folder: The same for all nodes that copy the same.
+        node: Name of this node.
+    """
+
+    def __init__(self, folder: Path, node: str):
+        self._folder, self._node = folder, node
+        folder.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(NUM_READERS)
+        self._records: dict[str, tuple[int, Peer]] = {}
+        self._times: dict[str, float] = {}
+        self._claimed: set[str] = set()
+        self._said: Peer | None = None
+        self._said_at = 0.0
+
+    def look(self) -> None:
+        """See what has changed."""
+        with os.scandir(self._folder) as entries:
+            found = {entry.name: status for entry in entries if (status := _status(entry))}
+        self._times = {name: status.st_mtime for name, status in found.items()}
+        mine = f"{self._node}.json"
+        names = {name for name in found if name.endswith(".json") and name != mine and self._is_alive(name)}
+        self._records = {name: self._records[name] for name in names & self._records.keys()}
+        changed = [name for name in names if self._may_have_changed(name, found[name])]
+        for name, peer in zip(changed, self._pool.map(self._read, changed), strict=True):
+            if peer:
+                self._records[name] = found[name].st_mtime_ns, peer
+
+    def _may_have_changed(self, name: str, status: os.stat_result) -> bool:
+        is_fresh = time.time() - status.st_mtime < FRESH_SECONDS
+        return is_fresh or name not in self._records or self._records[name][0] != status.st_mtime_ns
+
+    def _read(self, name: str) -> Peer | None:
+        # Gone, or half written: the next look tells.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return Peer(**json.loads((self._folder / name).read_text(encoding="utf-8")))
+        return None
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The other nodes that are alive."""
+        return [peer for _, (_, peer) in sorted(self._records.items())]
+
+    def torrent(self, content: str) -> Path:
+        """Return where a file's torrent lies."""
+        return self._folder / f"{content}.torrent"
+
+    def has_torrent(self, content: str) -> bool:
+        """Tell whether somebody has made it."""
+        return f"{content}.torrent" in self._times
+
+    def being_read(self) -> set[str]:
+        """Return the files that others read from their origins now, or have claimed a moment ago."""
+        oldest = time.time() - HEARTBEAT_SECONDS
+        recent = {name for name, seen in self._times.items() if name.endswith(".claim") and seen > oldest}
+        said = {content for peer in self.peers for content in peer.reads}
+        here = {content for peer in self.peers for content in peer.has}
+        return ({name.removesuffix(".claim") for name in recent} | said) - here
+
+    def claim(self, content: str) -> bool:
+        """Take it upon this node to read a file; False where somebody alive has done so.
+
+        A claim stays when its file is here: others may not know yet that it is.
+        """
+        name = f"{content}.claim"
+        path = self._folder / name
+        if name in self._times:
+            with contextlib.suppress(FileNotFoundError):
+                claimant = path.read_text(encoding="utf-8")
+                if claimant == self._node or not (self._is_alive(name) or self._is_alive(f"{claimant}.json")):
+                    path.unlink()
+            return False
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(self._node)
+        except FileExistsError:
+            return False
+        self._times[name] = time.time()
+        self._claimed.add(content)
+        return True
+
+    def say(self, state: Peer) -> None:
+        """Tell the others about this node, when there is news or it is time to be heard."""
+        path = self._folder / f"{self._node}.json"
+        if state != self._said:
+            path.write_text(json.dumps(asdict(state)), encoding="utf-8")
+        elif time.monotonic() - self._said_at > HEARTBEAT_SECONDS:
+            os.utime(path)
+        else:
+            return
+        self._said, self._said_at = state, time.monotonic()
+
+    def leave(self) -> None:
+        """Tell the others that this node is gone."""
+        self._pool.shutdown()
+        for name in (f"{self._node}.json", *(f"{content}.claim" for content in self._claimed)):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _is_alive(self, name: str) -> bool:
+        return time.time() - self._times.get(name, 0.0) < DEAD_SECONDS
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return entry.stat()
+    return None

@@ -1,0 +1,165 @@
+"""BitTorrent among nodes that trust each other: the only door to libtorrent.
+
+One torrent per file, named after its content; no tracker, no distributed hash table, no discovery: whom to connect to
+is said by the caller. Files lie in one folder under the hashes of their content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import libtorrent
+import psutil
+
+from posttrain.artifacts import write_atomic
+
+# Pieces are fetched from different peers: enough of them in a file, and few enough in a large one.
+PIECES_PER_FILE, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 1 << 16, 1 << 23
+# Peers of one file: enough for every node to be reached from every other in a few steps.
+MAX_CONNECTIONS = 16
+_PLAIN_PROTOCOL = 2
+SETTINGS: dict[str, Any] = {
+    "enable_dht": False,
+    "enable_lsd": False,
+    "enable_upnp": False,
+    "enable_natpmp": False,
+    # The network is the cluster's own: TCP without disguise, everybody is served at once, retries are quick.
+    "enable_incoming_utp": False,
+    "enable_outgoing_utp": False,
+    "out_enc_policy": _PLAIN_PROTOCOL,
+    "in_enc_policy": _PLAIN_PROTOCOL,
+    "allow_multiple_connections_per_ip": True,
+    "unchoke_slots_limit": -1,
+    "connections_limit": 2000,
+    "min_reconnect_time": 1,
+    "connection_speed": 100,
+    "alert_mask": 0,
+}
+
+
+class Swarm:
+    """This node's BitTorrent session; a context manager.
+
+    Args:
+        folder: Where the files lie, each under the hash of its content.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._handles: dict[str, Any] = {}
+        self._connected: dict[str, set[tuple[str, int]]] = {}
+        self._seen_bytes: dict[str, int] = {}
+
+    def __enter__(self) -> Swarm:
+        # With port 0 it would listen at another one on each network.
+        self._session = libtorrent.session({**SETTINGS, "listen_interfaces": f"0.0.0.0:{_free_port()}"})
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Its destructor waits for the disk.
+        self._handles.clear()
+        del self._session
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._session.listen_port()
+
+    @property
+    def addresses(self) -> list[str]:
+        """This machine's addresses that others can reach; loopback only where there is nothing else."""
+        found = [row.address for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET]
+        return [address for address in found if not address.startswith("127.")] or found
+
+    def path(self, content: str) -> Path:
+        """Return where a file lies."""
+        return self._folder / content
+
+    def make_torrent(self, content: str, file: Path, torrent: Path) -> None:
+        """Write the hashes of a file's pieces to `torrent`."""
+        self._link(content, file)
+        storage = libtorrent.file_storage()
+        storage.add_file(content, file.stat().st_size)
+        made = libtorrent.create_torrent(storage, _piece_bytes(file.stat().st_size), libtorrent.create_torrent.v1_only)
+        libtorrent.set_piece_hashes(made, str(self._folder))
+        encoded = libtorrent.bencode(made.generate())
+        write_atomic(torrent, lambda temporary: _write(temporary, encoded))
+
+    def seed(self, content: str, file: Path, torrent: Path) -> None:
+        """Give a file, whose bytes are right, to whoever asks."""
+        if content not in self._handles:
+            self._link(content, file)
+            self._add(content, torrent, libtorrent.torrent_flags.seed_mode)
+
+    def download(self, content: str, torrent: Path) -> None:
+        """Fetch a file, or the rest of it."""
+        # A link to a copy that was here before must not be written through.
+        if self.path(content).exists() and self.path(content).stat().st_nlink > 1:
+            self.path(content).unlink()
+        self._add(content, torrent, 0)
+
+    def connect(self, content: str, peers: Sequence[tuple[str, int]]) -> None:
+        """Fetch a file from these peers too, as long as there are few."""
+        known = self._connected[content]
+        for peer in peers:
+            if peer not in known and len(known) < MAX_CONNECTIONS:
+                self._handles[content].connect_peer(peer)
+                known.add(peer)
+
+    def has_progressed(self, content: str) -> bool:
+        """Tell whether more of a download is here than at the last call.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        status = self._handles[content].status()
+        if status.errc.value():
+            raise OSError(status.errc.value(), status.errc.message(), str(self.path(content)))
+        before, self._seen_bytes[content] = self._seen_bytes.get(content, 0), status.total_done
+        return status.total_done > before
+
+    def is_complete(self, content: str) -> bool:
+        """Tell whether all pieces of a download are here and written."""
+        return bool(self._handles[content].status().is_seeding)
+
+    def drop(self, content: str) -> None:
+        """End a download; what is here of it stays for the next."""
+        self._session.remove_torrent(self._handles.pop(content))
+
+    def _add(self, content: str, torrent: Path, flags: int) -> None:
+        wanted = libtorrent.add_torrent_params()
+        wanted.ti = libtorrent.torrent_info(str(torrent))
+        wanted.save_path = str(self._folder)
+        wanted.flags = libtorrent.torrent_flags.default_flags | flags
+        wanted.flags &= ~(libtorrent.torrent_flags.paused | libtorrent.torrent_flags.auto_managed)
+        self._handles[content] = self._session.add_torrent(wanted)
+        self._connected[content] = set()
+
+    def _link(self, content: str, file: Path) -> None:
+        path = self.path(content)
+        if not (path.exists() and path.samefile(file)):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            os.link(file, path)
+
+
+def _piece_bytes(size_bytes: int) -> int:
+    wanted = 1 << max(0, (size_bytes // PIECES_PER_FILE).bit_length())
+    return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
