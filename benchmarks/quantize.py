@@ -42,7 +42,7 @@ from posttrain.config.load import resolve
 
 COPY_GOAL, FORMULA_GOAL, MEMORY_GOAL_GIB = 1.5, 3.0, 2.0
 WORKERS = 2
-SHARD_BYTES = 10**9
+SHARD_BYTES = 5 * 10**8
 SETTINGS = {
     "fp8": {"format": "fp8", "strategy": "block", "scale": "fp32"},
     "nvfp4": {"format": "nvfp4"},

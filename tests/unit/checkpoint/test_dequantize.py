@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import partial_of
+from posttrain.checkpoint import fp8
 from posttrain.checkpoint.dequantize import CastToBf16, QuantizedCheckpoint
 from posttrain.checkpoint.quantization_report import verify_weights
 from posttrain.checkpoint.quantize import Quantization
@@ -119,6 +120,25 @@ def test_the_report_is_measured_on_what_is_served(source, quantized, name):
     assert row["compression"] == pytest.approx(len(experts) * 2 * 256 * 128 / stored, rel=1e-5)
     classes = {"experts"} if name in ERRORS else {"attention", "experts", "shared_experts"}
     assert {"all"} | classes <= set(report)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+def test_ragged_edges_are_measured_under_their_own_scales(tmp_path, strategy, monkeypatch):
+    """257 x 290, 128 rows at a time: the last range is one row."""
+    weight = torch.randn(257, 290, generator=torch.Generator().manual_seed(0))
+    weight[:128] *= 1e-3
+    weight[256:, 128:] *= 1e4
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    save_file({DENSE: weight}, tmp_path / "hf" / "model.safetensors")
+    folder = recode(Quantization(tmp_path / "hf", FORMATS[strategy]), tmp_path / "fp8")
+    monkeypatch.setitem(fp8.SLAB_ELEMENTS, "cpu", 1)
+    row = verify_weights(tmp_path / "hf", folder)["all"]
+    codes, scale = fp8.quantize_block(weight) if strategy == "block" else getattr(fp8, f"quantize_{strategy}")(weight)
+    steps = fp8.dequantize(torch.ones_like(codes), scale) * 448
+    expected = ((fp8.dequantize(codes, scale) - weight).abs() / steps).max().item()
+    assert row["max_scaled_error"] == pytest.approx(expected, rel=1e-5)
+    assert row["num_saturated"] == 0
 
 
 def test_weights_that_were_cut_off_are_counted(tmp_path, source, quantized):

@@ -126,14 +126,22 @@ class QuantizedCheckpoint:
         num_rows, num_columns = rows.stop - rows.start, self.shape(hf_name)[1]
         if scale.dtype == torch.uint8:
             scale = torch.exp2(scale.float() - 127)
-        if scale.shape[0] == num_rows:
+        if not self._has_blocks(hf_name):
             return largest * scale.float().repeat_interleave(num_columns // scale.shape[1], dim=1)
         scale = scale.repeat_interleave(self._side, dim=0)[:num_rows]
-        return largest * scale.float().repeat_interleave(self._side, dim=1)[:, :num_columns]
+        return largest * scale.repeat_interleave(self._side, dim=1)[:, :num_columns]
+
+    def _has_blocks(self, hf_name: str) -> bool:
+        """Tell whether a weight of more than one scale has one for each block, not for rows or parts of rows."""
+        scale = next(self.reader.info(name) for name in self.parts(hf_name) if name.rpartition(".")[2] in FP8_SCALES)
+        return scale.dtype in ("F32", "BF16") and scale.shape != (self.shape(hf_name)[0], 1) and self._is_fp8(hf_name)
+
+    def _is_fp8(self, hf_name: str) -> bool:
+        return self.reader.dtype(self._stored[hf_name]).startswith("F8")
 
     def largest_code(self, hf_name: str) -> float:
         """Return the largest number that a weight's codes have: 448, 6 or 7."""
-        if self.reader.dtype(self._stored[hf_name]).startswith("F8"):
+        if self._is_fp8(hf_name):
             return E4M3_MAX
         return nvfp4.E2M1_MAX if hf_name + nvfp4.GLOBAL_SCALE_SUFFIX in self.reader else INT4_MAX
 
