@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors, write_shards
-from tests.tiny_checkpoint import _transformers_config as transformers_config
+from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors, transformers_config, write_shards
 
 from posttrain.checkpoint.fp8 import quantize_named
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.checkpoint.fp8 import served_specs
+from posttrain.checkpoint.fp8 import Fp8Format
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.families import dimensions
 from posttrain.planner.model_size import (
@@ -135,7 +135,7 @@ def test_bytes_equal_those_of_the_checkpoint_tables(resolved, model):
     weights = [*model_weights(arch), *mtp_weights(arch)]
     assert sum(weight.count for weight in weights) == len(specs)
     assert sum(weight.bf16_bytes for weight in weights) == sum(_size(spec) for spec in specs.values())
-    served = [spec for name, found in specs.items() for spec in served_specs(name, found).values()]
+    served = [spec for name, found in specs.items() for spec in Fp8Format().served_specs(name, found).values()]
     assert sum(weight.fp8_bytes for weight in weights) == sum(_size(spec) for spec in served)
 
 
