@@ -29,6 +29,18 @@ from posttrain.checkpoint.tiling import Box, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
+# What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
+_WRONG_PICKLE = (
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 _OPEN_CHUNKS = 64
 # About as much of a tensor as is worth handing on at a time.
 _ROWS_BYTES = 64 << 20
@@ -244,7 +256,7 @@ def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
             mapped.seek(start)
             layout = torch.load(mapped, map_location="meta", weights_only=True)
             return _tensor_within(mapped, start, layout)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, RuntimeError, *_WRONG_PICKLE) as error:
         raise CheckpointError(f"{path}: corrupt: {key} cannot be decoded ({error})") from error
     raise CheckpointError(f"{path}: corrupt: the checksum of {key} does not fit its bytes")
 
@@ -266,7 +278,7 @@ def _load_metadata(path: Path) -> Metadata:
             metadata = _FormatUnpickler(file).load()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError) as error:
+    except _WRONG_PICKLE as error:
         raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({error})") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
