@@ -169,6 +169,17 @@ class TorchDistReader:
         if wrong:
             raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
 
+    def damaged_keys(self, file_name: str) -> list[str]:
+        """Read every chunk of one file; return the tensors with one that cannot be read, sorted."""
+        damaged = set()
+        for (key, offsets), info in self._places.items():
+            if info.relative_path == file_name and key in self._tensors:
+                try:
+                    self._read_chunk(key, (offsets, self._boxes[key][offsets]))
+                except CheckpointError:
+                    damaged.add(key)
+        return sorted(damaged)
+
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
             raise CheckpointError(f"{self.folder}: no tensor {key}")
