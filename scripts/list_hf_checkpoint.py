@@ -13,7 +13,7 @@ from posttrain.checkpoint.hf_layout import check_source
 from posttrain.checkpoint.hub import is_needed, list_what_lies_there
 from posttrain.checkpoint.hub_listing import HubSource, list_files
 from posttrain.checkpoint.hub_retries import RetryRule
-from posttrain.checkpoint.listed_files import Manifest, write_manifest
+from posttrain.checkpoint.listed_files import Manifest, read_manifest, write_manifest
 from posttrain.checkpoint.local_folder import list_folder
 from posttrain.cli import run
 

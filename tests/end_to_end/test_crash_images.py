@@ -34,7 +34,15 @@ from tests.scripts.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_
 from tests.scripts.killing import run_killed
 from tests.workflow_runs import WorkflowFolder
 
-from posttrain.artifacts import partial_of, read_receipt, receipt_of, require_files, write_text
+from posttrain.artifacts import (
+    manifest_of,
+    part_receipt_of,
+    partial_of,
+    read_receipt,
+    receipt_of,
+    require_files,
+    write_text,
+)
 
 NUM_IMAGES = int(os.environ.get("POSTTRAIN_CRASH_IMAGES", "100"))
 # Of these, so many while `snakemake` runs the steps and keeps its own records on the same disk.
@@ -82,12 +90,7 @@ def steps_of(store: Store) -> Iterator[Step]:
         receipt_of(dataset),
         dataset,
     )
-    yield Step(
-        "download_hf_checkpoint",
-        [*("--kind", "folder", "--source-folder", root.parent / "origin" / "hf_patched"), *_to("folder", hf)],
-        receipt_of(hf),
-        hf,
-    )
+    yield from _download_steps(hf, root.parent / "origin" / "hf_patched")
     source = ["--source", hf, "--source-receipt", receipt_of(hf)]
     more = ["--architecture", ARCHITECTURE, "--target", "native"]
     yield Step("patch_hf_config", [*source, *_to("destination", patched), *more], receipt_of(patched), patched)
@@ -104,6 +107,18 @@ def steps_of(store: Store) -> Iterator[Step]:
     yield Step("quantize_nvfp4", store.whole("rollout_nvfp4"), receipt_of(nvfp4), nvfp4)
     export = store.folder("exported")
     yield Step("export_hf", store.export("exported"), receipt_of(export), export)
+
+
+def _download_steps(hf: Path, origin: Path) -> Iterator[Step]:
+    manifest, listed = manifest_of(hf), ["--manifest", manifest_of(hf), "--folder", hf]
+    source = ["--kind", "folder", "--source-folder", origin]
+    yield Step("list_hf_checkpoint", [*source, *listed], manifest, hf, is_part=True)
+    parts = [part_receipt_of(hf, part) for part in range(NUM_PARTS)]
+    for part, receipt in enumerate(parts):
+        more = ["--part", part, "--num-parts", NUM_PARTS, "--receipt", receipt]
+        yield Step("download_hf_checkpoint", [*listed, *more], receipt, hf, is_part=True)
+    arguments = [*listed, "--part-receipts", *parts, "--receipt", receipt_of(hf)]
+    yield Step("finalize_hf_checkpoint", arguments, receipt_of(hf), hf)
 
 
 def _to(option: str, folder: Path) -> list[object]:
@@ -143,6 +158,9 @@ def cut_all_steps(disk: Disk, undisturbed: Store, points_of: Callable[[], list[i
     for step in steps_of(store):
         cuts[step.script] = cuts.get(step.script, 0) + cut_step(disk, step, [*points_of(), 10**9])
     for ours, theirs in zip(steps_of(store), steps_of(undisturbed), strict=True):
+        if ours.script == "list_hf_checkpoint":
+            # No receipt; what was made from it is compared.
+            continue
         assert read_receipt(ours.receipt).files == read_receipt(theirs.receipt).files, ours.script
         require_files(ours.folder, ours.receipt, content=True)
     return cuts

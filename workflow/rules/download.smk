@@ -7,7 +7,9 @@ REFUSED_BY = [PATHS.config] if list(check_convertible(CFG)) else []
 SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
 # Of a folder that no rule makes, a changed file is a changed source.
 SOURCE_FILES = (
-    sorted(path for path in Path(SOURCE_FOLDER).rglob("*") if path.is_file()) if CFG.model.source.kind == "folder" else []
+    sorted(path for path in Path(SOURCE_FOLDER).rglob("*") if path.is_file())
+    if CFG.model.source.kind == "folder"
+    else []
 )
 
 if CFG.model.source.kind == "made":

@@ -8,31 +8,33 @@ from pathlib import Path
 
 import pytest
 from tests.hub_server import HubServer
-from tests.tiny_checkpoint import make_random_checkpoint
+from tests.scripts.downloading import StoreFolder, from_folder, from_hub
+from tests.small_checkpoint import make_small_checkpoint
 
-from posttrain.artifacts import Receipt, receipt_of, record_files
-from posttrain.checkpoint.hub import download
-from posttrain.checkpoint.hub_listing import HubSource, manifest_of
-from posttrain.checkpoint.local_folder import place_folder
+from posttrain.artifacts import Receipt, manifest_of, read_receipt, receipt_of, record_files
 from posttrain.checkpoint.source_check import check_source
 from posttrain.observability.provenance import Artefact
 
 
-def artefact(folder: Path, files: tuple, settings: dict[str, str]) -> Artefact:
-    return Artefact("hf", folder, receipt_of(folder), Receipt("download_hf_checkpoint", files, {}, settings))
+def made(store: StoreFolder, source: list[object]) -> Artefact:
+    """Bring a checkpoint into the store by its three steps."""
+    done = store.run_all(*source)
+    assert done.returncode == 0, done.stderr
+    return Artefact("hf", store.folder, receipt_of(store.folder), read_receipt(receipt_of(store.folder)))
+
+
+def with_files(artefact: Artefact, files: tuple) -> Artefact:
+    return dataclasses.replace(artefact, receipt=dataclasses.replace(artefact.receipt, files=files))
 
 
 @pytest.fixture
-def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artefact:
-    make_random_checkpoint(tmp_path / "origin")
+def fetched(tmp_path: Path) -> Artefact:
+    make_small_checkpoint(tmp_path / "origin")
     with HubServer() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         revision = hub.add_repo("owner/small", tmp_path / "origin")
-        source = HubSource("owner/small", revision, endpoint=hub.url)
-        folder = tmp_path / "hf"
-        folder.mkdir()
-        files = download(source, folder, manifest_of(folder))
-    return artefact(folder, files, {"repo_id": "owner/small", "revision": revision})
+        return made(
+            StoreFolder(tmp_path / "store", environment={"HF_ENDPOINT": hub.url}), from_hub("owner/small", revision)
+        )
 
 
 def test_what_the_hub_lists_is_what_the_receipt_says(fetched: Artefact) -> None:
@@ -46,7 +48,7 @@ def test_a_small_file_is_compared_with_gits_id(fetched: Artefact) -> None:
     path = fetched.folder / "config.json"
     path.write_bytes(path.read_bytes().replace(b" ", b"\t"))
     (problem,) = check_source(dataclasses.replace(fetched, receipt=_with_files(fetched)))[1]
-    assert problem.startswith(f"{path}: content differs from the Hub's Git id ")
+    assert problem.startswith(f"{path}: Git blob id ")
 
 
 def test_another_sha256_or_a_file_from_elsewhere_is_told(fetched: Artefact) -> None:
@@ -55,9 +57,9 @@ def test_another_sha256_or_a_file_from_elsewhere_is_told(fetched: Artefact) -> N
     files[at] = dataclasses.replace(files[at], sha256="0" * 64)
     (fetched.folder / "notes.txt").write_text("from nowhere")
     files += record_files(fetched.folder, ["notes.txt"])
-    problems = check_source(artefact(fetched.folder, tuple(files), dict(fetched.receipt.settings)))[1]
-    assert f"{fetched.folder / files[at].path}: the Hub lists" in problems[0]
-    assert problems[1] == f"{fetched.folder / 'notes.txt'}: not in the Hub's list"
+    problems = check_source(with_files(fetched, tuple(files)))[1]
+    assert f"{fetched.folder / files[at].path}: the list has" in problems[0]
+    assert problems[1] == f"{fetched.folder / 'notes.txt'}: not in the list of its source"
 
 
 def test_a_missing_list_or_one_of_another_revision_is_told(fetched: Artefact) -> None:
@@ -65,15 +67,14 @@ def test_a_missing_list_or_one_of_another_revision_is_told(fetched: Artefact) ->
     content = json.loads(manifest.read_text())
     content["source"]["revision"] = "0" * 40
     manifest.write_text(json.dumps(content))
-    assert "the receipt is about" in check_source(fetched)[1][0]
+    assert "not the list that" in check_source(fetched)[1][0]
     manifest.unlink()
-    assert "nothing proves what the Hub had" in check_source(fetched)[1][0]
+    assert "nothing proves what the source had" in check_source(fetched)[1][0]
 
 
 def test_a_local_source_is_compared_file_by_file(tmp_path: Path) -> None:
-    origin, folder = tmp_path / "origin", tmp_path / "hf"
-    make_random_checkpoint(origin)
-    taken = artefact(folder, place_folder(origin, folder), {"folder": str(origin)})
+    origin = make_small_checkpoint(tmp_path / "origin")
+    taken = made(StoreFolder(tmp_path / "store"), from_folder(origin))
     assert check_source(taken) == (f"folder: {origin}", [])
     text = (origin / "config.json").read_text()
     (origin / "config.json").unlink()

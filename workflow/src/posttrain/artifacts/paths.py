@@ -74,7 +74,8 @@ class Paths:
     @property
     def model_root(self) -> Path:
         """All checkpoint states of one model revision."""
-        return self.store / self.resolved.config.model.name / _versioned(self.revision12, "download_hf_checkpoint", "finalize_hf_checkpoint")
+        revision = _versioned(self.revision12, "download_hf_checkpoint", "finalize_hf_checkpoint")
+        return self.store / self.resolved.config.model.name / revision
 
     @property
     def made_model(self) -> Path:

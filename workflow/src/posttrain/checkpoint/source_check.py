@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from posttrain.artifacts import FileRecord, Receipt, hash_file
-from posttrain.checkpoint.file_placement import git_blob_hash, hash_twice
-from posttrain.checkpoint.hub_listing import manifest_of
+from posttrain.artifacts import FileRecord, Receipt, hash_file, manifest_of
+from posttrain.checkpoint.download_parts import origin_of
+from posttrain.checkpoint.listed_files import ListedFile, read_manifest, verify_file
+from posttrain.errors import CheckpointError
 from posttrain.observability.provenance import Artefact
+
+STEP = "finalize_hf_checkpoint"
+# What tells in the settings of other steps where they begin.
+NAMES_OF_SOURCES = ("kind", "repo_id", "revision", "train_file", "seed")
 
 
 def check_source(artefact: Artefact) -> tuple[str, list[str]]:
@@ -21,55 +23,43 @@ def check_source(artefact: Artefact) -> tuple[str, list[str]]:
     """
     receipt = artefact.receipt
     assert receipt is not None
-    if receipt.step != "download_hf_checkpoint":
-        settings = receipt.settings
-        named = [
-            str(settings[key]) for key in ("kind", "repo_id", "revision", "train_file", "seed") if settings.get(key)
-        ]
+    if receipt.step != STEP:
+        named = [str(receipt.settings[key]) for key in NAMES_OF_SOURCES if receipt.settings.get(key)]
         return " ".join([receipt.step, *named]), []
-    if "repo_id" in receipt.settings:
-        return _check_hub(artefact.folder, receipt)
-    return _check_folder(Path(receipt.settings["folder"]), artefact.folder, receipt)
-
-
-def _check_hub(folder: Path, receipt: Receipt) -> tuple[str, list[str]]:
-    identity = {key: receipt.settings[key] for key in ("repo_id", "revision")}
-    manifest = manifest_of(folder)
-    source = f"Hub: {identity['repo_id']} at {identity['revision'][:12]}"
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
-        listed = {row["path"]: row for row in content["files"]}
-        asked = {key: content["source"][key] for key in identity}
-    except FileNotFoundError:
-        return source, [f"{manifest}: missing: nothing proves what the Hub had"]
-    except (ValueError, KeyError, TypeError) as error:
-        return source, [f"{manifest}: not the Hub's list of files ({error})"]
-    if asked != identity:
-        return source, [f"{manifest}: lists {asked}, the receipt is about {identity}"]
-    return source, [why for record in receipt.files if (why := _unlike_hub(folder, record, listed.get(record.path)))]
+        manifest = read_manifest(manifest_of(artefact.folder))
+    except CheckpointError as error:
+        return "unknown", [f"{error}: nothing proves what the source had"]
+    source, listed = manifest.source, {file.path: file for file in manifest.files}
+    inputs, settings = origin_of(manifest)
+    if (inputs, settings) != (dict(receipt.inputs), dict(receipt.settings)):
+        return "unknown", [f"{manifest_of(artefact.folder)}: not the list that {artefact.receipt_path} is about"]
+    problems = [why for r in receipt.files if (why := _unlike_list(artefact.folder, r, listed.get(r.path)))]
+    if "folder" in source:
+        return f"folder: {source['folder']}", [
+            *problems,
+            *_check_folder(Path(source["folder"]), artefact.folder, receipt),
+        ]
+    return f"Hub: {source['repo_id']} at {source['revision'][:12]}", problems
 
 
-def _unlike_hub(folder: Path, record: FileRecord, row: Mapping[str, Any] | None) -> str:
-    """Tell how a file's receipt differs from the Hub's list; small files, of which it has Git's id, are read."""
+def _unlike_list(folder: Path, record: FileRecord, listed: ListedFile | None) -> str:
+    """Tell how a file's receipt differs from the list; small files, of which the Hub has Git's id, are read."""
     path = folder / record.path
-    if row is None:
-        return f"{path}: not in the Hub's list"
-    if (row["size_bytes"], row["sha256"]) != (record.size_bytes, record.sha256):
-        return f"{path}: the Hub lists {row['size_bytes']} bytes, SHA-256 {row['sha256'] or '(none)'}"
-    if row["git_blob"] and path.is_file():
-        blob = git_blob_hash(path.stat().st_size)
-        hash_twice(path, blob)
-        if blob.hexdigest() != row["git_blob"]:
-            return f"{path}: content differs from the Hub's Git id {row['git_blob']}"
+    if listed is None:
+        return f"{path}: not in the list of its source"
+    if (listed.size_bytes, listed.sha256) != (record.size_bytes, record.sha256):
+        return f"{path}: the list has {listed.size_bytes} bytes, SHA-256 {listed.sha256 or '(none)'}"
+    if listed.git_blob and path.is_file() and (reason := verify_file(path, listed)[1]):
+        return f"{path}: {reason}"
     return ""
 
 
-def _check_folder(origin: Path, folder: Path, receipt: Receipt) -> tuple[str, list[str]]:
-    source = f"folder: {origin}"
+def _check_folder(origin: Path, folder: Path, receipt: Receipt) -> list[str]:
     if not origin.is_dir():
-        return source, [f"{origin}: the folder that the files were taken from is gone"]
+        return [f"{origin}: the folder that the files were taken from is gone"]
     changed = [record.path for record in receipt.files if not _is_same(origin / record.path, folder, record)]
-    return source, [f"{origin / name}: missing or changed since it was taken" for name in changed]
+    return [f"{origin / name}: missing or changed since it was taken" for name in changed]
 
 
 def _is_same(path: Path, folder: Path, record: FileRecord) -> bool:
