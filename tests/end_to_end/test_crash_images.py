@@ -97,16 +97,16 @@ def steps_of(store: Store) -> Iterator[Step]:
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),
         ("rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8"),
+        ("serving", "quantize_serving", "finalize_serving"),
     ):
         folder = store.folder(name)
         for part in range(NUM_PARTS):
-            arguments = store.part(name, part)
-            yield Step(part_step, arguments, Path(str(arguments[-1])), folder, is_part=True)
+            yield Step(part_step, store.part(name, part), part_receipt_of(folder, part), folder, is_part=True)
         yield Step(last_step, store.finalize(name), receipt_of(folder), folder)
-    nvfp4 = store.folder("rollout_nvfp4")
-    yield Step("quantize_nvfp4", store.whole("rollout_nvfp4"), receipt_of(nvfp4), nvfp4)
     export = store.folder("exported")
-    yield Step("export_hf", store.export("exported"), receipt_of(export), export)
+    for part in range(NUM_PARTS):
+        yield Step("export_hf", store.export(part, "exported"), part_receipt_of(export, part), export, is_part=True)
+    yield Step("finalize_export_hf", store.finalize_export("exported"), receipt_of(export), export)
 
 
 def _download_steps(hf: Path, origin: Path) -> Iterator[Step]:

@@ -88,7 +88,7 @@ def test_who_was_believed_dead_shows_nothing(folder: Path) -> None:
     [
         dataclasses.replace(WANTED, inputs={"hf": "1" * 64}),
         dataclasses.replace(WANTED, settings={"target": "deepseek_v32"}),
-        dataclasses.replace(WANTED, step="quantize_nvfp4"),
+        dataclasses.replace(WANTED, step="quantize_serving"),
     ],
 )
 def test_what_stands_for_something_else_is_made_anew(folder: Path, wanted: Receipt) -> None:

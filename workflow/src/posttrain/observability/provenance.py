@@ -61,7 +61,11 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
     if paths.train_done.exists():
         # Training's receipt has a name of its own; its checkpoints lie beside other files of the run.
         found.append(_load("train", paths.train, paths.train_done, False))
+    if not receipt_of(paths.hf_export).exists():
+        found += _artefacts_of("run: hf", paths.hf_export)
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):
+        if receipt_path.parent.suffix == ".parts":
+            continue
         folder = receipt_path.with_name(receipt_path.name.removesuffix(".receipt.json"))
         name = f"run: {folder.relative_to(paths.run).as_posix()}"
         # A step whose result is a single file has its receipt beside that file.
