@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import Receipt, building, require_files, write_receipt
+from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.torch_dist import verify_torch_dist
 from posttrain.cli import run
@@ -22,8 +22,10 @@ def main() -> None:
     """Check names and shapes, link or copy the files, compare every tensor with the source, write the receipt."""
     args, started = parse_arguments(), time.time()
     torch.set_num_threads(1)
-    args.receipt.unlink(missing_ok=True)
     inputs = {"hf_patched": require_files(args.source, args.source_receipt).digest}
+    sources = [path for path in args.adopted.rglob("*") if path.is_file()]
+    if not claim(args.receipt, Receipt(STEP, (), inputs, {}), args.folder, sources):
+        return
     names = check_adoptable(args.adopted, args.architecture)
     with building(args.folder) as partial:
         files = place_torch_dist(args.adopted, partial, names, args.threads)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import require_files
+from posttrain.artifacts import Receipt, claim, require_files
 from posttrain.checkpoint.dequantize import CastToBf16
 from posttrain.checkpoint.parts import write_part_receipt
 from posttrain.checkpoint.recoded_folder import write_part
@@ -23,9 +23,12 @@ def main() -> None:
     started = time.time()
     torch.set_num_threads(1)
     source = require_files(args.source, args.source_receipt)
+    inputs = {"hf": source.digest}
+    settings = {"part": args.part, "num_parts": args.num_parts}
+    if not claim(args.receipt, Receipt(STEP, (), inputs, settings), args.folder):
+        return
     recoding = CastToBf16(args.source)
     files = write_part(recoding, source.digest, args.folder, args.part, args.num_parts, args.threads)
-    inputs = {"hf": source.digest}
     write_part_receipt(args.receipt, STEP, args.part, args.num_parts, files, inputs, started)
 
 

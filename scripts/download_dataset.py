@@ -8,7 +8,7 @@ import json
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, building, manifest_of, write_receipt
+from posttrain.artifacts import Receipt, building, claim, manifest_of, write_receipt
 from posttrain.checkpoint.hub_retries import RetryRule
 from posttrain.cli import run
 from posttrain.config.schema import Data
@@ -18,10 +18,12 @@ from posttrain.data.dataset_files import make_dataset
 def main() -> None:
     """Generate, read or fetch the rows, write both files and the receipt."""
     args, started = parse_arguments(), time.time()
-    args.receipt.unlink(missing_ok=True)
+    settings = dataclasses.asdict(args.data)
+    sources = [Path(args.data.train_file), Path(args.data.heldout_file)] if args.data.kind == "jsonl" else []
+    if not claim(args.receipt, Receipt("download_dataset", (), {}, settings), args.folder, sources):
+        return
     with building(args.folder) as partial:
         files = make_dataset(args.data, partial, manifest_of(args.folder), RetryRule(args.num_retries))
-    settings = dataclasses.asdict(args.data)
     write_receipt(args.receipt, Receipt("download_dataset", files, {}, settings), started)
 
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, write_receipt
+from posttrain.artifacts import Receipt, claim, write_receipt
 from posttrain.checkpoint.download_parts import PART_STEP, bring_part, origin_of, reopen
 from posttrain.checkpoint.hub import FetchOptions
 from posttrain.checkpoint.hub_retries import RetryRule
@@ -17,12 +17,13 @@ from posttrain.cli import run
 def main() -> None:
     """Keep what is right, bring the rest, write the part's receipt."""
     args, started = parse_arguments(), time.time()
-    args.receipt.unlink(missing_ok=True)
     manifest = read_manifest(args.manifest)
-    options = FetchOptions(args.num_workers, bool(args.xet), RetryRule(args.num_retries))
-    files = bring_part(manifest, args.part, args.num_parts, reopen(args.folder), options)
     inputs, _ = origin_of(manifest)
     settings = {"part": args.part, "num_parts": args.num_parts, "manifest": manifest.digest}
+    if not claim(args.receipt, Receipt(PART_STEP, (), inputs, settings), args.folder):
+        return
+    options = FetchOptions(args.num_workers, bool(args.xet), RetryRule(args.num_retries))
+    files = bring_part(manifest, args.part, args.num_parts, reopen(args.folder), options)
     write_receipt(args.receipt, Receipt(PART_STEP, files, inputs, settings), started)
 
 

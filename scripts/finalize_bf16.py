@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, building, require_files, write_receipt
+from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.dequantize import CastToBf16
 from posttrain.checkpoint.parts import read_parts
 from posttrain.checkpoint.recoded_folder import finalize_folder
@@ -23,7 +23,9 @@ def main() -> None:
     inputs = {"hf": require_files(args.source, args.source_receipt).digest}
     parts = read_parts(args.folder, args.part_receipts, PART_STEP, inputs)
     recoding = CastToBf16(args.source)
-    args.receipt.unlink(missing_ok=True)
+    wanted = Receipt(STEP, tuple(part.record for part in parts.values()), inputs, dict(recoding.settings))
+    if not claim(args.receipt, wanted, args.folder, parts=args.part_receipts):
+        return
     with building(args.folder) as partial:
         records = finalize_folder(recoding, partial, parts)
     write_receipt(args.receipt, Receipt(STEP, records, inputs, dict(recoding.settings)), started)

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, building, write_receipt
+from posttrain.artifacts import Receipt, building, claim, write_receipt
 from posttrain.checkpoint.download_parts import join_parts, origin_of, remove_other_parts, set_aside
 from posttrain.checkpoint.hf_layout import check_source
 from posttrain.checkpoint.listed_files import read_manifest
@@ -18,14 +18,15 @@ STEP = "finalize_hf_checkpoint"
 def main() -> None:
     """Hold the parts against the list, check the layout, give the folder its name, write the receipt."""
     args, started = parse_arguments(), time.time()
-    args.receipt.unlink(missing_ok=True)
     manifest = read_manifest(args.manifest)
     files = join_parts(args.folder, args.part_receipts, manifest)
+    inputs, settings = origin_of(manifest)
+    if not claim(args.receipt, Receipt(STEP, files, inputs, settings), args.folder, parts=args.part_receipts):
+        return
     with building(args.folder) as partial:
         set_aside(partial, args.folder.with_name(f"{args.folder.name}.not_needed"), {file.path for file in files})
         check_source(partial)
     remove_other_parts(args.folder, args.part_receipts)
-    inputs, settings = origin_of(manifest)
     write_receipt(args.receipt, Receipt(STEP, files, inputs, settings), started)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import Receipt, building, record_files, require_files, write_receipt
+from posttrain.artifacts import Receipt, building, claim, record_files, require_files, write_receipt
 from posttrain.checkpoint.parts import read_parts, remove_strangers
 from posttrain.checkpoint.torch_dist import FORMAT_FILES, verify_torch_dist, write_format_files
 from posttrain.cli import run
@@ -26,7 +26,9 @@ def main() -> None:
     torch.set_num_threads(1)
     inputs = {"hf_patched": require_files(args.source, args.source_receipt).digest}
     parts = read_parts(args.folder, args.part_receipts, PART_STEP, inputs)
-    args.receipt.unlink(missing_ok=True)
+    wanted = Receipt(STEP, tuple(part.record for part in parts.values()), inputs, {})
+    if not claim(args.receipt, wanted, args.folder, parts=args.part_receipts):
+        return
     with building(args.folder) as partial:
         write_format_files(partial, parts, args.architecture)
         remove_strangers(partial, keep={*parts, *FORMAT_FILES})

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import huggingface_hub
 
-from posttrain.artifacts import read_receipt
+from posttrain.artifacts import build_lock, read_receipt, receipt_of
 from posttrain.checkpoint.download_parts import reopen
 from posttrain.checkpoint.hf_layout import check_source
 from posttrain.checkpoint.hub import is_needed, list_what_lies_there
 from posttrain.checkpoint.hub_listing import HubSource, list_files
 from posttrain.checkpoint.hub_retries import RetryRule
-from posttrain.checkpoint.listed_files import Manifest, write_manifest
+from posttrain.checkpoint.listed_files import Manifest, read_manifest, write_manifest
 from posttrain.checkpoint.local_folder import list_folder
 from posttrain.cli import run
 
@@ -21,7 +21,26 @@ from posttrain.cli import run
 def main() -> None:
     """Ask the Hub, or read what lies there and check that it is a checkpoint; write the list."""
     args = parse_arguments()
-    write_manifest(args.manifest, make_manifest(args))
+    if is_listed(args):
+        return
+    build_lock.hold(receipt_of(args.folder))
+    if not is_listed(args):
+        write_manifest(args.manifest, make_manifest(args))
+    build_lock.release(receipt_of(args.folder))
+
+
+def is_listed(args: argparse.Namespace) -> bool:
+    """Tell whether the list is there already: another user of the store may have been faster."""
+    if not args.manifest.exists():
+        return False
+    source = read_manifest(args.manifest).source
+    if args.kind == "hub":
+        return (source.get("repo_id"), source.get("revision")) == (args.repo_id, args.revision)
+    digest = read_receipt(args.source_receipt).digest if args.source_receipt else None
+    if (source.get("folder"), source.get("receipt")) != (str(args.source_folder), digest):
+        return False
+    listed = args.manifest.stat().st_mtime
+    return all(path.stat().st_mtime <= listed for path in args.source_folder.rglob("*") if path.is_file())
 
 
 def make_manifest(args: argparse.Namespace) -> Manifest:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import Receipt, record_files, write_receipt
+from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.tiny_model import make_tiny_model
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
@@ -24,12 +24,13 @@ def main() -> None:
     """Draw the warm-up's prompts, make and warm up the model, and say so in the receipt."""
     args, started = parse_arguments(), time.time()
     torch.set_num_threads(args.num_threads)
-    args.receipt.unlink(missing_ok=True)
+    architecture = dataclasses.asdict(args.architecture)
+    settings = {"architecture": architecture, "num_digits": args.num_digits, "seed": args.seed}
+    if not claim(args.receipt, Receipt("make_tiny_model", (), {}, settings), args.folder):
+        return
     train, heldout = map(min, num_possible_prompts(args.num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
     train_rows, heldout_rows = generate_prompts(args.num_digits, train, heldout, args.seed)
     make_tiny_model(args.folder, args.architecture, train_rows, heldout_rows, args.seed)
-    architecture = dataclasses.asdict(args.architecture)
-    settings = {"architecture": architecture, "num_digits": args.num_digits, "seed": args.seed}
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
 
 

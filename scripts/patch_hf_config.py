@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, building, require_files, write_receipt
+from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.hf_config import CONFIG, check_config, patch_folder
 from posttrain.checkpoint.hf_layout import check_layout, read_json
 from posttrain.cli import run
@@ -24,11 +24,12 @@ def main() -> None:
     source_receipt = require_files(args.source, args.source_receipt)
     tensors = check_layout(args.source).infos
     raise_if_any(check_config(read_json(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
-    args.receipt.unlink(missing_ok=True)
+    inputs = {"hf": source_receipt.digest}
+    if not claim(args.receipt, Receipt("patch_hf_config", (), inputs, {"target": args.target}), args.destination):
+        return
     with building(args.destination) as partial:
         files = patch_folder(args.source, partial, args.target, source_receipt)
         check_layout(partial)
-    inputs = {"hf": source_receipt.digest}
     write_receipt(args.receipt, Receipt("patch_hf_config", files, inputs, {"target": args.target}), started)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import require_files
+from posttrain.artifacts import Receipt, claim, require_files
 from posttrain.checkpoint.parts import write_part_receipt
 from posttrain.checkpoint.quantize import Quantization
 from posttrain.checkpoint.recoded_folder import write_part
@@ -24,9 +24,13 @@ def main() -> None:
     started = time.time()
     torch.set_num_threads(1)
     source = require_files(args.source, args.source_receipt)
+    inputs = {"hf_patched": source.digest}
+    settings = {"part": args.part, "num_parts": args.num_parts}
+    calibration = [Path(file) for file in args.settings.get("calibration", ())]
+    if not claim(args.receipt, Receipt(STEP, (), inputs, settings), args.folder, calibration):
+        return
     recoding = Quantization(args.source, args.settings)
     files = write_part(recoding, source.digest, args.folder, args.part, args.num_parts, args.threads)
-    inputs = {"hf_patched": source.digest}
     write_part_receipt(args.receipt, STEP, args.part, args.num_parts, files, inputs, started)
 
 

@@ -1,4 +1,7 @@
-"""Write a run's two config files: experiment.yaml (what is learned) and config.resolved.yaml (everything)."""
+"""Write a run's two config files, experiment.yaml (what is learned) and config.resolved.yaml (everything).
+
+The run is then a known user of its checkpoints in the store.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
+from posttrain.artifacts.references import register_run
 from posttrain.cli import run
 from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.config.rules import check_trainable
@@ -21,10 +25,12 @@ def main() -> None:
     """Resolve the configuration and write what changed of it; refuse what cannot be trained."""
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
-    if not Paths(resolved).train_done.exists():
+    paths = Paths(resolved)
+    if not paths.train_done.exists():
         refuse_early(resolved.config)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
     write_if_changed(arguments.resolved, dump_resolved(resolved))
+    register_run(paths)
 
 
 def refuse_early(config: Config) -> None:

@@ -55,6 +55,8 @@ def main() -> None:
         rollout_weights=rollout,
         prepare=lambda: weights.prepare(with_torch_dist=checkpoints.newest_step() == 0),
     )
+    inputs = {origin.folder.name: origin.receipt.digest for origin in (weights.torch_dist, weights.rollout)}
+    begun_from = checkpoints.begun_from(inputs | {"dataset": dataset.digest})
     if checkpoints.newest_step() < config.training.num_steps:
         with weights.in_use():
             supervise(job)
@@ -64,8 +66,7 @@ def main() -> None:
         files=record_files(
             arguments.run_folder, (f.relative_to(arguments.run_folder).as_posix() for f in final.iterdir())
         ),
-        inputs={origin.folder.name: origin.receipt.digest for origin in (weights.torch_dist, weights.rollout)}
-        | {"dataset": dataset.digest},
+        inputs=begun_from,
         settings={
             "experiment": arguments.experiment.read_text(encoding="utf-8"),
             "num_steps": config.training.num_steps,

@@ -1,4 +1,4 @@
-"""Prove where every byte of a run came from: follow the receipts' digests, hash every file again."""
+"""Prove where every byte of a run came from: follow the receipts' digests to the source, hash every file again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
+from posttrain.checkpoint.verification import prove
 from posttrain.cli import run
-from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import describe, print_verdicts, raise_bad_files, verify
 from posttrain.planner.layout_choice import resolve
 
 
@@ -17,13 +16,7 @@ def main() -> None:
     """Check everything, show it, and fail by naming whatever is not what it should be."""
     arguments = parse_arguments()
     paths = Paths(resolve(arguments.workflow, arguments.config_dir))
-    verdicts = verify(paths, content=not arguments.sizes_only)
-    if not verdicts:
-        raise CheckpointError(f"{paths.run}: there is no receipt to verify; run the workflow first")
-    print_verdicts(verdicts)
-    raise_bad_files(verdicts)
-    verified = describe(verdicts)
-    print(f"{verified['num_files']} files are what their receipts say")
+    verified = prove(paths, content=not arguments.sizes_only)
     if arguments.output:
         write_json(arguments.output, verified)
 

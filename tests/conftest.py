@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
 
@@ -26,3 +28,11 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
 def workflow(store: Path, tmp_path: Path) -> WorkflowFolder:
     """A fresh working directory over the shared store."""
     return WorkflowFolder(tmp_path / "work", store)
+
+
+@pytest.fixture
+def faults() -> Iterator[FaultRecord]:
+    """What a test of `make test-faults` did; written when it ends."""
+    faults = FaultRecord()
+    yield faults
+    faults.write()

@@ -127,6 +127,14 @@ def _listen_to_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def wait_or_end(driver: Driver, seconds: float) -> bool:
+    """Wait so long; returns whether the driver has ended by then."""
+    deadline = time.monotonic() + seconds
+    while driver.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return driver.process.poll() is not None
+
+
 @dataclass(frozen=True)
 class Kill:
     """One SIGKILL of a rule's script.

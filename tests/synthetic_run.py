@@ -108,7 +108,7 @@ def make_run(root: Path, num_steps: int = 80, seed: int = 0) -> SyntheticRun:
 
 def _write_store(paths: Paths, rng: random.Random) -> dict[str, str]:
     made = _write_artefact(paths.made_model, "make_tiny_model", {}, rng)
-    hf = _write_artefact(paths.hf, "download_hf_checkpoint", {"source": made}, rng)
+    hf = _write_artefact(paths.hf, "finalize_hf_checkpoint", {"source": made}, rng)
     patched = _write_artefact(paths.hf_patched, "patch_hf_config", {"hf": hf}, rng)
     dataset = _write_artefact(paths.dataset, "download_dataset", {}, rng, ("train.jsonl", "heldout.jsonl"))
     finished = {}

@@ -6,26 +6,23 @@ go to `.test-results/faults.json`. `POSTTRAIN_FAULT_KILLS` sets another number o
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.fault_record import FaultRecord
 from tests.interruptions import (
     ENGINE,
     NUM_JOBS,
     OUTPUTS,
-    POLL_SECONDS,
     SUPERVISOR,
     TRAINER,
-    Driver,
     Kill,
     assert_gone,
     assert_same_training,
@@ -36,8 +33,9 @@ from tests.interruptions import (
     kill_at_times,
     seconds_by_rule,
     start,
+    wait_or_end,
 )
-from tests.workflow_runs import ROOT, WorkflowFolder
+from tests.workflow_runs import WorkflowFolder
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
 
@@ -47,7 +45,6 @@ SEED = 20
 DRIVER_SECONDS = 10.0
 # A step that is still importing when its driver dies has not written yet, and ends when it would begin.
 IMPORT_SECONDS = 30.0
-RESULTS = ROOT / ".test-results" / "faults.json"
 # What to ask for where a rule's own name is no target, because it has several jobs.
 TARGETS = {
     "download_hf_checkpoint": "finalize_hf_checkpoint",
@@ -62,35 +59,6 @@ TARGETS = {
 def usual_seconds(undisturbed: WorkflowFolder) -> dict[str, float]:
     """How long each rule takes when nobody disturbs it."""
     return seconds_by_rule(undisturbed.store.parent / "first/logs") | seconds_by_rule(undisturbed.folder / "logs")
-
-
-class FaultRecord:
-    """What a test killed, and whether the outcome was that of the undisturbed run."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict] = []
-        self.equal = False
-
-    def add(self, killed: str, kills: Sequence[Kill], seconds: float) -> None:
-        points = [{"process": kill.rule, "seconds": round(kill.seconds, 3)} for kill in kills]
-        self.rows.append({"killed": killed, "count": len(kills), "points": points, "seconds": round(seconds, 1)})
-
-    def write(self) -> None:
-        """Join the rows with those of other tests."""
-        RESULTS.parent.mkdir(exist_ok=True)
-        mine = {row["killed"]: {**row, "equal": self.equal} for row in self.rows}
-        others = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        rows = [row for row in others if row["killed"] not in mine] + list(mine.values())
-        summary = {"kills": sum(row["count"] for row in rows), "all_equal": all(row["equal"] for row in rows)}
-        RESULTS.write_text(json.dumps({"summary": summary, "rows": rows}, indent=2) + "\n")
-        print("\n".join(f"{row['count']:4d} kills of {row['killed']}, equal: {row['equal']}" for row in rows), summary)
-
-
-@pytest.fixture
-def faults() -> Iterator[FaultRecord]:
-    faults = FaultRecord()
-    yield faults
-    faults.write()
 
 
 def test_every_rule(
@@ -194,11 +162,3 @@ def kill_one_of(workflow: WorkflowFolder, rng: random.Random) -> str:
     except psutil.NoSuchProcess:
         return ""
     return role
-
-
-def wait_or_end(driver: Driver, seconds: float) -> bool:
-    """Wait so long; returns whether the driver has ended by then."""
-    deadline = time.monotonic() + seconds
-    while driver.process.poll() is None and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return driver.process.poll() is not None

@@ -5,6 +5,8 @@
 One process imports the script once and forks a child per point, so a kill costs milliseconds. The child
 counts what it opens for writing, renames, links and removes below `root`, and kills itself at that number. A
 point beyond the last change lets the script end.
+
+With a disk (`tests.power_cut`) its power is cut at the same moment, so that what was not synced is lost.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.power_cut import Disk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CHANGES = ("open", "os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "os.rmdir")
@@ -30,6 +36,9 @@ def run_killed(
     env: dict[str, str] | None = None,
     claim: tuple[Path, Path] | None = None,
     timeout: float = 120,
+    disk: Disk | None = None,
+    again: Sequence[Path] = (),
+    forgetful: bool = False,
 ) -> list[int]:
     """Run a script once per point and return how each run ended: -9 for a kill, else the exit code.
 
@@ -39,8 +48,12 @@ def run_killed(
         root: Changes below this folder are counted.
         points: At which change each run is killed, from 1.
         env: On top of the environment.
-        claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says.
+        claim: Folder and receipt; whenever the receipt is there, the folder's content must be what it says. With
+            a disk it must be there after a good end.
         timeout: Seconds for all runs together.
+        disk: Loses its power whenever the script is killed, and right after it has ended.
+        again: Deleted whenever a run has ended by itself and others follow: they then have something to do.
+        forgetful: Files are not synced when the script asks for it, only folders: what a step without fsync would do.
     """
     order = {
         "script": str(SCRIPTS / f"{script}.py"),
@@ -48,9 +61,13 @@ def run_killed(
         "root": str(root),
         "points": list(points),
         "claim": claim and [str(path) for path in claim],
+        "disk": disk and [str(disk.image), str(disk.folder)],
+        "again": [str(path) for path in again],
+        "forgetful": forgetful,
     }
     done = subprocess.run(
-        [sys.executable, __file__, json.dumps(order)],
+        [sys.executable, "-m", "tests.scripts.killing", json.dumps(order)],
+        cwd=SCRIPTS.parent,
         env=os.environ | (env or {}),
         capture_output=True,
         text=True,
@@ -65,17 +82,36 @@ def _main() -> None:
     main = runpy.run_path(order["script"], run_name="imported")["main"]
     run = sys.modules["posttrain.cli"].run
     sys.argv = [order["script"], *order["arguments"]]
-    endings = []
+    disk = Disk(*map(Path, order["disk"])) if order["disk"] else None
+    if order["forgetful"]:
+        os.fsync = _sync_folders_only
+    endings: list[int] = []
     for point in order["points"]:
+        if endings and endings[-1] == 0:
+            _forget(order["again"])
         endings.append(_run_child(lambda: run(main), order["root"], point))
-        _check_claim(order["claim"])
+        if disk:
+            disk.cut()
+        _check_claim(order["claim"], must_be_there=bool(disk) and endings[-1] == 0)
     print(json.dumps(endings))
 
 
-def _check_claim(claim: list[str] | None) -> None:
+def _forget(paths: Sequence[str]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if os.path.isdir(path) else Path(path).unlink(missing_ok=True)
+    if paths:
+        os.sync()
+
+
+def _sync_folders_only(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        sync(descriptor)
+
+
+def _check_claim(claim: list[str] | None, must_be_there: bool) -> None:
     from posttrain.artifacts import require_files
 
-    if claim and Path(claim[1]).exists():
+    if claim and (must_be_there or Path(claim[1]).exists()):
         require_files(Path(claim[0]), Path(claim[1]), content=True)
 
 

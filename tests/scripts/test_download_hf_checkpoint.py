@@ -56,7 +56,7 @@ def test_a_download_survives_kills_and_ends_with_the_hubs_bytes(hub, origin, sto
     assert [record.path for record in receipt.files] == NEEDED
     assert _hashes(store.folder) == {name: hash_file(origin / name) for name in NEEDED}
     assert sorted(path.name for path in store.store.iterdir()) == [
-        *("hf", "hf.history.jsonl", "hf.manifest.json", "hf.parts", "hf.receipt.json")
+        *("hf", "hf.history.jsonl", "hf.lease", "hf.manifest.json", "hf.parts", "hf.receipt.json")
     ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.artifacts.references import read_references
 from posttrain.config.load import load_resolved, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,7 +25,8 @@ def resolve_config(folder, **workflow):
         "--resolved",
         folder / "config.resolved.yaml",
     ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    # The run becomes a user of the store `resources` there.
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_both_files_hold_the_configuration(tmp_path):
@@ -35,6 +37,8 @@ def test_both_files_hold_the_configuration(tmp_path):
     assert "rollout_batch_size: 16" in experiment
     assert "node_names" not in experiment
     assert "num_digits: 4  # config/models/tiny.yaml" in (tmp_path / "config.resolved.yaml").read_text()
+    (reference,) = read_references(tmp_path / "resources").values()
+    assert Path(reference.run).parent == tmp_path / "results"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.slow
 # The run's files that show the configuration; everything else stands.
 SHOWN = {"resolve_config", "render_report"}
 # The store was made in another working folder, whose records Snakemake keeps there: see test_hub.py for its own steps.
+FETCHED = {"list_hf_checkpoint", "download_hf_checkpoint", "finalize_hf_checkpoint"}
 PATCHED = {"patch_hf_config"}
 CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
 QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8"}
@@ -92,6 +95,44 @@ def test_a_setting_runs_its_dependants_and_nothing_else(
     undisturbed: WorkflowFolder, settings: dict[str, object], expected: set[str]
 ) -> None:
     assert jobs_with(undisturbed, settings) == expected
+
+
+BUMP = """
+import sys
+from posttrain.artifacts import FORMAT_VERSIONS
+FORMAT_VERSIONS[sys.argv.pop(1)] += 1
+from snakemake.cli import main
+main()
+"""
+CHECKPOINTS = PATCHED | CONVERTED | QUANTISED | STAGED | TRAINED
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("make_tiny_model", {"make_tiny_model"} | FETCHED | CHECKPOINTS),
+        ("download_hf_checkpoint", FETCHED | CHECKPOINTS),
+        ("download_dataset", {"download_dataset"} | TRAINED),
+        ("patch_hf_config", CHECKPOINTS),
+        ("convert_hf_to_torch_dist", CONVERTED | STAGED | TRAINED),
+        ("finalize_rollout_fp8", QUANTISED | STAGED | TRAINED),
+        ("stage_to_node_local", STAGED),
+        ("train_grpo", TRAINED),
+        ("export_hf", {"export_hf", "evaluate", "render_report"}),
+        ("evaluate", {"evaluate", "render_report"}),
+    ],
+)
+def test_another_format_runs_its_dependants_and_nothing_else(
+    undisturbed: WorkflowFolder, step: str, expected: set[str]
+) -> None:
+    """A later version of us that writes something else in one step, over results of the present one."""
+    words = undisturbed.command(options=["-n"])[3:]
+    command = [sys.executable, "-c", BUMP, step, *words]
+    done = subprocess.run(
+        command, cwd=undisturbed.folder, env=undisturbed.env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert jobs_of(done.stdout + done.stderr) == expected
 
 
 def test_changed_topology_keeps_the_results(undisturbed: WorkflowFolder, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ if CFG.download.torch_dist_folder:
         input:
             receipt_of(PATHS.hf_patched),
         output:
-            receipt_of(PATHS.torch_dist),
+            update(receipt_of(PATHS.torch_dist)),
         log:
             PATHS.store_log("adopt_torch_dist"),
         benchmark:
             PATHS.store_log("adopt_torch_dist").with_suffix(".benchmark.tsv")
         params:
+            format_version=FORMAT_VERSIONS["adopt_torch_dist"],
             architecture=ARCHITECTURE,
             source=PATHS.hf_patched,
             adopted=CFG.download.torch_dist_folder,

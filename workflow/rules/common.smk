@@ -9,7 +9,8 @@ from pathlib import Path
 from snakemake.logging import logger
 
 from posttrain import artifacts
-from posttrain.artifacts import Paths, part_receipt_of, receipt_of
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, receipt_of
+from posttrain.artifacts.sharing import share_store, share_umask
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.planner.layout_choice import resolve
@@ -31,6 +32,7 @@ WORKFLOW = json.dumps(dict(config))
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))
     PATHS = Paths(RESOLVED)
+    share_umask(RESOLVED.config.site.store_group)
     if PATHS.train.exists():
         refuse_other_experiment(PATHS.experiment, RESOLVED)
     # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads

@@ -5,12 +5,13 @@ rule convert_hf_to_torch_dist:
     input:
         receipt_of(PATHS.hf_patched),
     output:
-        part_receipt_of(PATHS.torch_dist, "{part}"),
+        update(part_receipt_of(PATHS.torch_dist, "{part}")),
     log:
         PATHS.store_log("convert_hf_to_torch_dist", ".part{part}"),
     benchmark:
         PATHS.store_log("convert_hf_to_torch_dist", ".part{part}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["convert_hf_to_torch_dist"],
         architecture=ARCHITECTURE,
         source=PATHS.hf_patched,
         folder=PATHS.torch_dist,
@@ -28,12 +29,13 @@ rule finalize_torch_dist:
         source=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.torch_dist, part) for part in PARTS],
     output:
-        receipt_of(PATHS.torch_dist),
+        update(receipt_of(PATHS.torch_dist)),
     log:
         PATHS.store_log("finalize_torch_dist"),
     benchmark:
         PATHS.store_log("finalize_torch_dist").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_torch_dist"],
         architecture=ARCHITECTURE,
         source=PATHS.hf_patched,
         folder=PATHS.torch_dist,

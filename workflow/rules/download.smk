@@ -5,17 +5,24 @@ from posttrain.config.rules import check_convertible
 # resolve_config refuses a model that this version cannot convert; nothing is fetched for it before that.
 REFUSED_BY = [PATHS.config] if list(check_convertible(CFG)) else []
 SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
+# Of a folder that no rule makes, a changed file is a changed source.
+SOURCE_FILES = (
+    sorted(path for path in Path(SOURCE_FOLDER).rglob("*") if path.is_file())
+    if CFG.model.source.kind == "folder"
+    else []
+)
 
 if CFG.model.source.kind == "made":
 
     rule make_tiny_model:
         output:
-            receipt_of(PATHS.made_model),
+            update(receipt_of(PATHS.made_model)),
         log:
             PATHS.store_log("make_tiny_model"),
         benchmark:
             PATHS.store_log("make_tiny_model").with_suffix(".benchmark.tsv")
         params:
+            format_version=FORMAT_VERSIONS["make_tiny_model"],
             architecture=ARCHITECTURE,
             num_digits=CFG.data.num_digits,
             seed=0,
@@ -37,9 +44,10 @@ HF_PARTS = range(len(HF_PARTS_MADE) or CFG.download.num_parts)
 rule list_hf_checkpoint:
     input:
         made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
+        files=SOURCE_FILES,
         refused_by=REFUSED_BY,
     output:
-        manifest_of(PATHS.hf),
+        update(manifest_of(PATHS.hf)),
     log:
         PATHS.store_log("list_hf_checkpoint"),
     benchmark:
@@ -66,7 +74,7 @@ rule download_hf_checkpoint:
     input:
         manifest_of(PATHS.hf),
     output:
-        part_receipt_of(PATHS.hf, "{part}"),
+        update(part_receipt_of(PATHS.hf, "{part}")),
     log:
         PATHS.store_log("download_hf_checkpoint", ".part{part}"),
     benchmark:
@@ -77,6 +85,7 @@ rule download_hf_checkpoint:
         num_retries=CFG.download.num_retries,
         xet=int(CFG.download.xet),
     params:
+        format_version=FORMAT_VERSIONS["download_hf_checkpoint"],
         folder=PATHS.hf,
         num_parts=len(HF_PARTS),
     message:
@@ -92,12 +101,13 @@ rule finalize_hf_checkpoint:
         manifest=manifest_of(PATHS.hf),
         parts=[part_receipt_of(PATHS.hf, part) for part in HF_PARTS],
     output:
-        receipt_of(PATHS.hf),
+        update(receipt_of(PATHS.hf)),
     log:
         PATHS.store_log("finalize_hf_checkpoint"),
     benchmark:
         PATHS.store_log("finalize_hf_checkpoint").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_hf_checkpoint"],
         folder=PATHS.hf,
     message:
         f"join the parts of {SIZE}, check its layout{NEEDS.message('finalize_hf_checkpoint')}"
@@ -110,7 +120,7 @@ rule download_dataset:
     input:
         [CFG.data.train_file, CFG.data.heldout_file] if CFG.data.kind == "jsonl" else [],
     output:
-        receipt_of(PATHS.dataset),
+        update(receipt_of(PATHS.dataset)),
     log:
         Path("logs") / "download_dataset" / f"{PATHS.dataset.name}.log",
     benchmark:
@@ -118,6 +128,7 @@ rule download_dataset:
     resources:
         num_retries=CFG.download.num_retries,
     params:
+        format_version=FORMAT_VERSIONS["download_dataset"],
         data=json.dumps(dataclasses.asdict(CFG.data)),
         folder=PATHS.dataset,
     message:

@@ -18,6 +18,7 @@ rule evaluate:
         PATHS.run_log("evaluate", ".{when}").with_suffix(".benchmark.tsv")
     threads: 2
     params:
+        format_version=FORMAT_VERSIONS["evaluate"],
         evaluation=json.dumps(dataclasses.asdict(CFG.evaluation)),
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,

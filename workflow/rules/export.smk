@@ -12,6 +12,7 @@ rule export_hf:
     benchmark:
         PATHS.run_log("export_hf", ".part{part}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["export_hf"],
         architecture=ARCHITECTURE,
         run_folder=PATHS.train,
         origin=PATHS.hf_patched,
@@ -36,6 +37,7 @@ rule finalize_export_hf:
     benchmark:
         PATHS.run_log("finalize_export_hf").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_export_hf"],
         origin=PATHS.hf_patched,
         destination=PATHS.hf_export,
     message:

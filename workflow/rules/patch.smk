@@ -5,12 +5,13 @@ rule patch_hf_config:
     input:
         receipt_of(PATHS.hf),
     output:
-        receipt_of(PATHS.hf_patched),
+        update(receipt_of(PATHS.hf_patched)),
     log:
         PATHS.store_log("patch_hf_config"),
     benchmark:
         PATHS.store_log("patch_hf_config").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["patch_hf_config"],
         architecture=ARCHITECTURE,
         target=CFG.model.patch.target,
         source=PATHS.hf,

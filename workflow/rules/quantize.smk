@@ -7,12 +7,13 @@ rule quantize_rollout_fp8:
     input:
         receipt_of(PATHS.hf_patched),
     output:
-        part_receipt_of(PATHS.rollout_fp8, "{part}"),
+        update(part_receipt_of(PATHS.rollout_fp8, "{part}")),
     log:
         PATHS.store_log("quantize_rollout_fp8", ".part{part}"),
     benchmark:
         PATHS.store_log("quantize_rollout_fp8", ".part{part}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["quantize_rollout_fp8"],
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
         settings=FP8_SETTINGS,
@@ -30,12 +31,13 @@ rule finalize_rollout_fp8:
         source=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.rollout_fp8, part) for part in PARTS],
     output:
-        receipt_of(PATHS.rollout_fp8),
+        update(receipt_of(PATHS.rollout_fp8)),
     log:
         PATHS.store_log("finalize_rollout_fp8"),
     benchmark:
         PATHS.store_log("finalize_rollout_fp8").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_rollout_fp8"],
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
         settings=FP8_SETTINGS,
@@ -72,12 +74,13 @@ rule quantize_serving:
         source=receipt_of(PATHS.hf_patched),
         calibration=CFG.serving.calibration,
     output:
-        part_receipt_of(PATHS.serving, "{part}"),
+        update(part_receipt_of(PATHS.serving, "{part}")),
     log:
         PATHS.store_log("quantize_serving", ".part{part}"),
     benchmark:
         PATHS.store_log("quantize_serving", ".part{part}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["quantize_serving"],
         source=PATHS.hf_patched,
         folder=PATHS.serving,
         settings=SERVING_SETTINGS,
@@ -96,12 +99,13 @@ rule finalize_serving:
         parts=[part_receipt_of(PATHS.serving, part) for part in PARTS],
         calibration=CFG.serving.calibration,
     output:
-        receipt_of(PATHS.serving),
+        update(receipt_of(PATHS.serving)),
     log:
         PATHS.store_log("finalize_serving"),
     benchmark:
         PATHS.store_log("finalize_serving").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_serving"],
         source=PATHS.hf_patched,
         folder=PATHS.serving,
         settings=SERVING_SETTINGS,
@@ -116,12 +120,13 @@ rule cast_to_bf16:
     input:
         receipt_of(PATHS.hf),
     output:
-        part_receipt_of(PATHS.bf16, "{part}"),
+        update(part_receipt_of(PATHS.bf16, "{part}")),
     log:
         PATHS.store_log("cast_to_bf16", ".part{part}"),
     benchmark:
         PATHS.store_log("cast_to_bf16", ".part{part}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["cast_to_bf16"],
         source=PATHS.hf,
         folder=PATHS.bf16,
         num_parts=len(PARTS),
@@ -138,12 +143,13 @@ rule finalize_bf16:
         source=receipt_of(PATHS.hf),
         parts=[part_receipt_of(PATHS.bf16, part) for part in PARTS],
     output:
-        receipt_of(PATHS.bf16),
+        update(receipt_of(PATHS.bf16)),
     log:
         PATHS.store_log("finalize_bf16"),
     benchmark:
         PATHS.store_log("finalize_bf16").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["finalize_bf16"],
         source=PATHS.hf,
         folder=PATHS.bf16,
     message:

@@ -1,4 +1,4 @@
-# What a user reads at the end, and the proof of where every byte came from.
+# What a user reads at the end.
 
 
 rule render_report:
@@ -24,20 +24,3 @@ rule render_report:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
         " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"
         " --summary {output.summary:q} --report {output.report:q}"
-
-
-rule verify:
-    input:
-        receipt_of(PATHS.hf_export),
-    output:
-        PATHS.run / "verified.json",
-    log:
-        PATHS.run_log("verify"),
-    benchmark:
-        PATHS.run_log("verify").with_suffix(".benchmark.tsv")
-    params:
-        workflow=WORKFLOW,
-    message:
-        "prove where every byte of the run came from"
-    shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"

@@ -19,6 +19,7 @@ rule stage_to_node_local:
     benchmark:
         PATHS.run_log("stage_to_node_local", ".{node}").with_suffix(".benchmark.tsv")
     params:
+        format_version=FORMAT_VERSIONS["stage_to_node_local"],
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),

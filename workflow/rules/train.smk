@@ -26,6 +26,7 @@ rule train_grpo:
         # Topology is a resource: a change of it resumes the run instead of starting it anew.
         nodes=CFG.nodes,
     params:
+        format_version=FORMAT_VERSIONS["train_grpo"],
         run_folder=PATHS.train,
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from posttrain.artifacts.lease import Lease
 from posttrain.config.load import resolve
-from posttrain.launch.lease import Lease
 from posttrain.launch.supervisor import MAX_IDLE_ATTEMPTS, TrainingJob, supervise
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
@@ -26,8 +26,8 @@ ENDS_WELL = ("--help",)
 WAITS = """
 import sys, time
 from pathlib import Path
-from posttrain.launch.lease import Lease
-with Lease(Path(sys.argv[1])):
+from posttrain.artifacts.lease import Lease
+with Lease(Path(sys.argv[1]), Path(sys.argv[1]) / "lease"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -58,7 +58,7 @@ def test_all_ranks_done_ends_the_engines(tmp_path: Path) -> None:
     assert [(row["attempt"], row["epoch"], row["reason"]) for row in attempts_of(tmp_path)] == [(1, 1, "done")]
     assert (tmp_path / "prepared").exists()
     assert "usage: trainer_rank.py" in (tmp_path / "attempts/001/trainer0.log").read_text()
-    with Lease(tmp_path) as lease:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
         assert lease.epoch == 2, "the first was released"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.artifacts.lease import LeaseLostError
 from posttrain.errors import CheckpointError
-from posttrain.launch.lease import LeaseLostError
 from posttrain.training.checkpoints import MANIFEST_NAME, CheckpointFolder
 
 # What two ranks write: a shard each, and rank 0 the rest.
@@ -55,6 +55,15 @@ def test_half_written_and_half_deleted_ones_do_not_count(tmp_path: Path, caplog:
     assert f"{tmp_path / 'step_000004.partial'}: an earlier attempt ended while it was written" in caplog.text
     assert f"{tmp_path / 'step_000001.expired'}: an earlier attempt ended while it was deleted" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_a_run_that_has_a_checkpoint_keeps_what_it_began_with(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    first, second, third = ({"torch_dist": digit * 64} for digit in "012")
+    assert checkpoints.begun_from(first) == first
+    assert checkpoints.begun_from(second) == second, "nothing was learned from the first"
+    write(checkpoints, 2)
+    assert checkpoints.begun_from(third) == second
 
 
 def test_who_lost_the_lease_commits_nothing(tmp_path: Path) -> None:

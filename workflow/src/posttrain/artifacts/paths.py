@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import sync_folder, sync_tree
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
@@ -73,7 +74,8 @@ class Paths:
     @property
     def model_root(self) -> Path:
         """All checkpoint states of one model revision."""
-        return self.store / self.resolved.config.model.name / self.revision12
+        revision = _versioned(self.revision12, "download_hf_checkpoint", "finalize_hf_checkpoint")
+        return self.store / self.resolved.config.model.name / revision
 
     @property
     def made_model(self) -> Path:
@@ -121,7 +123,21 @@ class Paths:
     def dataset(self) -> Path:
         """Prompts, one JSON line each, in `train.jsonl` and `heldout.jsonl`."""
         data = dataclasses.asdict(self.resolved.config.data)
-        return self.store / "datasets" / f"{data['kind']}-{digest8(data)}"
+        return self.store / "datasets" / _versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
+
+    @property
+    def store_artefacts(self) -> dict[str, Path]:
+        """All folders of the store that the run may use, by a short name, in the order of the data."""
+        return {
+            "made model": self.made_model,
+            "dataset": self.dataset,
+            "hf": self.hf,
+            "hf_patched": self.hf_patched,
+            "torch_dist": self.torch_dist,
+            "rollout_fp8": self.rollout_fp8,
+            "serving": self.serving,
+            "bf16": self.bf16,
+        }
 
     # ---- the run ----
 
@@ -203,6 +219,12 @@ class Paths:
         return {"format": versions, "patched": self._patch_settings(), "settings": settings}
 
 
+def _versioned(name: str, *steps: str) -> str:
+    """Return a name that later formats do not share: users of one store may have different versions of us."""
+    versions = [str(FORMAT_VERSIONS[step]) for step in steps]
+    return f"{name}-v{'.'.join(versions)}" if set(versions) != {"1"} else name
+
+
 def receipt_of(folder: Path) -> Path:
     """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
     return folder.with_name(folder.name + ".receipt.json")
@@ -243,6 +265,7 @@ def building(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     yield partial
     sync_tree(partial)
+    build_lock.confirm(receipt_of(folder))
     try:
         partial.rename(folder)
     except OSError as error:

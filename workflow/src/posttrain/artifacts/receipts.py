@@ -1,10 +1,18 @@
-"""The receipt that proves a step done: written last, read by every step that uses what it names."""
+"""The receipt that proves a step done: written last, read by every step that uses what it names.
+
+    if claim(path, Receipt(step, (), inputs, settings), folder):
+        ...                                                     # make the files
+        write_receipt(path, Receipt(step, files, inputs, settings))
+
+Between the two nobody else makes the same artefact (`build_lock`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -13,9 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import append_json_line, hash_file, write_json
-from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of
+from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of, partial_of
 from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# Where Snakemake keeps outputs that a step updates, to put them back when it fails.
+SNAKEMAKE_BACKUPS = Path(".snakemake/backups")
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,48 @@ class Receipt:
         }
 
 
+def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (), parts: Iterable[Path] = ()) -> bool:
+    """Tell whether an artefact has to be made; if so, this process is the only one to make it until `write_receipt`.
+
+    Another user's run may have made it since this one was planned, or may be at it: then it is waited for. A receipt
+    that stands for something else than what is wanted, or for files that are gone, is removed.
+
+    Args:
+        path: Of the receipt.
+        wanted: What the receipt must say: step, inputs, at least these settings and files.
+        folder: The artefact, under its final name.
+        sources: Files outside the store that it is made from; one that is newer than the receipt makes it be made anew.
+        parts: Receipts of the parts it consists of; nobody makes them anew meanwhile.
+    """
+    if _is_made(path, wanted, folder, sources):
+        log.info("%s: is there already", folder)
+        return False
+    build_lock.hold(path, parts)
+    if _is_made(path, wanted, folder, sources):
+        log.info("%s: was made meanwhile", folder)
+        build_lock.release(path)
+        return False
+    # Should this step fail, Snakemake must not put back the receipt of what it has changed.
+    (SNAKEMAKE_BACKUPS / path.relative_to(path.anchor)).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    return True
+
+
+def _is_made(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path]) -> bool:
+    try:
+        receipt, made = read_receipt(path), path.stat().st_mtime
+    except (CheckpointError, FileNotFoundError):
+        return False
+    is_part = path.parent.name.endswith(".parts")
+    return (
+        (receipt.step, dict(receipt.inputs)) == (wanted.step, dict(wanted.inputs))
+        and all(receipt.settings.get(key) == value for key, value in wanted.settings.items())
+        and set(wanted.files) <= set(receipt.files)
+        and not check_files(partial_of(folder) if is_part and not folder.exists() else folder, receipt)
+        and all(source.stat().st_mtime <= made for source in sources)
+    )
+
+
 def write_receipt(path: Path, receipt: Receipt, started: float | None = None) -> None:
     """Make a step count as done. Call it last, after the data is on disk.
 
@@ -91,7 +147,9 @@ def write_receipt(path: Path, receipt: Receipt, started: float | None = None) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     log_path = path.with_name(path.name.removesuffix(".receipt.json").removesuffix(".json") + ".history.jsonl")
     append_json_line(log_path, history)
+    build_lock.confirm(path)
     write_json(path, {**receipt._content(), "digest": receipt.digest})
+    build_lock.release(path)
 
 
 def read_receipt(path: Path) -> Receipt:

@@ -118,9 +118,10 @@ class TorchDistReader:
     def chunks_by_file(self) -> dict[str, list[tuple[str, Box]]]:
         """Return file name -> (tensor, box) of every chunk that lies in it."""
         found: dict[str, list[tuple[str, Box]]] = {}
-        for (key, offsets), info in self._places.items():
-            if key in self._boxes:
-                found.setdefault(info.relative_path, []).append((key, (offsets, self._boxes[key][offsets])))
+        for key, boxes in self._boxes.items():
+            for box in boxes:
+                if info := self._places.get((key, box[0])):
+                    found.setdefault(info.relative_path, []).append((key, box))
         return found
 
     def read(self, key: str, offsets: Shape | None = None, sizes: Shape | None = None) -> torch.Tensor:
@@ -180,6 +181,16 @@ class TorchDistReader:
                 wrong.append(f"{path}: {'missing' if found is None else f'{found} bytes'}, at least {size} needed")
         if wrong:
             raise CheckpointError(f"{self.folder}: not complete:\n  " + "\n  ".join(wrong))
+
+    def damaged_keys(self, file_name: str) -> list[str]:
+        """Read every chunk of one file; return the tensors with one that cannot be read, sorted."""
+        damaged = set()
+        for key, box in self.chunks_by_file().get(file_name, ()):
+            try:
+                self._read_chunk(key, box)
+            except CheckpointError:
+                damaged.add(key)
+        return sorted(damaged)
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:

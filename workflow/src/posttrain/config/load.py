@@ -29,7 +29,7 @@ from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.
-WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "set")
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "set", "gc")
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
 # A run's name becomes a folder's.
@@ -299,6 +299,8 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
     nodes = workflow.get("nodes")
     if nodes is not None and not _is_count(nodes):
         problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
+    if workflow.get("gc", "show") not in ("show", "delete"):
+        problems.append(Problem("gc", repr(workflow["gc"]), "show, delete", "show deletes nothing"))
     run = workflow.get("run")
     if run is not None and not re.fullmatch(RUN_NAME, str(run)):
         allowed = "a letter, then letters, digits, '.', '_' or '-'; at most 100"

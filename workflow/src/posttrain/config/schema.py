@@ -345,6 +345,8 @@ class Site:
 
     name: str = _doc("Name; the file `config/sites/{name}.yaml`")
     store: str = _doc("Checkpoints that do not depend on a run; may be shared by a group", "resources")
+    store_group: str = _doc("Group whose members share the store and may write to it; empty: the user alone", "")
+    unused_days: int = _doc("`snakemake gc` frees nothing of the store that was used this recently", 14, minimum=0)
     results: str = _doc("Runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
     node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])

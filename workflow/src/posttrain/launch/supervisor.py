@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from posttrain import artifacts
+from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
 from posttrain.engines.process import EngineProcess, check_all_alive, choose_free_ports, running_engines
 from posttrain.launch.child import die_with_parent
-from posttrain.launch.lease import Lease
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
@@ -61,7 +61,7 @@ def supervise(job: TrainingJob) -> None:
     Raises:
         RuntimeError: When somebody else writes to the run, or when attempts end without progress.
     """
-    with Lease(job.run_folder) as lease:
+    with Lease(job.run_folder, job.run_folder / "lease") as lease:
         idle = 0
         while True:
             before = _progress(job.run_folder)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from posttrain import cli
-from posttrain.launch.lease import check_epoch
+from posttrain.artifacts.lease import check_epoch
 
 
 def parse_arguments() -> argparse.Namespace:

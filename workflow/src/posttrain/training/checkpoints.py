@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from posttrain import artifacts
@@ -25,6 +25,7 @@ from posttrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+BEGUN_FROM_NAME = "begun_from.json"
 _COMMITTED = re.compile(r"step_(\d+)")
 # torch's writer names the shards of rank 3 `__3_0.distcp`, `__3_1.distcp`, ...
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -47,6 +48,20 @@ class CheckpointFolder:
         """Return the finished steps of the newest committed checkpoint, 0 where there is none."""
         committed = self._committed()
         return committed[-1][0] if committed else 0
+
+    def begun_from(self, inputs: Mapping[str, str]) -> dict[str, str]:
+        """Return what the run began with: its checkpoints go on from that, whatever the store holds by now.
+
+        Args:
+            inputs: Name -> digest of the receipts that a start from the beginning would use.
+        """
+        path = self._folder / BEGUN_FROM_NAME
+        if not path.exists() or self.newest_step() == 0:
+            artifacts.write_json(path, dict(inputs))
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        if begun != dict(inputs):
+            log.warning("%s: begun with other inputs than the store holds now; it goes on with its own", self._folder)
+        return begun
 
     def path(self, step: int) -> Path:
         """Return the folder of a committed checkpoint."""

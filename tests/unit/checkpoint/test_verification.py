@@ -2,6 +2,8 @@ import dataclasses
 import shutil
 
 import pytest
+import torch
+from tests.scripts.checkpoint_store import make_store, make_torch_dist
 from tests.synthetic_run import make_run, remake_receipt
 
 from posttrain.artifacts import (
@@ -12,8 +14,9 @@ from posttrain.artifacts import (
     record_files,
     write_receipt,
 )
+from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.verification import raise_bad_files, verify
 from posttrain.errors import CheckpointError
-from posttrain.observability.provenance import raise_bad_files, verify
 
 
 @pytest.fixture
@@ -136,3 +139,49 @@ def test_leftover_parts_beside_a_finished_folder_do_not_count(paths):
     stale = dataclasses.replace(Receipt("convert_hf_to_torch_dist", (), {"hf_patched": "0" * 64}, {"part": 7}))
     write_receipt(part_receipt_of(paths.torch_dist, 7), stale)
     assert problems_of(paths) == {}
+
+
+def test_a_flipped_bit_in_a_distributed_checkpoint_is_named_by_its_tensor(paths, tmp_path):
+    store = make_store(tmp_path / "small")
+    make_torch_dist(store)
+    shutil.rmtree(paths.torch_dist)
+    shutil.copytree(store.folder("torch_dist"), paths.torch_dist)
+    remake_receipt(paths.torch_dist, files=record_files(paths.torch_dist))
+    assert "torch_dist" not in problems_of(paths)
+    path = paths.torch_dist / "__1_0.distcp"
+    raw = bytearray(path.read_bytes())
+    values = CheckpointReader(store.source).tensor("lm_head.weight").view(torch.uint8).numpy().tobytes()
+    raw[raw.index(values)] ^= 1
+    path.write_bytes(raw)
+    (problem,) = problems_of(paths)["torch_dist"]
+    assert problem.startswith(f"{path}: content differs")
+    assert problem.endswith(": output_layer.weight")
+
+
+def test_what_has_no_receipt_is_a_gap_and_not_left_out(paths):
+    for path in (receipt_of(paths.hf_patched), receipt_of(paths.rollout_fp8), paths.train_done):
+        path.unlink()
+    found = problems_of(paths)
+    assert all("missing: nothing proves" in found[name][0] for name in ("train", paths.hf_patched.name))
+    assert "made from hf_patched" in found["torch_dist"][0]
+    store_only = {verdict.artefact.name for verdict in verify(paths, whole_run=False) if verdict.problems}
+    parts = {"rollout_fp8 part 0", "rollout_fp8 part 1"}
+    assert store_only == {paths.hf_patched.name, paths.rollout_fp8.name, "torch_dist", *parts}
+
+
+def test_every_link_is_listed_up_to_the_seed(paths):
+    links = {verdict.artefact.name: verdict.made_from for verdict in verify(paths)}
+    digest = read_receipt(receipt_of(paths.hf_patched)).digest[:12]
+    assert links["torch_dist"] == [f"hf_patched {digest} = hf_patched"]
+    assert links["made model"] == ["make_tiny_model"]
+
+
+def test_a_file_with_several_names_is_read_once_and_reported_under_each(paths):
+    (paths.hf_patched / "model.bin").unlink()
+    (paths.hf_patched / "model.bin").hardlink_to(paths.hf / "model.bin")
+    remake_receipt(paths.hf_patched, files=record_files(paths.hf_patched))
+    path = paths.hf / "model.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    found = problems_of(paths)
+    assert f"{path}: content differs" in found["hf"][0]
+    assert f"{paths.hf_patched / 'model.bin'}: content differs" in found["hf_patched"][0]

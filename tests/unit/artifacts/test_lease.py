@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.launch.lease import HEARTBEAT_DEAD_SECONDS, Lease, LeaseLostError, check_epoch, read_holder
+from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS, Lease, LeaseLostError, check_epoch, read_holder
 
 HOLD = """
     import sys, time
     from pathlib import Path
-    from posttrain.launch.lease import Lease
-    with Lease(Path(sys.argv[1])) as lease:
+    from posttrain.artifacts.lease import Lease
+    with Lease(Path(sys.argv[1]), Path(sys.argv[1]) / "lease") as lease:
         print(lease.epoch, flush=True)
         time.sleep(float(sys.argv[2]))
 """
@@ -31,10 +31,10 @@ def start_holder(run_folder: Path, seconds: float = 60) -> subprocess.Popen:
 
 
 def test_epochs_rise_and_a_released_lease_is_free(tmp_path: Path) -> None:
-    with Lease(tmp_path) as first:
+    with Lease(tmp_path, tmp_path / "lease") as first:
         assert first.epoch == 1
         check_epoch(first.folder, 1)
-    with Lease(tmp_path) as second:
+    with Lease(tmp_path, tmp_path / "lease") as second:
         assert second.epoch == 2
 
 
@@ -42,7 +42,7 @@ def test_a_living_holder_keeps_others_out(tmp_path: Path) -> None:
     holder = start_holder(tmp_path)
     try:
         assert holder.stdout.readline().strip() == "1"
-        with pytest.raises(RuntimeError, match=f"process {holder.pid}"), Lease(tmp_path):
+        with pytest.raises(RuntimeError, match=f"process {holder.pid}"), Lease(tmp_path, tmp_path / "lease"):
             pass
         check_epoch(tmp_path / "lease", 1)
     finally:
@@ -55,37 +55,37 @@ def test_a_killed_holder_is_succeeded_and_fenced(tmp_path: Path) -> None:
     assert holder.stdout.readline().strip() == "1"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    with Lease(tmp_path) as lease:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
         assert lease.epoch == 2
         with pytest.raises(LeaseLostError):
             check_epoch(lease.folder, 1)
 
 
 def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
-    with Lease(tmp_path) as lease:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
         folder = lease.folder
     (folder / "epoch-000001.released").unlink()
     path = folder / "epoch-000001.json"
     row = json.loads(path.read_text())
     assert row["pid"] == os.getpid()
-    path.write_text(json.dumps({**row, "started": row["started"] - 100}))
-    with Lease(tmp_path) as second:
+    path.write_text(json.dumps({**row, "started_ticks": row["started_ticks"] - 100}))
+    with Lease(tmp_path, tmp_path / "lease") as second:
         assert second.epoch == 2
 
 
 def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
-    with Lease(tmp_path) as lease:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
         folder = lease.folder
     (folder / "epoch-000001.released").unlink()
     row = json.loads((folder / "epoch-000001.json").read_text())
     (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "elsewhere"}))
     heartbeat = folder / "epoch-000001.heartbeat"
     heartbeat.touch()
-    with pytest.raises(RuntimeError, match="elsewhere"), Lease(tmp_path):
+    with pytest.raises(RuntimeError, match="elsewhere"), Lease(tmp_path, tmp_path / "lease"):
         pass
     silent_since = time.time() - HEARTBEAT_DEAD_SECONDS - 1
     os.utime(heartbeat, (silent_since, silent_since))
-    with Lease(tmp_path) as second:
+    with Lease(tmp_path, tmp_path / "lease") as second:
         assert second.epoch == 2
 
 

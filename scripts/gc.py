@@ -1,0 +1,60 @@
+"""Show what of the store no run needs any more, and who uses the rest; with --delete, free it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
+from posttrain.cli import run
+
+
+def main() -> None:
+    """List every artefact, then what is or would be freed."""
+    args = parse_arguments()
+    found = list_store(args.store, args.unused_days) if args.store.is_dir() else []
+    show(found, args.store)
+    unused = [artefact for artefact in found if artefact.is_unused]
+    size = f"{freed_bytes(unused):,} bytes"
+    if not args.delete:
+        print(f"{len(unused)} can be freed: {size}; nothing was deleted (--config gc=delete does)")
+        return
+    gone = delete_unused(args.store, args.unused_days)
+    print(f"{len(gone)} of {len(unused)} deleted, {size} in all:", *(artefact.folder for artefact in gone), sep="\n  ")
+
+
+def show(found: list[Stored], store: Path) -> None:
+    """Print one row per artefact on stdout."""
+    table = Table("artefact", "state", "last change", "used by", show_edge=False, header_style="bold")
+    table.add_column("frees alone", justify="right")
+    for artefact in found:
+        users = [f"{user.user}: {user.run}" for user in artefact.users]
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(artefact.last_change_unix))
+        size = f"{freed_bytes([artefact]):,}"
+        table.add_row(str(artefact.folder.relative_to(store)), state_of(artefact), changed, "\n".join(users), size)
+    Console(width=160).print(table)
+
+
+def state_of(artefact: Stored) -> str:
+    """Say in words what is known about an artefact."""
+    if artefact.builder:
+        return f"being made by {artefact.builder}"
+    whole = "finished" if artefact.is_finished else "half made"
+    return f"{whole}, unused" if artefact.is_unused else whole
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", required=True, type=Path)
+    parser.add_argument("--unused-days", required=True, type=float, help="what was used more recently is kept")
+    parser.add_argument("--delete", action="store_true", help="delete what is unused")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,60 @@
+"""Several users, each with a driver and a working folder of their own, over one store."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.interruptions import check_claims, files_made, start
+from tests.workflow_runs import FAST, WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+TARGETS = ("finalize_torch_dist", "finalize_rollout_fp8")
+
+
+def drivers(tmp_path: Path) -> list[WorkflowFolder]:
+    return [WorkflowFolder(tmp_path / name, tmp_path / "store") for name in ("first", "second")]
+
+
+def builds_of(store: Path) -> dict[str, int]:
+    """Return how often each artefact was brought to its receipt."""
+    histories = store.rglob("*.history.jsonl")
+    return {path.relative_to(store).as_posix(): len(path.read_text().splitlines()) for path in histories}
+
+
+def test_two_drivers_on_a_fresh_store_build_everything_once(tmp_path: Path, store: Path) -> None:
+    """Fresh but for the model that both start with, the longest step."""
+    workflows = drivers(tmp_path)
+    shutil.copytree(store / "made", tmp_path / "store" / "made")
+    running = [start(workflow, *TARGETS) for workflow in workflows]
+    for driver in running:
+        code, output = driver.finish()
+        assert code == 0, output[-4000:]
+        assert "Traceback" not in output
+    builds = builds_of(tmp_path / "store")
+    assert set(builds.values()) == {1}, builds
+    assert builds.keys() == {name for name in builds_of(store) if not name.startswith("datasets")}
+    assert check_claims(workflows[0]) == len(builds)
+    assert files_made(workflows[0]).items() <= files_made(WorkflowFolder(tmp_path, store)).items()
+    logs = "".join(path.read_text() for w in workflows for path in (w.folder / "logs").rglob("*.log"))
+    assert re.search(r"waiting: \S+ is being made by process \d+ on \S+ \(user \S+, since ", logs)
+    for workflow in workflows:
+        assert "Nothing to be done" in workflow.dry_run(*TARGETS)
+
+
+def test_a_failed_step_does_not_get_its_old_receipt_back(tmp_path: Path) -> None:
+    """Snakemake puts back what a failed job has updated; a receipt must not come back for files that changed."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}", "label": "1"}}\n' for number in range(40)))
+    settings = FAST | {"data.kind": "jsonl", "data.train_file": rows, "data.heldout_file": rows}
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
+    workflow.run("download_dataset")
+    (receipt,) = workflow.store.glob("datasets/*.receipt.json")
+    rows.write_text("not JSON\n")
+    code, output = workflow.attempt("download_dataset")
+    assert code == 1
+    assert "rows.jsonl" in output
+    assert not receipt.exists()

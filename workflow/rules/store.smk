@@ -1,0 +1,54 @@
+# The proof of where every byte came from, and what of the shared store nobody needs any more.
+
+
+rule verify:
+    input:
+        receipt_of(PATHS.hf_export),
+    output:
+        PATHS.run / "verified.json",
+    log:
+        PATHS.run_log("verify"),
+    benchmark:
+        PATHS.run_log("verify").with_suffix(".benchmark.tsv")
+    params:
+        workflow=WORKFLOW,
+    message:
+        "prove where every byte of the run came from"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"
+
+
+# Before training, or without: the checkpoints that the run begins with.
+rule verify_store:
+    input:
+        receipt_of(PATHS.dataset),
+        receipt_of(PATHS.torch_dist),
+        receipt_of(PATHS.rollout_weights),
+    log:
+        PATHS.run_log("verify_store"),
+    benchmark:
+        PATHS.run_log("verify_store").with_suffix(".benchmark.tsv")
+    params:
+        workflow=WORKFLOW,
+    message:
+        "prove where every byte of the checkpoints came from"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify_store.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+
+
+rule gc:
+    log:
+        PATHS.run_log("gc"),
+    localrule: True
+    params:
+        store=PATHS.store,
+        unused_days=CFG.site.unused_days,
+        delete="--delete" if config.get("gc") == "delete" else "",
+    message:
+        "what of the store no run needs"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
+
+
+onstart:
+    share_store(PATHS.store, CFG.site.store_group)

@@ -1,0 +1,239 @@
+"""The proof of where every byte came from: each artefact's bytes are read again, each link is followed to the source.
+
+A link is the digest of a receipt that another receipt names. The chain ends at the Hub's own list of files, whose
+SHA-256 is compared too, at the local folder that was taken, or at a step that makes its output from a seed. What is
+missing on the way counts as wrong. No name and no date is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.artifacts import FileRecord, Paths, hash_file, receipt_of
+from posttrain.checkpoint.file_placement import hash_twice
+from posttrain.checkpoint.source_check import check_source
+from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
+from posttrain.errors import CheckpointError
+from posttrain.observability.progress import ProgressBar
+from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
+
+NUM_HASH_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one artefact.
+
+    Args:
+        artefact: The artefact.
+        made_from: One line per link: name and digest of an input with the artefact that has it, or the source.
+        problems: One line for each thing that is wrong; empty when all is well.
+    """
+
+    artefact: Artefact
+    made_from: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[Verdict]:
+    """Check every artefact: receipt, links, each file, and that there are no other files and no gaps.
+
+    Args:
+        paths: Of the run.
+        content: Read every byte; otherwise only names and sizes are compared.
+        whole_run: Up to the trained model; otherwise only what training begins with.
+    """
+    artefacts = find_artefacts(paths) if whole_run else find_store_artefacts(paths)
+    artefacts += _find_gaps(paths, artefacts, whole_run)
+    known = {artefact.receipt.digest: artefact.name for artefact in artefacts if artefact.receipt is not None}
+    verdicts = [Verdict(a, problems=[a.damage] if a.damage else []) for a in artefacts]
+    readable = [verdict for verdict in verdicts if verdict.artefact.receipt is not None]
+    for verdict in readable:
+        _follow_links(verdict, known)
+        verdict.problems.extend(_other_experiment(verdict.artefact, paths))
+        verdict.problems.extend(_unlisted_files(verdict.artefact))
+    _check_files(readable, content)
+    return verdicts
+
+
+def prove(paths: Paths, content: bool = True, whole_run: bool = True) -> dict[str, Any]:
+    """Verify, show what was found, and return it as plain JSON types; see `verify`.
+
+    Raises:
+        CheckpointError: Naming every bad file, receipt and link.
+    """
+    verdicts = verify(paths, content, whole_run)
+    print_verdicts(verdicts)
+    raise_bad_files(verdicts)
+    verified = describe(verdicts)
+    print(f"{verified['num_files']} files are what their receipts say")
+    return verified
+
+
+def describe(verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    """Return what was verified as plain JSON types."""
+    rows = [
+        {
+            "name": verdict.artefact.name,
+            "folder": str(verdict.artefact.folder),
+            "step": receipt.step,
+            "digest": receipt.digest,
+            "inputs": dict(receipt.inputs),
+            "made_from": verdict.made_from,
+            "num_files": len(receipt.files),
+            "size_bytes": receipt.size_bytes,
+            "problems": verdict.problems,
+        }
+        for verdict in verdicts
+        if (receipt := verdict.artefact.receipt) is not None
+    ]
+    return {"num_files": sum(row["num_files"] for row in rows), "artefacts": rows}
+
+
+def print_verdicts(verdicts: Iterable[Verdict]) -> None:
+    """Print one row per artefact, with its links, on stdout."""
+    table = Table("artefact", "digest", "made from", show_edge=False, header_style="bold")
+    table.add_column("files", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    for verdict in verdicts:
+        receipt, count = verdict.artefact.receipt, len(verdict.problems)
+        state = f"[bold red]{count} problem{'s' if count > 1 else ''}[/]" if count else "[green]ok[/]"
+        counts = (f"{len(receipt.files):,}", f"{receipt.size_bytes:,}") if receipt else ("?", "?")
+        digest = receipt.digest[:12] if receipt else "?"
+        table.add_row(verdict.artefact.name, digest, "\n".join(verdict.made_from), *counts, state)
+    Console(width=140).print(table)
+
+
+def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
+    """Raise when anything is wrong.
+
+    Raises:
+        CheckpointError: Naming every bad file, receipt and link.
+    """
+    if problems := [problem for verdict in verdicts for problem in verdict.problems]:
+        listed = "\n  ".join(problems)
+        raise CheckpointError(f"not what the receipts say ({len(problems)}):\n  {listed}")
+
+
+# ---- the chain ----
+
+
+def _find_gaps(paths: Paths, found: Iterable[Artefact], whole_run: bool) -> Iterator[Artefact]:
+    """Yield what must have a receipt and has none."""
+    store = [paths.dataset, paths.hf, paths.hf_patched, paths.torch_dist, paths.rollout_weights]
+    made = [paths.made_model] if paths.resolved.config.model.source.kind == "made" else []
+    needed = [receipt_of(folder) for folder in (*made, *store)]
+    needed += [paths.train_done, receipt_of(paths.hf_export)] if whole_run else []
+    there = {artefact.receipt_path for artefact in found}
+    for receipt in dict.fromkeys(needed):
+        if receipt not in there:
+            name = "train" if receipt == paths.train_done else receipt.name.removesuffix(".receipt.json")
+            yield Artefact(
+                name, receipt.parent, receipt, None, f"{receipt}: missing: nothing proves what it stands for"
+            )
+
+
+def _follow_links(verdict: Verdict, known: Mapping[str, str]) -> None:
+    artefact = verdict.artefact
+    assert artefact.receipt is not None
+    for name, digest in artefact.receipt.inputs.items():
+        verdict.made_from.append(f"{name} {digest[:12]} = {known.get(digest, 'nothing on disk')}")
+        if digest not in known:
+            verdict.problems.append(
+                f"{artefact.receipt_path}: made from {name} {digest[:12]}, which nothing on disk has"
+            )
+    if not artefact.receipt.inputs:
+        source, problems = check_source(artefact)
+        verdict.made_from.append(source)
+        verdict.problems.extend(problems)
+
+
+def _other_experiment(artefact: Artefact, paths: Paths) -> list[str]:
+    """Tell when training was done with another experiment than the run's folder states."""
+    assert artefact.receipt is not None
+    trained_with = artefact.receipt.settings.get("experiment")
+    if artefact.receipt.step != "train_grpo" or trained_with == paths.experiment.read_text(encoding="utf-8"):
+        return []
+    return [f"{artefact.receipt_path}: trained with another experiment than {paths.experiment} states"]
+
+
+def _unlisted_files(artefact: Artefact) -> list[str]:
+    """Name files in an artefact's folder that its receipt does not: nobody knows where they came from."""
+    if not artefact.is_whole_folder:
+        return []
+    assert artefact.receipt is not None
+    listed = {record.path for record in artefact.receipt.files}
+    found = {path.relative_to(artefact.folder).as_posix() for path in artefact.folder.rglob("*") if path.is_file()}
+    return [f"{artefact.folder / name}: not in the receipt" for name in sorted(found - listed)]
+
+
+# ---- the files ----
+
+
+def _check_files(verdicts: Iterable[Verdict], content: bool) -> None:
+    """Compare all files with their receipts; a file with several names is read once."""
+    to_read: dict[tuple[int, int], list[tuple[Verdict, FileRecord]]] = {}
+    for verdict in verdicts:
+        assert verdict.artefact.receipt is not None
+        for record in verdict.artefact.receipt.files:
+            path = verdict.artefact.folder / record.path
+            if problem := _wrong_size(path, record):
+                verdict.problems.append(problem)
+            elif content:
+                status = path.stat()
+                to_read.setdefault((status.st_dev, status.st_ino), []).append((verdict, record))
+    total = sum(rows[0][1].size_bytes for rows in to_read.values())
+    with (
+        ProgressBar("verify", total) as progress,
+        ThreadPoolExecutor(min(NUM_HASH_THREADS, os.cpu_count() or 1)) as pool,
+    ):
+        for rows, damages in zip(to_read.values(), pool.map(_compare, to_read.values()), strict=True):
+            for (verdict, _), damage in zip(rows, damages, strict=True):
+                verdict.problems.extend(damage)
+            progress.advance(rows[0][1].size_bytes, rows[0][0].artefact.name)
+
+
+def _wrong_size(path: Path, record: FileRecord) -> str:
+    if not path.is_file():
+        return f"{path}: missing, expected {record.size_bytes} bytes"
+    found = path.stat().st_size
+    return "" if found == record.size_bytes else f"{path}: {found} bytes, expected {record.size_bytes}"
+
+
+def _compare(rows: list[tuple[Verdict, FileRecord]]) -> list[list[str]]:
+    """Read one file and return, for each of its names, what is wrong."""
+    verdict, record = rows[0]
+    path = verdict.artefact.folder / record.path
+    sha256 = hashlib.sha256()
+    is_of_the_hub = any(record.sha256 for _, record in rows)
+    found = hash_twice(path, sha256) if is_of_the_hub else hash_file(path)
+    found_sha256 = sha256.hexdigest()
+    return [list(_differences(v.artefact.folder / r.path, r, found, found_sha256)) for v, r in rows]
+
+
+def _differences(path: Path, record: FileRecord, xxh3_128: str, sha256: str) -> Iterator[str]:
+    if xxh3_128 != record.xxh3_128:
+        yield f"{path}: content differs from its receipt (xxh3_128 {record.xxh3_128}){_damaged_tensors(path)}"
+    elif record.sha256 and sha256 != record.sha256:
+        yield f"{path}: content differs from the Hub's SHA-256 {record.sha256}"
+
+
+def _damaged_tensors(path: Path) -> str:
+    """Name the tensors of a distributed checkpoint whose own checksums fail, too."""
+    if not (path.parent / METADATA_NAME).is_file() or path.name == METADATA_NAME:
+        return ""
+    try:
+        keys = TorchDistReader(path.parent).damaged_keys(path.name)
+    except CheckpointError as error:
+        return f": {error}"
+    return f": {', '.join(keys)}" if keys else ": in no tensor's values"
