@@ -89,3 +89,11 @@ def test_present_gpus_pass():
     config = config_of("glm5")
     hardware = dataclasses.replace(config.hardware, gpus_per_node=torch.cuda.device_count())
     assert check_devices(dataclasses.replace(config, hardware=hardware)).status == "ok"
+
+
+def test_a_broadcast_needs_its_library(resolved, monkeypatch):
+    asked = resolved("tiny", set="stage.broadcast=bittorrent").config
+    assert check_broadcast(asked).status == "ok"
+    assert check_broadcast(resolved("tiny").config).status == "skipped"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert check_broadcast(asked).problem.key == "stage.broadcast"
