@@ -12,9 +12,11 @@ def test_shared_storage_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(broadcast, "NUM_FILES", 12)
     monkeypatch.setattr(broadcast, "FILE_BYTES", 4 << 20)
     unique = broadcast.make_weights(tmp_path / "storage")
-    with limited_hosts(4, megabits=80) as (storage, *nodes):
-        with mounted(storage, tmp_path / "storage", nodes, tmp_path / "nodes") as places:
-            before = storage.sent_bytes()
-            broadcast.stage_all(tmp_path / "nodes", nodes, places, "broadcast")
-            sent = storage.sent_bytes() - before
+    with (
+        limited_hosts(4, megabits=80) as (storage, *nodes),
+        mounted(storage, tmp_path / "storage", nodes, tmp_path / "nodes") as places,
+    ):
+        before = storage.sent_bytes()
+        broadcast.stage_all(tmp_path / "nodes", nodes, places, "broadcast")
+        sent = storage.sent_bytes() - before
     assert unique <= sent <= 1.2 * unique  # the talk of nodes is a larger part of little

@@ -8,6 +8,7 @@ import torch
 
 from posttrain.config.load import resolve
 from posttrain.preflight.machine import (
+    check_broadcast,
     check_devices,
     check_engine_interpreter,
     check_interpreter,
@@ -91,9 +92,10 @@ def test_present_gpus_pass():
     assert check_devices(dataclasses.replace(config, hardware=hardware)).status == "ok"
 
 
-def test_a_broadcast_needs_its_library(resolved, monkeypatch):
-    asked = resolved("tiny", set="stage.broadcast=bittorrent").config
+def test_a_broadcast_needs_its_library(monkeypatch):
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    asked = dataclasses.replace(config, stage=dataclasses.replace(config.stage, broadcast="bittorrent"))
     assert check_broadcast(asked).status == "ok"
-    assert check_broadcast(resolved("tiny").config).status == "skipped"
+    assert check_broadcast(config).status == "skipped"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_broadcast(asked).problem.key == "stage.broadcast"
