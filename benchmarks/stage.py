@@ -66,7 +66,7 @@ def measure(origin: Origin, node: Path, repeats: int) -> tuple[dict[str, list[fl
     """Return the seconds of each way, and the median seconds of a second look."""
     ways: dict[str, Callable[[], object]] = {
         "cp -r": lambda: copy_and_sync(origin.folder, node),
-        "stage": lambda: stage([origin], node),
+        "stage": lambda: stage([origin], node, workers=2 * (os.cpu_count() or 1)),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     looks = []

@@ -29,7 +29,7 @@ from posttrain.observability.progress import ProgressBar
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
-COPY_CHUNK_BYTES = 1 << 20
+COPY_CHUNK_BYTES = 1 << 18
 T = TypeVar("T")
 R = TypeVar("R")
 # Errors of link(2) that mean "not possible here", as opposed to "something is wrong": another file system,
