@@ -3,7 +3,7 @@
 Staging with verification takes at most 1.2 times as long as `cp -r`, both synced, from a cold cache, interleaved.
 Looking at a complete copy again, by sizes, times and the start of the machine, takes under a second per 100 files.
 
-4 GB in files of 64 MB and three of 512 MB; 8 GB of disk are needed. Run as root, which may
+4 GB in files of 64 MB and three of 512 MB, two workers per core; 8 GB of disk are needed. Run as root, which may
 drop caches, from the repository's root:
 
     python -m benchmarks.stage
