@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-faults env env-sglang lint clean
+.PHONY: help demo test test-faults env env-sglang env-network lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,8 +31,14 @@ demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores)
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu
 
+env-network: ## what simulated nodes with networks of their own need (Debian, as root)
+	apt-get install --yes --no-install-recommends iproute2 sshfs socat openssh-sftp-server
+
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
+endif
+ifneq (,$(findstring network,$(REQUIRE)))
+test: env-network
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults'

@@ -8,6 +8,7 @@ import torch
 
 from posttrain.config.load import resolve
 from posttrain.preflight.machine import (
+    check_broadcast,
     check_devices,
     check_engine_interpreter,
     check_interpreter,
@@ -89,3 +90,12 @@ def test_present_gpus_pass():
     config = config_of("glm5")
     hardware = dataclasses.replace(config.hardware, gpus_per_node=torch.cuda.device_count())
     assert check_devices(dataclasses.replace(config, hardware=hardware)).status == "ok"
+
+
+def test_a_broadcast_needs_its_library(monkeypatch):
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    asked = dataclasses.replace(config, stage=dataclasses.replace(config.stage, broadcast="bittorrent"))
+    assert check_broadcast(asked).status == "ok"
+    assert check_broadcast(config).status == "skipped"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert check_broadcast(asked).problem.key == "stage.broadcast"

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, write_atomic
+from posttrain.artifacts import write_atomic
 from posttrain.observability.progress import ProgressBar
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
+COPY_CHUNK_BYTES = 1 << 18
 T = TypeVar("T")
 R = TypeVar("R")
 # Errors of link(2) that mean "not possible here", as opposed to "something is wrong": another file system,
@@ -127,7 +128,7 @@ def copy_file(
     return state.hexdigest()
 
 
-def write_whole(file: RawIOBase, chunk: bytes) -> None:
+def write_whole(file: RawIOBase, chunk: bytes | memoryview) -> None:
     """Write all of `chunk`: near a full disk a raw file may take a part only, and raises at the next call."""
     view = memoryview(chunk)
     while view:
@@ -227,10 +228,12 @@ def remove_half_written(folder: Path) -> None:
             path.unlink()
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path) -> Iterator[memoryview]:
+    """Yield a file's content; each chunk is valid until the next, and small enough to stay in a core's cache."""
+    buffer = memoryview(bytearray(COPY_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            yield chunk
+        while length := file.readinto(buffer):
+            yield buffer[:length]
 
 
 def _is_alive(process: int) -> bool:

@@ -86,8 +86,8 @@ class Meeting:
         return is_fresh or name not in self._records or self._records[name][0] != status.st_mtime_ns
 
     def _read(self, name: str) -> Peer | None:
-        # Gone, or half written: the next look tells.
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        # Gone, half written, or stale, as shared file systems may say while it is replaced: the next look tells.
+        with contextlib.suppress(OSError, ValueError):
             return Peer(**json.loads((self._folder / name).read_text(encoding="utf-8")))
         return None
 
@@ -120,7 +120,7 @@ class Meeting:
         name = f"{content}.claim"
         path = self._folder / name
         if name in self._times:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 claimant = path.read_text(encoding="utf-8")
                 if claimant == self._node or not (self._is_alive(name) or self._is_alive(f"{claimant}.json")):
                     path.unlink()
@@ -156,6 +156,6 @@ class Meeting:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return entry.stat()
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.artifacts import Paths
 from posttrain.config.rules import check_trainable
-from posttrain.preflight.machine import check_devices, check_engine_interpreter, check_ports
+from posttrain.preflight.machine import check_broadcast, check_devices, check_engine_interpreter, check_ports
 from posttrain.preflight.report import Finding
 from posttrain.preflight.services import check_hub_sources, check_wandb
 from posttrain.preflight.storage import check_storage
@@ -22,6 +22,7 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_storage(paths),
         check_devices(config),
         check_engine_interpreter(config),
+        check_broadcast(config),
         *check_ports(config),
         *check_hub_sources(paths),
         check_wandb(config),

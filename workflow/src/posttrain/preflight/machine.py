@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -61,6 +62,16 @@ def check_interpreter(key: str, python: str, module: str) -> Finding:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return failed(name, key, f"{found}: {last}", f"an interpreter that imports {module}", remedy)
     return ok(name, f"{found}, {module} {done.stdout.split()[-1]}")
+
+
+def check_broadcast(config: Config) -> Finding:
+    """Check that what passes files from node to node is installed, where it is asked for."""
+    if config.stage.broadcast == "none":
+        return skipped("stage.broadcast", "each node reads shared storage for itself")
+    if importlib.util.find_spec("libtorrent"):
+        return ok("stage.broadcast", "libtorrent is installed")
+    remedy = "pip install 'posttrain[broadcast]', or set='stage.broadcast=none'"
+    return failed("stage.broadcast", "stage.broadcast", config.stage.broadcast, "libtorrent, to broadcast", remedy)
 
 
 def check_ports(config: Config) -> list[Finding]:
