@@ -82,7 +82,7 @@ def _main() -> None:
     main = runpy.run_path(order["script"], run_name="imported")["main"]
     run = sys.modules["posttrain.cli"].run
     sys.argv = [order["script"], *order["arguments"]]
-    disk = Disk(*map(Path, order["disk"])) if order.get("disk") else None
+    disk = Disk(*map(Path, order["disk"])) if order["disk"] else None
     if order["forgetful"]:
         os.fsync = _sync_folders_only
     endings: list[int] = []
