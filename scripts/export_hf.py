@@ -29,14 +29,19 @@ def main() -> None:
     started = time.time()
     torch.set_num_threads(1)
     refuse_foreign_folder(args.destination)
-    checkpoint, identity = args.run_folder, identify_checkpoint(args.run_folder)
-    if args.train_receipt:
-        train = require_files(args.run_folder, args.train_receipt)
-        checkpoint, identity = checkpoint_of(args.run_folder, train), train.digest
+    checkpoint, identity = find_trained(args.run_folder, args.train_receipt)
     inputs = {"train": identity, "hf_patched": require_files(args.origin, args.origin_receipt).digest}
     export = open_export(checkpoint, args.origin, args.architecture)
     shards = write_part(export, inputs, args.destination, args.part, args.num_parts, args.threads)
     write_part_receipt(args.receipt, STEP, args.part, args.num_parts, shards, inputs, started)
+
+
+def find_trained(run_folder: Path, receipt: Path | None) -> tuple[Path, str]:
+    """Return the trained checkpoint and what tells it from others; another trainer's has no receipt."""
+    if receipt is None:
+        return run_folder, identify_checkpoint(run_folder)
+    train = require_files(run_folder, receipt)
+    return checkpoint_of(run_folder, train), train.digest
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -54,9 +54,11 @@ rule verify_rollout_weights:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),
     output:
-        PATHS.rollout_fp8.with_name(PATHS.rollout_fp8.name + ".report.json"),
+        PATHS.rollout_report,
     log:
         PATHS.store_log("verify_rollout_weights"),
+    benchmark:
+        PATHS.store_log("verify_rollout_weights").with_suffix(".benchmark.tsv")
     threads: workflow.cores or 1
     params:
         source=PATHS.hf_patched,

@@ -104,6 +104,11 @@ class Paths:
         return self.model_root / f"rollout_fp8-{digest8(self._quantize_settings('rollout_fp8', settings))}"
 
     @property
+    def rollout_report(self) -> Path:
+        """What FP8 did to the weights."""
+        return self.rollout_fp8.with_name(f"{self.rollout_fp8.name}.report.json")
+
+    @property
     def serving(self) -> Path:
         """Weights in another format, for serving."""
         settings = serving_settings(self.resolved.config)
