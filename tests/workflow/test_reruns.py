@@ -118,7 +118,7 @@ CHECKPOINTS = PATCHED | CONVERTED | QUANTISED | STAGED | TRAINED
         ("finalize_rollout_fp8", QUANTISED | STAGED | TRAINED),
         ("stage_to_node_local", STAGED),
         ("train_grpo", TRAINED),
-        ("export_hf", {"export_hf", "evaluate", "render_report"}),
+        ("export_hf", {"export_hf", "finalize_export_hf", "evaluate", "render_report"}),
         ("evaluate", {"evaluate", "render_report"}),
     ],
 )
