@@ -82,7 +82,7 @@ def own_store(store: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def model(store: Path, tmp_path: Path) -> Path:
     """A copy of the made model, for tests that spoil it."""
-    (made,) = (path for path in (store / "made").iterdir() if path.is_dir())
+    (made,) = (path for path in (store / "made").iterdir() if receipt_of(path).exists())
     return Path(shutil.copytree(made, tmp_path / "model"))
 
 
@@ -257,7 +257,7 @@ def test_a_corrupt_receipt(workflow: WorkflowFolder, own_store: Path) -> None:
 def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     limit = 100_000
     workflow = LimitedFolder(tmp_path / "work", tmp_path / "store", dict(FAST), max_file_bytes=limit)
-    (made,) = (path for path in (store / "made").iterdir() if path.is_dir())
+    (made,) = (path for path in (store / "made").iterdir() if receipt_of(path).exists())
     workflow.settings |= {"model.source.kind": "folder", "model.source.folder": made, "rollout.fp8": "false"}
     refusal = refuse(workflow, "stage_all_nodes")
     refusal.check("convert_hf_to_torch_dist", "the disk became full", "free some space and run again")

@@ -137,13 +137,13 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
         os.killpg(driver.process.pid, number)
         assert driver.finish(timeout=60)[0] != 0
         assert_gone(workflow)
-    driver = start_until(workflow, FIRST_CHECKPOINT, "export_hf")
+    driver = start_until(workflow, FIRST_CHECKPOINT, "finalize_export_hf")
     driver.process.send_signal(signal.SIGTERM)
     driver.finish()
     assert_gone(workflow)
     assert (workflow.run_folder / "train/done.json").exists()
     assert not (workflow.run_folder / "hf.receipt.json").exists()
-    finish(workflow, "export_hf")
+    finish(workflow, "finalize_export_hf")
     assert_same_training(workflow, undisturbed)
     assert finished_jobs(workflow)["train_grpo"] == 1
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.workflow_runs import ROOT, WorkflowFolder
 
+from posttrain.artifacts import receipt_of
+
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {
@@ -56,7 +58,7 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
     (local,) = (workflow.folder / "node_local/node0/tiny").iterdir()
     (torch_dist,) = local.glob("torch_dist-????????")
     (weights,) = local.glob("rollout_fp8-????????")
-    (dataset,) = (folder for folder in workflow.store.glob("datasets/sort_digits-*") if folder.is_dir())
+    (dataset,) = (folder for folder in workflow.store.glob("datasets/sort_digits-*") if receipt_of(folder).exists())
     train = workflow.run_folder / "train"
     with running_engines(config, weights, tmp_path) as engines:
         arguments = {

@@ -14,6 +14,8 @@ from tests.hub_server import HubServer
 from tests.workflow.branches import jobs_of
 from tests.workflow_runs import FAST, WorkflowFolder
 
+from posttrain.artifacts import receipt_of
+
 pytestmark = pytest.mark.slow
 
 HF_CANARY = "hf_canaryA0b1C2d3E4f5"
@@ -59,7 +61,7 @@ class HubRun:
 @pytest.fixture(scope="module")
 def from_hub(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubRun]:
     folder = tmp_path_factory.mktemp("from_hub")
-    (made,) = (path for path in (store / "made").iterdir() if path.is_dir())
+    (made,) = (path for path in (store / "made").iterdir() if receipt_of(path).exists())
     with HubServer() as hub:
         settings = {
             **FAST,
