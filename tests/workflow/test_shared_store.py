@@ -36,7 +36,10 @@ def test_two_drivers_on_a_fresh_store_build_everything_once(tmp_path: Path, stor
         assert "Traceback" not in output
     builds = builds_of(tmp_path / "store")
     assert set(builds.values()) == {1}, builds
-    assert builds.keys() == {name for name in builds_of(store) if not name.startswith("datasets")}
+    # Other tests have asked the session's store for more: other datasets, weights for serving.
+    assert builds.keys() == {
+        name for name in builds_of(store) if not name.startswith("datasets") and "/nvfp4-" not in name
+    }
     assert check_claims(workflows[0]) == len(builds)
     assert files_made(workflows[0]).items() <= files_made(WorkflowFolder(tmp_path, store)).items()
     logs = "".join(path.read_text() for w in workflows for path in (w.folder / "logs").rglob("*.log"))

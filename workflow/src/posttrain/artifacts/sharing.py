@@ -34,9 +34,11 @@ def share_umask(group: str) -> None:
 
 def share_store(store: Path, group: str) -> None:
     """Make a store's root belong to the group; what is made in it follows. Nothing without a group."""
+    if not group:
+        return
     store.mkdir(parents=True, exist_ok=True)
     # The first to come owns it.
-    if group and store.stat().st_uid == os.getuid():
+    if store.stat().st_uid == os.getuid():
         os.chown(store, -1, grp.getgrnam(group).gr_gid)
         store.chmod(SHARED_MODE)
 
