@@ -74,8 +74,8 @@ class Step:
 
     @property
     def outputs(self) -> list[Path]:
-        """Return everything that it writes, of parts only what belongs to them alone."""
-        if self.is_part:
+        """Return everything that it writes, of parts and of what joins them only what belongs to them alone."""
+        if self.is_part or self.script.startswith("finalize"):
             return [self.receipt]
         return [self.receipt, self.folder, partial_of(self.folder)]
 

@@ -167,7 +167,9 @@ def read_receipt(path: Path) -> Receipt:
         raise CheckpointError(f"{path}: no such receipt; the step before has not finished") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a receipt ({error}); delete it and run again") from error
-    if version != FORMAT_VERSIONS.get(receipt.step) or digest != receipt.digest:
+    if receipt.step not in FORMAT_VERSIONS:
+        raise CheckpointError(f"{path}: of a step {receipt.step!r}, which does not exist; delete it and run again")
+    if version != FORMAT_VERSIONS[receipt.step] or digest != receipt.digest:
         raise CheckpointError(
             f"{path}: written by another version or changed by hand (format {version}, digest {digest[:12]}, "
             f"computed {receipt.digest[:12]}); delete it and run again"
