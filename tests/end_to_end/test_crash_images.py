@@ -215,8 +215,8 @@ def test_a_power_cut_in_every_step(disk: Disk, undisturbed: Store) -> None:
 def test_power_cuts_by_the_hundred(disk: Disk, undisturbed: Store, faults: FaultRecord) -> None:
     rng, started = random.Random(SEED + 1), time.monotonic()
     wanted = NUM_IMAGES - NUM_WORKFLOW_IMAGES
-    # Three in five points, at least, lie before a step's last change.
-    most = -(-wanted * 5 // (3 * len(list(steps_of(undisturbed)))))
+    # Two in five points, at least, lie before a step's last change.
+    most = -(-wanted * 5 // (2 * len(list(steps_of(undisturbed)))))
     cuts = cut_all_steps(disk, undisturbed, lambda: [rng.randint(1, MOST_CHANGES) for _ in range(most)])
     faults.add_counts("crash_images", cuts, time.monotonic() - started)
     assert sum(cuts.values()) >= wanted, cuts

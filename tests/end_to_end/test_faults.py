@@ -51,6 +51,7 @@ TARGETS = {
     "convert_hf_to_torch_dist": "finalize_torch_dist",
     "quantize_rollout_fp8": "finalize_rollout_fp8",
     "stage_to_node_local": "stage_all_nodes",
+    "export_hf": "finalize_export_hf",
     "evaluate": "all",
 }
 
