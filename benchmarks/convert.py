@@ -15,26 +15,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarks.measuring import copy_and_hash, report, run_work, write_checkpoint
 
-from posttrain.artifacts import building, partial_of
+from posttrain.artifacts import building
 from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
-from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, write_index, write_shard
+from posttrain.checkpoint.safetensors_io import CheckpointReader
 from posttrain.checkpoint.torch_dist import write_format_files, write_part
 from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture
@@ -80,11 +75,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(claim: str, value: float, goal: float, met: bool) -> None:
-    """Print a claim with its value as a line of JSON."""
-    print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": met}))
-
-
 # ---- the source ----
 
 
@@ -93,25 +83,6 @@ def one_layer(num_experts: int, vocabulary: int) -> Architecture:
     glm5 = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     return dataclasses.replace(glm5, **changes, n_routed_experts=num_experts, vocab_size=vocabulary)
-
-
-def make_source(folder: Path, arch: Architecture) -> None:
-    """Write a checkpoint of normal numbers in shards."""
-    specs = expected_tensors(arch)
-    folder.mkdir()
-    shards = assign_shards({name: spec.size_bytes for name, spec in specs.items()}, SHARD_BYTES)
-    for file, names in shards.items():
-        with HashingFile(folder / file) as output:
-            write_shard(output, {name: specs[name] for name in names}, lambda name: _random(specs[name]))
-    write_index(folder, {name: file for file, names in shards.items() for name in names}, specs)
-    sync_tree(folder)
-
-
-def _random(spec: TensorSpec) -> torch.Tensor:
-    """Return normal numbers; a large tensor repeats those of its first rows."""
-    rows = spec.shape[0]
-    some = torch.randn((min(rows, 2048), *spec.shape[1:])).mul_(0.02).to(TORCH_DTYPES[spec.dtype])
-    return some.repeat(-(-rows // len(some)), *[1] * (some.dim() - 1))[:rows]
 
 
 # ---- the work: each runs in a process of its own and returns its seconds ----
@@ -129,13 +100,7 @@ def ours(source: Path, result: Path, arch: Architecture) -> float:
 
 def copy(source: Path, result: Path, arch: Architecture) -> float:
     """Copy the source, and hash it."""
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", source, result], check=True)
-    sync_tree(result)
-    for path in sorted(source.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            hashlib.file_digest(file, "sha256")
-    return time.perf_counter() - started
+    return copy_and_hash(source, result)
 
 
 def megatron(source: Path, result: Path, arch: Architecture) -> float:
@@ -168,7 +133,7 @@ WORK: dict[str, Callable[[Path, Path, Architecture], float]] = {"ours": ours, "c
 
 def measure(folder: Path, num_experts: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds and peaks of anonymous memory (GiB) of each run, by what it did."""
-    make_source(folder / "source", one_layer(num_experts, 1024))
+    write_checkpoint(folder / "source", expected_tensors(one_layer(num_experts, 1024)), SHARD_BYTES)
     seconds: dict[str, list[float]] = {name: [] for name in WORK}
     memory: dict[str, list[float]] = {name: [] for name in WORK}
     for _ in range(repeats):
@@ -183,46 +148,14 @@ def measure(folder: Path, num_experts: int, repeats: int) -> tuple[dict[str, lis
 def measure_full_layer(folder: Path, num_experts: int) -> float:
     """Return the peak of anonymous memory (GiB) with the true embedding and output matrix and many experts."""
     vocabulary = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture.vocab_size
-    make_source(folder / "source", one_layer(num_experts, vocabulary))
+    write_checkpoint(folder / "source", expected_tensors(one_layer(num_experts, vocabulary)), SHARD_BYTES)
     return run("ours", folder / "source", folder / "result", num_experts, vocabulary)[1]
 
 
 def run(work: str, source: Path, result: Path, num_experts: int, vocabulary: int) -> tuple[float, float]:
-    """Run one piece of work in a process, its source not in memory; return seconds and peak RssAnon in GiB."""
-    for path in source.iterdir():
-        drop_from_memory(path)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.convert", "--work", work, "--source", str(source)]
-    command += ["--result", str(result), "--experts", str(num_experts), "--vocabulary", str(vocabulary)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peaks: list[float] = []
-        watcher = threading.Thread(target=watch_memory, args=(process.pid, peaks))
-        watcher.start()
-        output, _ = process.communicate()
-        watcher.join()
-    assert process.returncode == 0, command
-    for made in (result, partial_of(result), result.with_name(f"{result.name}.parts")):
-        shutil.rmtree(made, ignore_errors=True)
-    return json.loads(output.splitlines()[-1]), max(peaks)
-
-
-def drop_from_memory(path: Path) -> None:
-    """Let the system forget a file's pages; they are on the disk."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def watch_memory(pid: int, peaks: list[float]) -> None:
-    """Note the anonymous memory of a process in GiB until it ends."""
-    while True:
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        anonymous = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
-        if not anonymous:
-            return
-        peaks.append(anonymous[0] / (1 << 20))
-        time.sleep(0.01)
+    """Run one piece of work; return its seconds and peak RssAnon in GiB."""
+    sizes = ("--experts", num_experts, "--vocabulary", vocabulary)
+    return run_work("benchmarks.convert", source, result, "--work", work, *sizes)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,16 @@ the repository's root:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from benchmarks.measuring import copy_and_hash, report, run_work, write_checkpoint
 from safetensors.torch import save_file
 
 from posttrain.artifacts import partial_of
@@ -37,7 +33,6 @@ from posttrain.checkpoint.quantize import Quantization
 from posttrain.checkpoint.quantized_names import Selection
 from posttrain.checkpoint.recoded_folder import finalize_folder, write_part
 from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
-from posttrain.checkpoint.shard_writer import TORCH_DTYPES, assign_shards, write_index
 from posttrain.config.load import resolve
 
 COPY_GOAL, FORMULA_GOAL, MEMORY_GOAL_GIB = 1.5, 3.0, 2.0
@@ -81,11 +76,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(claim: str, value: float, goal: float, met: bool) -> None:
-    """Print a claim with its value as a line of JSON."""
-    print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": met}))
-
-
 # ---- the source ----
 
 
@@ -97,20 +87,8 @@ def make_source(folder: Path, names: Iterable[str], max_bytes: float) -> None:
     for name in names:
         if sum(spec.size_bytes for spec in held.values()) < max_bytes:
             held[name] = specs[name]
-    folder.mkdir(parents=True)
-    shards = assign_shards({name: spec.size_bytes for name, spec in held.items()}, SHARD_BYTES)
-    for file, tensors in shards.items():
-        save_file({name: _random(held[name]) for name in tensors}, folder / file)
-    write_index(folder, {name: file for file, tensors in shards.items() for name in tensors}, held)
+    write_checkpoint(folder, held, SHARD_BYTES)
     (folder / "config.json").write_text('{"num_hidden_layers": 78}')
-    sync_tree(folder)
-
-
-def _random(spec: TensorSpec) -> torch.Tensor:
-    """Return normal numbers; a large tensor repeats those of its first rows."""
-    rows = spec.shape[0]
-    some = torch.randn((min(rows, 2048), *spec.shape[1:])).mul_(0.02).to(TORCH_DTYPES[spec.dtype])
-    return some.repeat(-(-rows // len(some)), *[1] * (some.dim() - 1))[:rows].contiguous()
 
 
 def layer_names(layer: int) -> list[str]:
@@ -162,13 +140,7 @@ def _by_formula(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def copy(source: Path, result: Path, number_format: str) -> float:
     """Copy the source, and hash it."""
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", source, result], check=True)
-    sync_tree(result)
-    for path in sorted(source.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            hashlib.file_digest(file, "sha256")
-    return time.perf_counter() - started
+    return copy_and_hash(source, result)
 
 
 WORK = {"ours": ours, "copy": copy, "formula": formula}
@@ -195,41 +167,8 @@ def measure(folder: Path, gigabytes: float, repeats: int, number_format: str) ->
 
 
 def run(work: str, source: Path, result: Path, number_format: str) -> tuple[float, float]:
-    """Run one piece of work in a process, its source not in memory; return seconds and peak RssAnon in GiB."""
-    for path in source.iterdir():
-        drop_from_memory(path)
-    command = [sys.executable, "-m", "benchmarks.quantize", "--work", work, "--source", str(source)]
-    command += ["--result", str(result), "--format", number_format]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peaks: list[float] = []
-        watcher = threading.Thread(target=watch_memory, args=(process.pid, peaks))
-        watcher.start()
-        output, _ = process.communicate()
-        watcher.join()
-    assert process.returncode == 0, command
-    for made in (result, partial_of(result), result.with_name(f"{result.name}.parts")):
-        shutil.rmtree(made, ignore_errors=True)
-    return json.loads(output.splitlines()[-1]), max(peaks)
-
-
-def drop_from_memory(path: Path) -> None:
-    """Let the system forget a file's pages; they are on the disk."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def watch_memory(pid: int, peaks: list[float]) -> None:
-    """Note the anonymous memory of a process in GiB until it ends."""
-    while True:
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        anonymous = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
-        if not anonymous:
-            return
-        peaks.append(anonymous[0] / (1 << 20))
-        time.sleep(0.01)
+    """Run one piece of work; return its seconds and peak RssAnon in GiB."""
+    return run_work("benchmarks.quantize", source, result, "--work", work, "--format", number_format)
 
 
 if __name__ == "__main__":
