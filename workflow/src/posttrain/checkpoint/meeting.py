@@ -128,7 +128,10 @@ class Meeting:
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(self._node)
-        except FileExistsError:
+        except OSError:
+            # Somebody was faster. Not every file system says it as FileExistsError: SFTP knows only "failure".
+            if not path.exists():
+                raise
             return False
         self._times[name] = time.time()
         self._claimed.add(content)
