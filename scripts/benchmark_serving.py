@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.artifacts import require_files, write_json
+from posttrain.artifacts import write_json
+from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
@@ -23,7 +24,7 @@ def main() -> None:
     """Serve the checkpoint, measure every concurrency, print the table and write it."""
     args = parse_arguments()
     config = resolve(args.workflow, args.config_dir).config
-    checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
+    checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
     rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
     prompts = [tokenizer.render(prompt.messages) for prompt in rows]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
+from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
@@ -17,7 +18,7 @@ def main() -> None:
     """Check what is measured and on what, measure, write the result last."""
     args = parse_arguments()
     config = resolve(args.workflow, args.config_dir).config
-    checkpoint = require_files(args.checkpoint, args.checkpoint_receipt)
+    checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
     prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
     log_folder = args.output.parent / f"{args.when}.engines"

@@ -97,6 +97,24 @@ def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, w
     assert workflow.metrics() == undisturbed.metrics()
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_copied"),
+    [
+        ({"stage.copy": "nothing"}, False),
+        ({"stage.copy": "slices", "site.node_names": "[node0]"}, True),
+        ({"stage.broadcast": "bittorrent"}, True),
+    ],
+    ids=["nothing", "slices", "broadcast"],
+)
+def test_weights_that_come_to_a_node_in_another_way_train_the_same(
+    undisturbed: WorkflowFolder, workflow: WorkflowFolder, settings: dict[str, str], is_copied: bool
+) -> None:
+    workflow.settings |= settings
+    workflow.run("train_grpo")
+    assert any((workflow.folder / "node_local").rglob("*.distcp")) == is_copied
+    assert workflow.metrics() == undisturbed.metrics()
+
+
 def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
     undisturbed.run("plan", "check", "benchmark_serving", "finalize_serving", "verify_rollout_weights")
     plan = json.loads((undisturbed.run_folder / "plan.json").read_text())

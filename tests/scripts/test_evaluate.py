@@ -72,11 +72,24 @@ def test_the_engines_log_is_kept(inputs, results):
     assert "ready on" in (folder / "evaluation" / "before.engines" / "engine0.log").read_text()
 
 
-def test_a_checkpoint_that_is_not_as_its_receipt_says_is_refused(tmp_path):
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("config.json", lambda path: path.write_text("{}"), "config.json: 2 bytes, expected"),
+        ("*.safetensors", flip_a_bit, "safetensors: content differs from its receipt"),
+    ],
+)
+def test_a_checkpoint_that_is_not_as_its_receipt_says_is_refused(tmp_path, file, damage, said):
     arguments = make_inputs(tmp_path, OVERRIDES)
-    (tmp_path / "hf" / "config.json").write_text("{}")
+    damage(next((tmp_path / "hf").glob(file)))
     ended, output = run(arguments, tmp_path, "before")
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert "config.json: 2 bytes, expected" in ended.stderr
+    assert said in ended.stderr
     assert not output.exists()

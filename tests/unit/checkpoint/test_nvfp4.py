@@ -122,6 +122,21 @@ def test_a_small_group_beside_a_large_one_keeps_the_smallest_scale():
     assert decode(packed, scale, scale_2)[0, :16].tolist() == [0.0] * 16
 
 
+def test_ten_thousand_tensors_hold_no_nan():
+    """Random shapes and magnitudes, with zeros, subnormal numbers and the largest number mixed in."""
+    numbers = np.random.default_rng(11)
+    special = np.array([0.0, -0.0, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38], np.float32)
+    for _ in range(10_000):
+        shape = numbers.integers(1, 4), 16 * numbers.integers(1, 4)
+        weight = (numbers.standard_normal(shape) * 10.0 ** numbers.uniform(-44, 37)).astype(np.float32)
+        chosen = numbers.random(shape) < 0.2
+        weight[chosen] = numbers.choice(special, size=chosen.sum())
+        packed, scale, scale_2 = quantize(torch.from_numpy(weight))
+        assert torch.isfinite(scale_2)
+        assert torch.isfinite(scale.float()).all()
+        assert torch.isfinite(decode(packed, scale, scale_2)).all()
+
+
 def test_what_is_not_finite_is_refused_with_its_name():
     with pytest.raises(CheckpointError, match="b: holds NaN"):
         global_scale(torch.tensor(torch.nan), "b")

@@ -36,6 +36,7 @@ from posttrain.artifacts.receipts import (
     read_receipt,
     record_file,
     record_files,
+    refuse_files,
     require_files,
     write_receipt,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "receipt_of",
     "record_file",
     "record_files",
+    "refuse_files",
     "require_files",
     "sync_folder",
     "sync_tree",

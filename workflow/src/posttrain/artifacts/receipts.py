@@ -15,7 +15,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,10 +220,25 @@ def require_files(folder: Path, receipt_path: Path, content: bool = False) -> Re
         CheckpointError: Listing every file that is not as the receipt says, and what to do.
     """
     receipt = read_receipt(receipt_path)
-    if found := check_files(folder, receipt, content):
-        listed = "\n  ".join(found)
-        # Parts check what they made by its hash, and make only what is wrong anew.
-        parts = part_receipt_of(folder, "*")
-        remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
-        raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")
+    refuse_files(folder, receipt_path, check_files(folder, receipt, content))
     return receipt
+
+
+def refuse_files(folder: Path, receipt_path: Path, found: Sequence[str]) -> None:
+    """Say what is wrong with an artefact and what to do; nothing happens when nothing was found.
+
+    Args:
+        folder: The artefact.
+        receipt_path: Its receipt.
+        found: One line per file that is not as the receipt says.
+
+    Raises:
+        CheckpointError: With all lines.
+    """
+    if not found:
+        return
+    listed = "\n  ".join(found)
+    # Parts check what they made by its hash, and make only what is wrong anew.
+    parts = part_receipt_of(folder, "*")
+    remedy = f"rm {receipt_path}{f' {parts}' if parts.parent.exists() else ''} and run again"
+    raise CheckpointError(f"{folder} is not what its receipt says:\n  {listed}\n  remedy: {remedy}")

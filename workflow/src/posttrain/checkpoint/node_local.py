@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, sync_folder
+from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
 from posttrain.checkpoint.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
@@ -161,6 +161,17 @@ def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
             return found
 
         return [line for lines in run_parallel(check, checks, workers, progress) for line in lines]
+
+
+def require_content(folder: Path, receipt_path: Path, workers: int = 8) -> Receipt:
+    """Return the receipt of a checkpoint that is about to be loaded, after reading all of it.
+
+    Raises:
+        CheckpointError: Listing every file that is not as the receipt says.
+    """
+    receipt = require_files(folder, receipt_path)
+    refuse_files(folder, receipt_path, read_again([Origin(folder, receipt)], workers))
+    return receipt
 
 
 @contextlib.contextmanager
