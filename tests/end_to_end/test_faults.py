@@ -53,6 +53,17 @@ TARGETS = {
     "stage_to_node_local": "stage_all_nodes",
     "export_hf": "finalize_export_hf",
     "evaluate": "all",
+    "quantize_serving": "finalize_serving",
+    "cast_to_bf16": "finalize_bf16",
+}
+# Steps that run when they are asked for, and what makes them count as done.
+SERVING = {
+    "quantize_serving": ["tiny/*/nvfp4-*.parts/*.receipt.json"],
+    "finalize_serving": ["tiny/*/nvfp4-????????.receipt.json"],
+}
+CAST = {
+    "cast_to_bf16": ["tiny/*/bf16-*.parts/*.receipt.json"],
+    "finalize_bf16": ["tiny/*/bf16-????????.receipt.json"],
 }
 
 
@@ -69,13 +80,37 @@ def test_every_rule(
     rng = random.Random(SEED)
     for rule in OUTPUTS:
         started = time.monotonic()
-        kills = kill_rule(workflow, rule, rng, usual_seconds[rule])
+        kills = kill_rule(workflow, rule, OUTPUTS[rule], rng, usual_seconds[rule])
         assert check_claims(workflow)
         faults.add(rule, kills, time.monotonic() - started)
     workflow.run("all")
     assert files_made(workflow).items() <= files_made(undisturbed).items()
     assert_same_training(workflow, undisturbed)
     assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+    faults.equal = True
+
+
+@pytest.mark.parametrize("rules", [SERVING, CAST], ids=["serving", "cast"])
+def test_steps_on_demand(
+    undisturbed: WorkflowFolder, rules: dict[str, list[str]], tmp_path: Path, faults: FaultRecord
+) -> None:
+    settings = dict(undisturbed.settings)
+    if rules is CAST:
+        (fp8,) = undisturbed.store.glob("tiny/*/rollout_fp8-????????")
+        settings |= {"model.source.kind": "folder", "model.source.folder": fp8}
+    calm = WorkflowFolder(tmp_path / "calm", tmp_path / "calm_store", settings)
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
+    for store in (calm.store, workflow.store):
+        shutil.copytree(undisturbed.store / "made", store / "made")
+    calm.run(list(rules)[-1])
+    usual_seconds = seconds_by_rule(calm.folder / "logs")
+    rng = random.Random(SEED)
+    for rule, outputs in rules.items():
+        started = time.monotonic()
+        kills = kill_rule(workflow, rule, outputs, rng, usual_seconds[rule])
+        faults.add(rule, kills, time.monotonic() - started)
+    assert files_made(workflow) == files_made(calm)
+    assert check_claims(workflow) == len(files_made(calm))
     faults.equal = True
 
 
@@ -120,12 +155,12 @@ def test_driver_of_the_whole_chain(undisturbed: WorkflowFolder, tmp_path: Path, 
     faults.equal = True
 
 
-def kill_rule(workflow: WorkflowFolder, rule: str, rng: random.Random, length: float) -> list[Kill]:
+def kill_rule(workflow: WorkflowFolder, rule: str, outputs: list[str], rng: random.Random, length: float) -> list[Kill]:
     """Run the chain up to a rule, its script killed at random times; where too few hit, the rule is done again."""
     kills: list[Kill] = []
     while len(kills) < NUM_KILLS:
         for root in (workflow.store, workflow.results):
-            for output in (path for pattern in OUTPUTS[rule] for path in root.glob(pattern)):
+            for output in (path for pattern in outputs for path in root.glob(pattern)):
                 output.unlink()
         points = {rule: [rng.uniform(0, length) for _ in range(NUM_KILLS - len(kills))]}
         kills += kill_at_times(workflow, points, TARGETS.get(rule, rule))
