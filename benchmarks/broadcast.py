@@ -13,7 +13,6 @@ Run as root from the repository's root, after `make env-network`:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.claims import report
 from tests.network_nodes import Host, limited_hosts, mounted
 
 from posttrain.artifacts import Receipt, record_files, write_receipt
@@ -60,18 +60,13 @@ def main() -> None:
     for way, found in rows.items():
         medians[way] = [statistics.median(column) for column in zip(*found, strict=True)]
         print(f"{way:24} {medians[way][0]:9.1f} {medians[way][1] / unique:30.2f}")
-    report("shared storage is read at most 1.1 times", medians["broadcast"][1] / unique, READ_GOAL)
+    what = f"broadcast to {NODES} nodes"
+    report(f"{what}: shared storage is read at most 1.1 times", medians["broadcast"][1] / unique, READ_GOAL)
     report(
-        "takes at most 1.5 times what one node needs for cp -r",
+        f"{what}: takes at most 1.5 times what one node needs for cp -r",
         medians["broadcast"][0] / medians["cp -r"][0],
         TIME_GOAL,
     )
-
-
-def report(claim: str, value: float, goal: float) -> None:
-    """Print a claim with its value as a line of JSON."""
-    row = {"claim": f"broadcast to {NODES} nodes: {claim}", "value": round(value, 3), "goal": goal}
-    print(json.dumps({**row, "met": value <= goal}))
 
 
 def make_weights(storage: Path) -> int:

@@ -1,4 +1,4 @@
-"""What benchmarks share: claims as lines of JSON, checkpoints of GLM-5's true shapes, work in a process of its own."""
+"""What benchmarks share: checkpoints of GLM-5's true shapes, work in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, assign_
 
 # So many rows of a tensor are random; a larger one repeats them.
 RANDOM_ROWS = 2048
-
-
-def report(claim: str, value: float, goal: float, met: bool) -> None:
-    """Print a claim with its value as a line of JSON."""
-    print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": met}))
 
 
 # ---- the source ----

@@ -23,7 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from benchmarks.measuring import copy_and_hash, report, run_work, write_checkpoint
+from benchmarks.claims import report
+from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
 from safetensors.torch import save_file
 
 from posttrain.artifacts import partial_of
@@ -57,11 +58,11 @@ def main() -> None:
         print(f"{name:10} {median:8.2f} s   {' '.join(f'{value:.2f}' for value in seconds[name])}")
     what = f"quantising {args.gigabytes} GB to {args.format} with {WORKERS} workers"
     ratio = medians["ours"] / medians["copy"]
-    report(f"{what}: times of cp plus SHA-256", ratio, COPY_GOAL, ratio <= COPY_GOAL)
+    report(f"{what}: times of cp plus SHA-256", ratio, COPY_GOAL)
     if args.format == "fp8":
         faster = medians["formula"] / medians["ours"]
-        report(f"{what}: times faster than torch's formula on one thread", faster, FORMULA_GOAL, faster >= FORMULA_GOAL)
-    report(f"{what}: GiB of anonymous memory, embedding included", memory, MEMORY_GOAL_GIB, memory < MEMORY_GOAL_GIB)
+        report(f"{what}: times faster than torch's formula on one thread", faster, FORMULA_GOAL, at_least=True)
+    report(f"{what}: GiB of anonymous memory, embedding included", memory, MEMORY_GOAL_GIB)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,7 +12,6 @@ drop caches, from the repository's root:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks.claims import report
 
 from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.node_local import Origin, stage
@@ -44,11 +45,6 @@ def main() -> None:
         print(f"{way:10} {median:7.2f} s {origin.receipt.size_bytes / median / 1e6:8.0f} MB/s")
     report("staging with verification, times cp -r", medians["stage"] / medians["cp -r"], TIME_GOAL)
     report("looking at a complete copy, seconds per 100 files", check * 100 / len(SIZES), CHECK_GOAL)
-
-
-def report(claim: str, value: float, goal: float) -> None:
-    """Print a claim with its value as a line of JSON."""
-    print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": value <= goal}))
 
 
 def make_origin(folder: Path) -> Origin:
