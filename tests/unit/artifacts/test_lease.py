@@ -95,3 +95,17 @@ def test_of_many_at_once_exactly_one_wins(tmp_path: Path) -> None:
     won = [out.strip() for (out, _), contender in zip(outputs, contenders, strict=True) if contender.returncode == 0]
     assert won == ["1"]
     assert read_holder(tmp_path / "lease").epoch == 1
+
+
+def test_a_lease_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over NFS: the link is made, the answer is lost, and the repeated request finds the name taken."""
+    link = os.link
+
+    def link_twice(*places: Path) -> None:
+        link(*places)
+        link(*places)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    with Lease(tmp_path, tmp_path / "lease") as lease:
+        assert lease.epoch == 1
+        assert read_holder(tmp_path / "lease").pid == os.getpid()

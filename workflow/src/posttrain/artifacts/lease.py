@@ -118,10 +118,16 @@ class Lease:
         _heartbeat_path(self._folder, mine.epoch).touch()
         offer = self._folder / f".offer-{mine.host}-{mine.pid}-{threading.get_native_id()}.json"
         write_json(offer, asdict(mine))
+        epoch_path = _epoch_path(self._folder, mine.epoch)
         try:
-            os.link(offer, _epoch_path(self._folder, mine.epoch))
-        except FileExistsError as error:
-            raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
+            os.link(offer, epoch_path)
+        except OSError as error:
+            # The error alone does not tell: NFS may repeat a request whose answer was lost, and then find our own
+            # link; SFTP says only "failure".
+            if not epoch_path.exists():
+                raise
+            if epoch_path.read_text() != offer.read_text():
+                raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
         finally:
             offer.unlink()
         sync_folder(self._folder)
