@@ -14,8 +14,7 @@ include: "workflow/rules/resolve.smk"
 rule all:
     default_target: True
     input:
-        PATHS.run / "summary.json",
-        PATHS.run / "report.html",
+        RESULTS,
 
 
 include: "workflow/rules/download.smk"

@@ -115,6 +115,20 @@ def test_weights_that_come_to_a_node_in_another_way_train_the_same(
     assert workflow.metrics() == undisturbed.metrics()
 
 
+def test_a_checkpoint_that_is_named_is_exported_and_nothing_is_trained(
+    undisturbed: WorkflowFolder, workflow: WorkflowFolder
+) -> None:
+    """Ours stands for another trainer's here; theirs are read in tests/unit/megatron_backend/test_other_trainers.py."""
+    checkpoint = undisturbed.run_folder / "train" / "checkpoints" / "step_000004"
+    workflow.settings |= {"export.checkpoint_folder": checkpoint}
+    output = workflow.run()
+    assert "GRPO tiny" not in output, "the training job's message"
+    exported = workflow.run_folder / "hf"
+    assert exported.parent.name.startswith("exported-")
+    for shard in (undisturbed.run_folder / "hf").glob("*.safetensors"):
+        assert (exported / shard.name).read_bytes() == shard.read_bytes()
+
+
 def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
     undisturbed.run("plan", "check", "benchmark_serving", "finalize_serving", "verify_rollout_weights")
     plan = json.loads((undisturbed.run_folder / "plan.json").read_text())

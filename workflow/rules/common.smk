@@ -50,6 +50,11 @@ NODES = counted(CFG.nodes, "node")
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
+# What is made when no target is named.
+if CFG.export.checkpoint_folder:
+    RESULTS = [receipt_of(PATHS.hf_export)]
+else:
+    RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
 
 
 wildcard_constraints:

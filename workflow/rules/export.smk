@@ -1,9 +1,15 @@
 # The trained weights as a Hub checkpoint, in independent parts: same names, shards and precision as the origin.
 
 
+# Another trainer's checkpoint has no receipt; what identifies it is its own metadata.
+OTHER_TRAINED = CFG.export.checkpoint_folder
+TRAINED = {} if OTHER_TRAINED else {"train": PATHS.train_done}
+TRAIN_RECEIPT = "" if OTHER_TRAINED else " --train-receipt {input.train:q}"
+
+
 rule export_hf:
     input:
-        train=PATHS.train_done,
+        **TRAINED,
         origin=receipt_of(PATHS.hf_patched),
     output:
         part_receipt_of(PATHS.hf_export, "{part}"),
@@ -14,15 +20,16 @@ rule export_hf:
     params:
         format_version=FORMAT_VERSIONS["export_hf"],
         architecture=ARCHITECTURE,
-        run_folder=PATHS.train,
+        run_folder=OTHER_TRAINED or PATHS.train,
         origin=PATHS.hf_patched,
         destination=PATHS.hf_export,
         num_parts=len(PARTS),
     message:
         f"export part {{wildcards.part}} of {{params.num_parts}} of the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q} --train-receipt {input.train:q}"
-        " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q}"
+        + TRAIN_RECEIPT
+        + " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
         " --destination {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
 
 

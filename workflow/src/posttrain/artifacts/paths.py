@@ -173,8 +173,9 @@ class Paths:
 
     @property
     def hf_export(self) -> Path:
-        """The trained model in Hub layout."""
-        return self.run / "hf"
+        """The trained model in Hub layout; another trainer's has a folder of its own."""
+        other = self.resolved.config.export.checkpoint_folder
+        return self.run.parent / f"exported-{digest8(os.path.abspath(other))}" / "hf" if other else self.run / "hf"
 
     def evaluation(self, when: str) -> Path:
         """Return the result of an evaluation; `when` is "before" or "after"."""

@@ -1,4 +1,4 @@
-"""The number formats of weights: of the engines during training, and of a checkpoint for serving."""
+"""The number formats of weights, of engines in training and of a checkpoint for serving; what is exported."""
 
 from __future__ import annotations
 
@@ -35,4 +35,15 @@ class Serving:
     calibration: list[str] = _doc(
         "Files of largest magnitudes, one per calibration pass, merged by maximum; none: from weights alone (nvfp4)",
         [],
+    )
+
+
+@dataclass(frozen=True)
+class Export:
+    """What becomes a checkpoint in Hub layout."""
+
+    checkpoint_folder: str = _doc(
+        "A checkpoint that slime, miles or Megatron-LM trained from this model, exported in place of a run of ours: "
+        "nothing is trained then",
+        "",
     )

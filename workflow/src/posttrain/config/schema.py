@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
-from posttrain.config.formats import Quantize, Serving
+from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.stage import Stage
 
 
@@ -385,6 +385,7 @@ class Config:
     download: Download = field(default_factory=Download)
     convert: Convert = field(default_factory=Convert)
     serving: Serving = field(default_factory=Serving)
+    export: Export = field(default_factory=Export)
     stage: Stage = field(default_factory=Stage)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
