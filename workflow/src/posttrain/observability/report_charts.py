@@ -60,6 +60,7 @@ class Chart:
         is_log: Logarithmic y axis; values of 0 are drawn at its lower end.
         is_stacked: Bars of layers instead of lines.
         is_wide: Two columns of the page.
+        x_label: What the x axis counts.
     """
 
     title: str
@@ -72,6 +73,7 @@ class Chart:
     is_log: bool = False
     is_stacked: bool = False
     is_wide: bool = False
+    x_label: str = "step"
 
     @property
     def steps_per_point(self) -> int:
@@ -84,11 +86,11 @@ class Chart:
         axes = _Axes.around(self, series)
         marks = _bars(axes, series) if self.is_stacked else "".join(_line(axes, line) for line in series)
         references = "".join(_reference(axes, value, label) for value, label in self.references)
-        label = escape(f"{self.title}: {', '.join(line.label for line in series)} over steps", quote=True)
+        label = escape(f"{self.title}: {', '.join(line.label for line in series)} over {self.x_label}s", quote=True)
         return Markup(
             f'<svg class="chart" viewBox="0 0 {axes.width:g} {HEIGHT:g}" role="img" aria-label="{label}" '
-            f'data-values="{escape(_values_json(axes, series), quote=True)}">'
-            f"{_grid(axes, self.unit)}{marks}{references}</svg>"
+            f'data-values="{escape(_values_json(axes, series, self.x_label), quote=True)}">'
+            f"{_grid(axes, self.unit, self.x_label)}{marks}{references}</svg>"
         )
 
     @property
@@ -215,7 +217,7 @@ def _reference(axes: _Axes, value: float, label: str) -> str:
     return line + _text("reference-label", axes.right - 4, y - 4, label, "end")
 
 
-def _grid(axes: _Axes, unit: str) -> str:
+def _grid(axes: _Axes, unit: str, x_label: str) -> str:
     parts = []
     for tick in axes.ticks:
         y = axes.y(tick)
@@ -223,7 +225,7 @@ def _grid(axes: _Axes, unit: str) -> str:
         parts.append(_text("tick", LEFT - 7, y + 3.5, format_tick(tick), "end"))
     for step in _step_ticks(axes):
         parts.append(_text("tick", axes.x(step), HEIGHT - BOTTOM + 15, format_tick(step), "middle"))
-    parts.append(_text("axis", (LEFT + axes.right) / 2, HEIGHT - 5, "step", "middle"))
+    parts.append(_text("axis", (LEFT + axes.right) / 2, HEIGHT - 5, x_label, "middle"))
     parts.append(_text("axis", 4, TOP - 13, unit, "start"))
     return "".join(parts)
 
@@ -239,11 +241,12 @@ def _step_ticks(axes: _Axes) -> list[float]:
     return [tick for tick in ticks if axes.first_step <= tick <= axes.last_step and float(tick).is_integer()]
 
 
-def _values_json(axes: _Axes, series: Sequence[Series]) -> str:
+def _values_json(axes: _Axes, series: Sequence[Series], x_label: str) -> str:
     """Return what the page's script needs to show the numbers under the pointer."""
     content = {
         "box": [LEFT, TOP, axes.right, HEIGHT - BOTTOM],
         "range": [axes.first_step, axes.last_step],
+        "x": x_label,
         "series": [
             {
                 "label": line.label,

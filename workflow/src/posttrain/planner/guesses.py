@@ -22,6 +22,7 @@ class Guesses:
         headroom: Share of a GPU's memory that has to stay free for a layout to be proposed first.
         expert_imbalance: Rows at the busiest rank's experts over the mean, in the worst layer and micro-batch.
         prompt_share: Longest prompt over the longest response.
+        queue_seconds: Wait of a job that was requeued for new nodes.
     """
 
     cuda_context: float = 1.5
@@ -33,6 +34,7 @@ class Guesses:
     headroom: float = 0.03
     expert_imbalance: float = 1.5
     prompt_share: float = 0.25
+    queue_seconds: float = 1800.0
 
 
 GUESSES = Guesses()

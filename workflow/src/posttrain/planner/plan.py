@@ -20,7 +20,7 @@ from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import rule_chain
-from posttrain.planner import duration, engine, memory, storage
+from posttrain.planner import duration, engine, memory, plan_goodput, storage
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
@@ -47,6 +47,7 @@ NOT_MODELLED = (
     *engine.NOT_MODELLED,
     *storage.NOT_MODELLED,
     *duration.NOT_MODELLED,
+    *plan_goodput.NOT_MODELLED,
 )
 
 
@@ -81,6 +82,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         "jobs_at_once": jobs_at_once,
         "step": step_part(config, needs.seconds),
         "why_no_step": why_no_step(config),
+        "goodput": plan_goodput.goodput_part(config, needed, needs.rates, needs.seconds),
         "guesses": dataclasses.asdict(GUESSES),
         "step_time_accuracy": accuracy_part(config),
         "best_split": split_part(config),
@@ -131,6 +133,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         picture=layout_picture(resolved.config),
         stage_bars=stage_bars(plan["trainer"]),
         memory_groups=GROUPS,
+        goodput_chart=plan["goodput"] and plan_goodput.goodput_chart(plan["goodput"]),
         proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
         flag_groups=flag_groups(plan["flags"]),
         config_sections=config_rows(resolved.config, resolved.origins),

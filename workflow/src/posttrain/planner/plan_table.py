@@ -18,7 +18,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers, the rules, and every problem and warning."""
     console = Console(width=WIDTH)
     console.print(_numbers(plan))
-    for table in (_phases(plan), _layouts(plan), _step(plan), _rules(plan)):
+    for table in (_phases(plan), _layouts(plan), _step(plan), _failures(plan), _rules(plan)):
         if table is not None:
             console.print()
             console.print(table)
@@ -124,6 +124,23 @@ def _step(plan: Mapping[str, Any]) -> Table | None:
     for row in (*step["phases"], *step["waiting"]):
         numbers = (format_seconds(row["once"]), format_seconds(row["per_step"]), format_percent(row["share"]))
         table.add_row(row["phase"], *numbers, row["note"])
+    return table
+
+
+def _failures(plan: Mapping[str, Any]) -> Table | None:
+    """Return effective training time: a column for each rate of failures."""
+    goodput = plan["goodput"]
+    if goodput is None:
+        return None
+    title = f"share of wall time that ends in kept steps, goal {format_percent(goodput['goal'], 0)}"
+    table = Table(show_edge=False, header_style="bold", title=title, title_justify="left", title_style="")
+    table.add_column("failures")
+    for rate in goodput["rates"]:
+        table.add_column(rate["name"], justify="right")
+    for key in ("features", "missing"):
+        for rows in zip(*(rate[key] for rate in goodput["rates"]), strict=True):
+            cells = [f"{format_percent(row['effective_share'])}, save every {row['save_interval']}" for row in rows]
+            table.add_row(f"{'missing: ' if key == 'missing' else ''}{rows[0]['what']}", *cells)
     return table
 
 

@@ -27,7 +27,7 @@
 
   function fill(tip, data, step) {
     tip.replaceChildren();
-    addCell(tip, "div", "step " + step.toLocaleString("en-US"), "muted");
+    addCell(tip, "div", data.x + " " + step.toLocaleString("en-US"), "muted");
     for (const line of [...data.series].reverse()) {
       const index = nearest(line.steps, step);
       if (line.steps[index] !== step) continue;

@@ -1,0 +1,68 @@
+"""Claims about effective training time under failures: 95 % or better at 32 nodes, and simulated in under a second.
+
+Each node count has its own plan: layout, step, save and restart times. The table has the share of wall time that ends
+in kept steps, at the best save interval. Run from the repository's root:
+
+    python -m benchmarks.goodput
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.measuring import report
+from tests.workflow_runs import ROOT
+
+from posttrain.planner.layout_choice import resolve
+from posttrain.planner.plan_goodput import GOAL, NODE_COUNTS, goodput_part
+from posttrain.planner.plan_rules import RuleNeeds
+
+MODEL, NODES_OF_THE_CLAIM = "glm5", 32
+GOAL_SECONDS = 1.0
+
+
+def main() -> None:
+    """Simulate, print the table and a line of JSON for each claim."""
+    goodputs, seconds = {}, []
+    for nodes in NODE_COUNTS:
+        goodputs[nodes], elapsed = simulate(nodes)
+        seconds.append(elapsed)
+    print(f"{MODEL}: share of wall time that ends in kept steps, goal {GOAL:.0%}")
+    names = [rate["name"] for rate in goodputs[NODES_OF_THE_CLAIM]["rates"]]
+    print(f"{'nodes':>6} {'step s':>7}", *(f"{name:>28} {'save every':>10}" for name in names))
+    for nodes, goodput in goodputs.items():
+        best = [rate["best"] for rate in goodput["rates"]]
+        cells = (f"{row['effective_share']:28.1%} {row['save_interval']:10d}" for row in best)
+        print(f"{nodes:6d} {goodput['step_seconds']:7.0f}", *cells)
+    for rate in goodputs[NODES_OF_THE_CLAIM]["rates"]:
+        print_features(rate)
+    for rate in goodputs[NODES_OF_THE_CLAIM]["rates"]:
+        claim = f"{MODEL} on {NODES_OF_THE_CLAIM} nodes trains {GOAL:.0%} of the time, failures {rate['name']}"
+        report(claim, rate["best"]["effective_share"], GOAL, rate["reaches_goal"])
+    report("the simulation of a plan takes under a second", max(seconds), GOAL_SECONDS, max(seconds) < GOAL_SECONDS)
+
+
+def simulate(nodes: int) -> tuple[dict[str, Any], float]:
+    """Return `plan.json`'s "goodput" of so many nodes, and how long the simulation took."""
+    config = resolve({"model": MODEL, "site": "local", "nodes": nodes}, ROOT / "config").config
+    needs = RuleNeeds(config)
+    durations = needs.seconds
+    started = time.perf_counter()
+    goodput = goodput_part(config, needs.storage, needs.rates, durations)
+    assert goodput is not None, "a machine with GPUs has a step time"
+    return goodput, time.perf_counter() - started
+
+
+def print_features(rate: dict[str, Any]) -> None:
+    """Print what each feature gains, and what is missing."""
+    print(f"\n{NODES_OF_THE_CLAIM} nodes, failures {rate['name']} ({rate['source']})")
+    for key in ("features", "missing"):
+        for row in rate[key]:
+            gain = "" if row["gain"] is None else f"{row['gain']:+.1%}"
+            what = f"missing: {row['what']}" if key == "missing" else row["what"]
+            print(f"  {what:75} {row['effective_share']:6.1%} {gain:>6}")
+
+
+if __name__ == "__main__":
+    main()

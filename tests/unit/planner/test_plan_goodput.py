@@ -1,0 +1,95 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.unit.planner.conftest import resolve_model
+
+from posttrain.planner.plan import build_plan, render_plan
+from posttrain.planner.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
+from posttrain.planner.plan_table import print_plan
+
+
+@pytest.fixture(scope="module")
+def plan():
+    more = {"nodes": 32}
+    return build_plan(resolve_model("glm5", **more), {"model": "glm5", "site": "local", **more})
+
+
+def test_failures_come_as_often_as_stated():
+    assumed, published = RATES
+    assert assumed.per_second(256) * 6 * 3600 == pytest.approx(1)
+    assert published.per_second(16384) * 54 * 86400 == pytest.approx(466)
+    assert published.per_second(256) * 178 * 3600 == pytest.approx(1, rel=0.001)
+
+
+def test_a_restart_is_the_sum_of_its_parts(plan):
+    goodput = plan["goodput"]
+    for kind, seconds in goodput["restart_seconds"].items():
+        assert seconds == pytest.approx(sum(part["seconds"][kind] for part in goodput["restart_parts"]))
+    state = next(part for part in goodput["restart_parts"] if "training state" in part["part"])
+    assert state["seconds"]["in_place"] == pytest.approx(2 * plan["durations_seconds"]["step_save"], rel=1e-4)
+    kinds = goodput["restart_seconds"]
+    assert kinds["in_place"] < kinds["on_spare"] < kinds["requeued"]
+
+
+def test_a_step_without_its_rollout_is_what_is_done_again(plan):
+    goodput, seconds = plan["goodput"], plan["durations_seconds"]
+    assert goodput["step_seconds"] - goodput["redone_step_seconds"] == pytest.approx(seconds["step_rollout"])
+    assert goodput["save_seconds"] == seconds["step_save"]
+
+
+def test_every_feature_and_every_missing_thing_gains(plan):
+    for rate in plan["goodput"]["rates"]:
+        rows = [*rate["features"], *rate["missing"]]
+        assert [row["what"] for row in rate["features"]][-2:] == ["replay of finished groups", "best save interval"]
+        assert all(row["gain"] >= 0 for row in rows[1:]), rows
+        assert rate["best"]["effective_share"] == max(row["effective_share"] for row in rate["by_interval"])
+        assert [row["save_interval"] for row in rate["by_interval"]] == list(INTERVALS)
+        assert rate["configured"]["save_interval"] == 20
+
+
+def test_it_says_whether_the_goal_is_reached(plan):
+    assumed, published = plan["goodput"]["rates"]
+    assert plan["goodput"]["goal"] == GOAL
+    assert published["reaches_goal"]
+    assert published["best"]["effective_share"] >= GOAL
+    assert assumed["reaches_goal"] == (assumed["best"]["effective_share"] >= GOAL)
+
+
+def test_more_nodes_fail_more_often(plan):
+    for rate in plan["goodput"]["rates"]:
+        shares = [row["effective_share"] for row in rate["by_nodes"]]
+        assert [row["nodes"] for row in rate["by_nodes"]] == list(NODE_COUNTS)
+        assert shares == sorted(shares, reverse=True)
+        spares = [row["effective_share"] for row in rate["by_spares"]]
+        assert spares == sorted(spares)
+
+
+def test_the_page_the_table_and_the_chart_show_it(plan, capsys):
+    page = render_plan(plan, resolve_model("glm5", nodes=32))
+    for text in ('id="failures"', "466 in 54 days", "replay of finished groups", "what is missing", "goal is reached"):
+        assert text in page
+    print_plan(plan)
+    assert "replay of finished groups" in capsys.readouterr().out
+    svg = goodput_chart(plan["goodput"]).svg()
+    assert svg.count('<path class="line') == len(RATES)
+    assert ">save interval<" in svg
+
+
+def test_without_a_step_time_nothing_is_simulated(resolved):
+    plan = build_plan(resolved("tiny"), {"model": "tiny", "site": "local"})
+    assert plan["goodput"] is None
+    page = render_plan(plan, resolved("tiny"))
+    assert f"Not simulated: {plan['why_no_step']}" in page
+
+
+def test_it_is_the_same_every_time(plan):
+    again = build_plan(resolve_model("glm5", nodes=32), {"model": "glm5", "site": "local", "nodes": 32})
+    assert json.dumps(again["goodput"]) == json.dumps(plan["goodput"])
+
+
+def test_a_dry_run_does_not_read_it():
+    read = "posttrain.planner.plan_rules, posttrain.planner.problems"
+    code = f"import sys; import {read}; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,237 @@
+"""The plan's page on failures: effective training time, the best save interval, what each feature gains.
+
+Published rates:
+    466 interruptions in 54 days on 16,384 GPUs, 419 of them unexpected, and about 78 % of those with a confirmed or
+    suspected fault of hardware: The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.observability.report_charts import Chart, Series
+from posttrain.planner.duration import Bandwidths
+from posttrain.planner.goodput import (
+    RestartSeconds,
+    Scenario,
+    best_of,
+    effective_shares,
+    with_intervals,
+)
+from posttrain.planner.plan_rules import counted
+from posttrain.planner.plan_time import IN_EVERY_STEP
+from posttrain.planner.restart import NUM_CHECKPOINT_READS, STATE, WEIGHTS, RestartPart, restart_parts, total
+from posttrain.planner.storage import Storage
+
+GOAL = 0.95
+# Share of the failures after which another node is needed; see the head of this file.
+NODE_LOSS_SHARE = 0.78
+INTERVALS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 20, 25, 30, 40, 50, 65, 80, 100, 130, 160, 200)
+NODE_COUNTS = (16, 32, 64, 128, 256, 512, 1024)
+SPARES = (0, 1, 2, 4, 8)
+# What the simulation takes for granted when nothing else is said: one spare node for so many.
+NODES_PER_SPARE = 32
+NOT_MODELLED = (
+    "failures: time limits of a queue, hangs and slow nodes that nobody notices, failures that come together, the "
+    "first start of a run, evaluation and export",
+)
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """How often something fails.
+
+    Args:
+        name: Short name.
+        source: Where it is from.
+        failures: So many
+        hours: in so many hours
+        num_gpus: on so many GPUs.
+    """
+
+    name: str
+    source: str
+    failures: float
+    hours: float
+    num_gpus: int
+
+    def per_second(self, num_gpus: int) -> float:
+        """Return the failures per second of a job of so many GPUs."""
+        return self.failures / (self.hours * 3600) * num_gpus / self.num_gpus
+
+
+RATES = (
+    FailureRate("every 6 hours per 256 GPUs", "assumed, to be on the safe side", 1, 6, 256),
+    FailureRate("as published for Llama 3", "466 in 54 days on 16,384 GPUs, arXiv 2407.21783", 466, 54 * 24, 16384),
+)
+
+
+def goodput_part(
+    config: Config, needed: Storage, rates: Bandwidths, durations: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """Return the simulation as it stands in `plan.json`; None for a machine whose step time is not planned.
+
+    Args:
+        config: The resolved configuration.
+        needed: Bytes on disk.
+        rates: What is assumed of lines and disks.
+        durations: `duration.durations_seconds` of it.
+    """
+    if "step" not in durations:
+        return None
+    parts = restart_parts(config, needed, rates, durations)
+    scenario = scenario_of(config, total(parts), durations)
+    return {
+        "goal": GOAL,
+        "step_seconds": round(scenario.step, 3),
+        "redone_step_seconds": round(scenario.redone_step, 3),
+        "save_seconds": scenario.save,
+        "node_loss_share": NODE_LOSS_SHARE,
+        "spares": scenario.spares,
+        "nodes_per_spare": NODES_PER_SPARE,
+        "restart_seconds": dataclasses.asdict(total(parts)),
+        "restart_parts": [dataclasses.asdict(part) for part in parts],
+        "rates": [_rate_part(config, rate, scenario, parts) for rate in RATES],
+    }
+
+
+def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str, float]) -> Scenario:
+    """Return the run of a configuration with all features, at the first of `RATES`."""
+    step = sum(durations[f"step_{phase}"] for phase in IN_EVERY_STEP)
+    return Scenario(
+        step=step,
+        redone_step=step - durations["step_rollout"],
+        save=durations["step_save"],
+        save_interval=config.trainer.save_interval,
+        failures_per_second=RATES[0].per_second(config.nodes * config.hardware.gpus_per_node),
+        node_loss_share=NODE_LOSS_SHARE,
+        spares=spares_for(config.nodes),
+        restart=restart,
+    )
+
+
+def spares_for(nodes: int) -> int:
+    """Return the spare nodes that are assumed for so many nodes."""
+    return -(-nodes // NODES_PER_SPARE)
+
+
+def goodput_chart(goodput: Mapping[str, Any]) -> Chart:
+    """Return the chart of effective training time over the save interval.
+
+    Args:
+        goodput: `plan.json`'s "goodput".
+    """
+    series = []
+    for color, rate in enumerate(goodput["rates"], start=1):
+        rows = rate["by_interval"]
+        steps, shares = [row["save_interval"] for row in rows], [100 * row["effective_share"] for row in rows]
+        series.append(Series(rate["name"], steps, shares, color, is_dashed=color > 1))
+    return Chart(
+        "Effective training time",
+        "Share of wall time that ends in kept steps, with all features.",
+        "%",
+        series,
+        references=((100 * goodput["goal"], "goal"),),
+        high=100.0,
+        x_label="save interval",
+        is_wide=True,
+    )
+
+
+def _rate_part(config: Config, rate: FailureRate, run: Scenario, parts: Sequence[RestartPart]) -> dict[str, Any]:
+    """Return what is known at one rate of failures."""
+    per_node = rate.per_second(config.hardware.gpus_per_node)
+    run = dataclasses.replace(run, failures_per_second=per_node * config.nodes)
+    features, missing = _features(run), _what_is_missing(run, parts)
+    by_spares = [dataclasses.replace(run, spares=spares) for spares in SPARES]
+    by_nodes = [
+        dataclasses.replace(run, failures_per_second=per_node * nodes, spares=spares_for(nodes))
+        for nodes in NODE_COUNTS
+    ]
+    shares = effective_shares([*features.values(), *with_intervals(run, INTERVALS)])
+    as_configured, by_interval = shares[: len(features)], shares[len(features) :]
+    best, *others = _best([run, *missing.values(), *by_spares, *by_nodes])
+    found = dict(zip(features, ((run.save_interval, share) for share in as_configured), strict=True))
+    found["best save interval"] = best
+    found_missing = dict(zip(missing, others, strict=False))
+    return {
+        "name": rate.name,
+        "source": rate.source,
+        "hours_between_failures": round(1 / run.failures_per_second / 3600, 3),
+        "configured": _share_part(run.save_interval, as_configured[-1]),
+        "best": _share_part(*best),
+        "reaches_goal": best[1] >= GOAL,
+        "by_interval": [_share_part(*pair) for pair in zip(INTERVALS, by_interval, strict=True)],
+        "features": _gains(found),
+        "missing": _gains(found_missing, best[1]),
+        "by_spares": [
+            {"spares": spares, **_share_part(*pair), "share_of_all_nodes": round(pair[1] * _used(config, spares), 4)}
+            for spares, pair in zip(SPARES, others[len(missing) :], strict=False)
+        ],
+        "by_nodes": [
+            {"nodes": nodes, "spares": spares_for(nodes), **_share_part(*pair)}
+            for nodes, pair in zip(NODE_COUNTS, others[-len(NODE_COUNTS) :], strict=True)
+        ],
+    }
+
+
+def _features(run: Scenario) -> dict[str, Scenario]:
+    """Return the run as it would be with nothing, then with one feature more each, at its own save interval."""
+    requeued = RestartSeconds(*[run.restart.requeued] * 3)
+    bare = dataclasses.replace(run, restart=requeued, spares=0, redone_step=run.step)
+    inside = dataclasses.replace(bare, restart=run.restart)
+    return {
+        "every failure requeued, all steps since the last checkpoint done again": bare,
+        "restart inside the allocation": inside,
+        f"{counted(run.spares, 'spare node')} in the allocation": dataclasses.replace(inside, spares=run.spares),
+        "replay of finished groups": run,
+    }
+
+
+def _what_is_missing(run: Scenario, parts: Sequence[RestartPart]) -> dict[str, Scenario]:
+    """Return what the run could be with more than there is today, one thing more each."""
+    state, reads = parts[STATE].seconds, NUM_CHECKPOINT_READS
+    background = dataclasses.replace(run, save=0.0)
+    once = _faster(background, state, 1 - 1 / reads)
+    no_weights = _faster(once, parts[WEIGHTS].seconds, 1.0)
+    return {
+        "steps go on while a checkpoint is written (at most)": background,
+        "a restart reads the training state once": once,
+        "it does not read the engines' weights again": no_weights,
+        "it finds the training state in the nodes' memory (at most)": _faster(no_weights, state, 1 / reads),
+    }
+
+
+def _faster(run: Scenario, part: RestartSeconds, share: float) -> Scenario:
+    kinds = ("in_place", "on_spare", "requeued")
+    left = RestartSeconds(*(getattr(run.restart, kind) - share * getattr(part, kind) for kind in kinds))
+    return dataclasses.replace(run, restart=left)
+
+
+def _best(scenarios: Sequence[Scenario]) -> list[tuple[int, float]]:
+    """Return the best save interval of each scenario, and its share there."""
+    shares = effective_shares([one for scenario in scenarios for one in with_intervals(scenario, INTERVALS)])
+    size = len(INTERVALS)
+    return [best_of(INTERVALS, shares[place * size : (place + 1) * size]) for place in range(len(scenarios))]
+
+
+def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) -> list[dict[str, Any]]:
+    """Return a row for each, with what it gains over the one before."""
+    rows = []
+    for name, (interval, share) in found.items():
+        gain = None if before is None else round(share - before, 4)
+        rows.append({"what": name, **_share_part(interval, share), "gain": gain})
+        before = share
+    return rows
+
+
+def _share_part(interval: int, share: float) -> dict[str, Any]:
+    return {"save_interval": interval, "effective_share": round(share, 4)}
+
+
+def _used(config: Config, spares: int) -> float:
+    return config.nodes / (config.nodes + spares)
