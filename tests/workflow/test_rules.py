@@ -14,8 +14,8 @@ from posttrain.planner.layout_choice import resolve
 
 # They run nothing: one names the results, the other joins the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes"}
-# They make nothing, and look at the machine or the store for a second.
-WITHOUT_BENCHMARK = {"check", "gc"}
+# They make nothing, and look at the machine, the store or the runs.
+WITHOUT_BENCHMARK = {"check", "gc", "status", "attach"}
 ACCEPTED_LINTS = {
     # It is extended for the steps, and every shell has one.
     "Environment variable PATH used but not asserted with envvars directive",

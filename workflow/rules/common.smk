@@ -29,15 +29,18 @@ SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts"))
 CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
 
+# Who asks for these knows a run by its name, and need not say what it learns.
+ONLY_LOOKS = {"status", "attach"} & set(sys.argv)
+
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))
     PATHS = Paths(RESOLVED)
     share_umask(RESOLVED.config.site.store_group)
-    if PATHS.train.exists():
+    if PATHS.train.exists() and not ONLY_LOOKS:
         refuse_other_experiment(PATHS.experiment, RESOLVED)
     # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads
     # this, so what is asked for beside it passes here and is refused by resolve_config.
-    if not PATHS.train_done.exists() and "plan" not in sys.argv:
+    if not PATHS.train_done.exists() and "plan" not in sys.argv and not ONLY_LOOKS:
         raise_if_any(find_problems(RESOLVED.config), hint="`snakemake plan` with the same --config draws all figures.")
 except ConfigError as error:
     # An exception would be shown with its place in this file, which is not where the mistake is.

@@ -1,4 +1,4 @@
-# What a user reads at the end.
+# What a user reads: where runs stand, and in the end the report.
 
 
 rule render_report:
@@ -9,7 +9,7 @@ rule render_report:
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:
-        summary=PATHS.run / "summary.json",
+        summary=PATHS.summary,
         report=PATHS.run / "report.html",
     log:
         PATHS.run_log("render_report"),
@@ -24,3 +24,15 @@ rule render_report:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
         " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"
         " --summary {output.summary:q} --report {output.report:q}"
+
+
+rule status:
+    log:
+        PATHS.run_log("status"),
+    localrule: True
+    params:
+        workflow=WORKFLOW,
+    message:
+        "where runs stand"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"

@@ -39,3 +39,16 @@ rule train_grpo:
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
         " --node {THIS_NODE:q} --done {output:q}"
+
+
+# Training whose driver died may live on where a scheduler runs it.
+rule attach:
+    log:
+        PATHS.run_log("attach"),
+    localrule: True
+    params:
+        workflow=WORKFLOW,
+    message:
+        f"wait for the training of {RESOLVED.run} that goes on without its driver"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/attach.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"

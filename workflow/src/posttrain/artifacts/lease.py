@@ -155,6 +155,12 @@ def living_holder(lease_folder: Path) -> Holder | None:
     return None if holder is None or _is_free(lease_folder, holder) else holder
 
 
+def heartbeat_age_seconds(lease_folder: Path, holder: Holder) -> float:
+    """Return how long ago a holder last gave a sign of life; infinite where it never did."""
+    heartbeat = _heartbeat_path(lease_folder, holder.epoch)
+    return time.time() - heartbeat.stat().st_mtime if heartbeat.exists() else float("inf")
+
+
 def check_epoch(lease_folder: Path, epoch: int) -> None:
     """Make sure that `epoch` is still the highest; call it right before something becomes visible to others.
 
@@ -183,9 +189,7 @@ def _is_free(folder: Path, holder: Holder) -> bool:
         return True
     if (holder.host, holder.process_ids) == (socket.gethostname(), _process_ids()):
         return _started_ticks(holder.pid) != holder.started_ticks
-    heartbeat = _heartbeat_path(folder, holder.epoch)
-    age = time.time() - heartbeat.stat().st_mtime if heartbeat.exists() else float("inf")
-    return age > HEARTBEAT_DEAD_SECONDS
+    return heartbeat_age_seconds(folder, holder) > HEARTBEAT_DEAD_SECONDS
 
 
 def _process_ids() -> str:

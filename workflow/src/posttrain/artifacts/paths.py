@@ -172,6 +172,31 @@ class Paths:
         return self.train / "done.json"
 
     @property
+    def metrics(self) -> Path:
+        """A row for each step of training."""
+        return self.train / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The states that training can go on from."""
+        return self.train / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        """A row for each ended attempt of training."""
+        return self.train / "attempts.jsonl"
+
+    @property
+    def lease(self) -> Path:
+        """Who trains."""
+        return self.train / "lease"
+
+    @property
+    def summary(self) -> Path:
+        """The run in a dozen numbers; written when all is done."""
+        return self.run / "summary.json"
+
+    @property
     def hf_export(self) -> Path:
         """The trained model in Hub layout; another trainer's has a folder of its own."""
         other = self.resolved.config.export.checkpoint_folder

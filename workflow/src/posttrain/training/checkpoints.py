@@ -46,7 +46,7 @@ class CheckpointFolder:
 
     def newest_step(self) -> int:
         """Return the finished steps of the newest committed checkpoint, 0 where there is none."""
-        committed = self._committed()
+        committed = committed_checkpoints(self._folder)
         return committed[-1][0] if committed else 0
 
     def begun_from(self, inputs: Mapping[str, str]) -> dict[str, str]:
@@ -121,7 +121,7 @@ class CheckpointFolder:
         self._may_commit()
         partial.rename(self.path(step))
         artifacts.sync_folder(self._folder)
-        for _, old in self._committed()[: -self._keep]:
+        for _, old in committed_checkpoints(self._folder)[: -self._keep]:
             self._delete(old)
 
     def _delete(self, checkpoint: Path) -> None:
@@ -130,9 +130,11 @@ class CheckpointFolder:
         checkpoint.rename(expired)
         shutil.rmtree(expired)
 
-    def _committed(self) -> list[tuple[int, Path]]:
-        found = ((_COMMITTED.fullmatch(path.name), path) for path in self._folder.iterdir())
-        return sorted((int(match[1]), path) for match, path in found if match)
+
+def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return (finished steps, folder) of every committed checkpoint, rising; none where nothing was begun."""
+    found = ((_COMMITTED.fullmatch(path.name), path) for path in folder.glob("step_*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _writer_of(name: str) -> int:

@@ -1,0 +1,101 @@
+"""`snakemake status` while a run is alive, and `snakemake attach` to a training that lives without its driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.interruptions import ENGINE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
+from tests.workflow_runs import WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+FIRST_CHECKPOINT = "checkpoints/step_000002"
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return mode, size and time of change of everything below a folder, folders too."""
+    stats = {path: path.lstat() for path in [folder, *folder.rglob("*")]}
+    return {str(path): (stat.st_mode, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
+    """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
+    workflow.run("stage_all_nodes")
+    shown = workflow.run("train_grpo", options=["-n", "--printshellcmds"])
+    (command,) = (line.strip() for line in shown.splitlines() if "scripts/train_grpo.py " in line)
+    environment = {name: value for name, value in os.environ.items() if name != "POSTTRAIN_DRIVER"}
+    return subprocess.Popen(command, shell=True, cwd=workflow.folder, env=environment, start_new_session=True)
+
+
+def test_status_tells_where_a_living_run_stands_and_touches_nothing(workflow: WorkflowFolder) -> None:
+    driver = start(workflow, "train_grpo")
+    driver.wait_for_file(FIRST_CHECKPOINT)
+    processes = [p for kind in (SUPERVISOR, TRAINER, ENGINE) for p in find_processes(workflow, kind)]
+    for process in processes:
+        process.suspend()
+    try:
+        before = state_of(workflow.results), state_of(workflow.store)
+        shown = workflow.run("status")
+        assert (state_of(workflow.results), state_of(workflow.store)) == before
+    finally:
+        for process in processes:
+            process.resume()
+    run = workflow.run_folder.name
+    (row,) = (line for line in shown.splitlines() if line.strip().startswith(run))
+    assert re.search(r"│ training +│ +[23] of 4 │ +[\d,.]+ │ +0?[\d.]+ │ +step 2, ", row), row
+    assert f"process {find_processes(workflow, SUPERVISOR)[0].pid} on " in shown
+    assert driver.finish()[0] == 0
+    assert re.search(r"│ trained +│ +4 of 4 │", workflow.run("status", config={"run": run}))
+
+
+def test_a_run_that_is_not_there_is_named_with_those_that_are(workflow: WorkflowFolder) -> None:
+    assert "no run in " in workflow.run("status")
+    code, output = workflow.attempt("status", config={"run": "nobodys"})
+    assert code != 0
+    assert "run = 'nobodys'" in output
+    assert "has not begun" in workflow.run("attach")
+    assert not workflow.results.exists()
+
+
+def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
+    workflow: WorkflowFolder, undisturbed: WorkflowFolder
+) -> None:
+    job = start_without_driver(workflow)
+    while not list(workflow.results.glob("*/train/rollouts/step_*/*.json")):
+        assert job.poll() is None
+    shown = workflow.run("attach")
+    assert f"attached to process {_supervisor_of(job)}" in shown
+    assert "is trained" in shown
+    assert job.wait(60) == 0
+    output = workflow.run()
+    assert "rule train_grpo" not in output
+    assert_same_training(workflow, undisturbed)
+    assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
+
+
+def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(workflow: WorkflowFolder) -> None:
+    job = start_without_driver(workflow)
+    while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
+        assert job.poll() is None
+    watcher = start(workflow, "attach")
+    watcher.wait_until(lambda: "attached to" in watcher.output)
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    code, output = watcher.finish()
+    assert code != 0
+    assert re.search(r"at step [234] of 4, its newest checkpoint at 2, has ended: it was killed", output), output[
+        -2000:
+    ]
+    assert "nothing trains" in workflow.run("attach")
+
+
+def _supervisor_of(job: subprocess.Popen) -> int:
+    """Return the id of the script that the shell runs, or has become."""
+    children = psutil.Process(job.pid).children() if psutil.pid_exists(job.pid) else []
+    return next((child.pid for child in children if SUPERVISOR in " ".join(child.cmdline())), job.pid)

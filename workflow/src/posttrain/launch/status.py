@@ -1,0 +1,113 @@
+"""Where a run stands, read from its folder; nothing is written, so a run that is alive does not notice.
+
+A run that trains is one whose lease is held by somebody alive. The rest is what training leaves on disk anyway:
+metrics, committed checkpoints, the log of attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts import Paths
+from posttrain.artifacts.lease import Holder, heartbeat_age_seconds, living_holder
+from posttrain.config.load import read_yaml
+from posttrain.observability.sinks import read_rows
+from posttrain.training.checkpoints import committed_checkpoints
+
+# Steps of which reward and speed are shown.
+LAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Where one run stands.
+
+    Args:
+        run: Its name.
+        state: "finished" (with its report), "trained", "training", or "stopped" (the same command goes on).
+        step: Steps with metrics.
+        num_steps: Steps in all.
+        tokens_per_second: Trained tokens per second over the last steps; None before the first.
+        reward: Mean reward of the last steps; None before the first.
+        checkpoint: Finished steps of the newest committed checkpoint, 0 without one.
+        checkpoint_unix: When it was committed.
+        num_attempts: Ended attempts.
+        last_end: Why the last of them ended; "" before the first.
+        holder: Who holds the run's lease; None where nobody alive does.
+        heartbeat_age_seconds: Since the holder's last sign of life.
+    """
+
+    run: str
+    state: str
+    step: int
+    num_steps: int
+    tokens_per_second: float | None
+    reward: float | None
+    checkpoint: int
+    checkpoint_unix: float | None
+    num_attempts: int
+    last_end: str
+    holder: Holder | None
+    heartbeat_age_seconds: float | None
+
+
+def read_status(paths: Paths) -> RunStatus:
+    """Return where a run stands.
+
+    Args:
+        paths: Of the run; its `experiment.yaml` exists.
+    """
+    rows, attempts = read_rows(paths.metrics), read_attempts(paths)
+    checkpoints = committed_checkpoints(paths.checkpoints)
+    newest, folder = checkpoints[-1] if checkpoints else (0, None)
+    holder = living_holder(paths.lease)
+    return RunStatus(
+        run=paths.run.name,
+        state=_state(paths, holder),
+        step=int(rows[-1]["step"]) if rows else 0,
+        num_steps=read_yaml(paths.experiment)["training"]["num_steps"],
+        tokens_per_second=_speed(rows[-LAST_STEPS:]),
+        reward=_mean([row["rollout/reward_mean"] for row in rows[-LAST_STEPS:] if "rollout/reward_mean" in row]),
+        checkpoint=newest,
+        checkpoint_unix=folder.stat().st_mtime if folder else None,
+        num_attempts=len(attempts),
+        last_end=attempts[-1]["reason"] if attempts else "",
+        holder=holder,
+        heartbeat_age_seconds=heartbeat_age_seconds(paths.lease, holder) if holder else None,
+    )
+
+
+def read_attempts(paths: Paths) -> list[dict[str, Any]]:
+    """Return the ended attempts of training; a last line that is being written is left out."""
+    if not paths.attempts.exists():
+        return []
+    return [json.loads(line) for line in paths.attempts.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def find_runs(results: Path) -> list[str]:
+    """Return the names of all runs below a folder, in the order of their begin."""
+    begun = results.glob("*/experiment.yaml")
+    return [path.parent.name for path in sorted(begun, key=lambda path: path.stat().st_mtime)]
+
+
+def _state(paths: Paths, holder: Holder | None) -> str:
+    if holder is not None:
+        return "training"
+    if paths.summary.exists():
+        return "finished"
+    return "trained" if paths.train_done.exists() else "stopped"
+
+
+def _speed(rows: Sequence[dict[str, float]]) -> float | None:
+    tokens = math.fsum(row.get("train/num_tokens", 0.0) for row in rows)
+    seconds = math.fsum(row.get("perf/step_seconds", 0.0) for row in rows)
+    return tokens / seconds if seconds else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
