@@ -53,7 +53,7 @@ def show_runs(found: list[RunStatus], results: Path) -> None:
     table.add_column("who trains, or how the last attempt ended")
     for status in found:
         table.add_row(
-            status.run,
+            f"{status.run}\n  fork of {status.fork}" if status.fork else status.run,
             status.state,
             f"{status.step} of {status.num_steps}",
             format_number(status.tokens_per_second),

@@ -56,6 +56,8 @@ def main() -> None:
         prepare=lambda: weights.prepare(with_torch_dist=checkpoints.newest_step() == 0),
     )
     inputs = {origin.folder.name: origin.receipt.digest for origin in (weights.torch_dist, weights.rollout)}
+    if arguments.fork:
+        inputs["fork"] = read_receipt(arguments.fork).digest
     begun_from = checkpoints.begun_from(inputs | {"dataset": dataset.digest})
     if checkpoints.newest_step() < config.training.num_steps:
         with weights.in_use():
@@ -90,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset-receipt", type=Path, required=True)
     parser.add_argument("--node-local", type=Path, required=True)
     parser.add_argument("--node", required=True)
+    parser.add_argument("--fork", type=Path, nargs="?", help="receipt of the fork that the run began with, if any")
     parser.add_argument("--done", type=Path, required=True)
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -26,10 +27,11 @@ def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
-    workflow.run("stage_all_nodes")
+    workflow.run("stage_all_nodes", "resolve_config")
     shown = workflow.run("train_grpo", options=["-n", "--printshellcmds"])
-    (command,) = (line.strip() for line in shown.splitlines() if "scripts/train_grpo.py " in line)
-    environment = {name: value for name, value in os.environ.items() if name != "POSTTRAIN_DRIVER"}
+    (command,) = re.findall(r"POSTTRAIN_LOG=\S+ python \S*scripts/train_grpo.py .*", shown)
+    environment = {**workflow.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    (workflow.folder / "logs" / "train_grpo").mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(command, shell=True, cwd=workflow.folder, env=environment, start_new_session=True)
 
 
@@ -89,9 +91,8 @@ def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(work
     job.wait()
     code, output = watcher.finish()
     assert code != 0
-    assert re.search(r"at step [234] of 4, its newest checkpoint at 2, has ended: it was killed", output), output[
-        -2000:
-    ]
+    told = r"at step [234] of 4, its newest checkpoint at 2, has ended: it was killed"
+    assert re.search(told, output), output[-2000:]
     assert "nothing trains" in workflow.run("attach")
 
 

@@ -18,6 +18,7 @@ from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
 from posttrain.errors import ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
+from posttrain.training.lineage import check_fork
 
 name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
@@ -38,6 +39,8 @@ try:
     share_umask(RESOLVED.config.site.store_group)
     if PATHS.train.exists() and not ONLY_LOOKS:
         refuse_other_experiment(PATHS.experiment, RESOLVED)
+    if not ONLY_LOOKS:
+        raise_if_any(check_fork(PATHS))
     # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads
     # this, so what is asked for beside it passes here and is refused by resolve_config.
     if not PATHS.train_done.exists() and "plan" not in sys.argv and not ONLY_LOOKS:

@@ -6,6 +6,24 @@ THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
 NODE_LOCAL = PATHS.node_local(THIS_NODE)
 
 
+# A fork begins with another run's checkpoint, which is linked, not copied.
+rule fork_checkpoint:
+    input:
+        ancient(PATHS.experiment),
+    output:
+        PATHS.fork_receipt,
+    log:
+        PATHS.run_log("fork_checkpoint"),
+    benchmark:
+        PATHS.run_log("fork_checkpoint").with_suffix(".benchmark.tsv")
+    localrule: True
+    message:
+        f"begin {RESOLVED.run} with the state of {RESOLVED.fork}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/fork_checkpoint.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        " --receipt {output:q}"
+
+
 rule train_grpo:
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
@@ -15,6 +33,7 @@ rule train_grpo:
         experiment=ancient(PATHS.experiment),
         resolved=ancient(PATHS.config),
         staged=ancient(PATHS.run / "node_local.staged"),
+        fork=ancient(PATHS.fork_receipt) if RESOLVED.fork else [],
     output:
         PATHS.train_done,
     log:
@@ -38,7 +57,7 @@ rule train_grpo:
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
-        " --node {THIS_NODE:q} --done {output:q}"
+        " --node {THIS_NODE:q} --fork {input.fork:q} --done {output:q}"
 
 
 # Training whose driver died may live on where a scheduler runs it.

@@ -37,6 +37,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "cast_to_bf16": 1,
     "finalize_bf16": 1,
     "stage_to_node_local": 1,
+    "fork_checkpoint": 1,
     "train_grpo": 1,
     "export_hf": 2,
     "finalize_export_hf": 1,
@@ -160,6 +161,11 @@ class Paths:
     def config(self) -> Path:
         """All values with their origin."""
         return self.run / "config.resolved.yaml"
+
+    @property
+    def fork_receipt(self) -> Path:
+        """Which run this one was forked from."""
+        return self.run / "fork.receipt.json"
 
     @property
     def train(self) -> Path:

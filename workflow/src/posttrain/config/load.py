@@ -29,11 +29,13 @@ from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What `--config` and workflow.yaml may hold; everything else goes through `set=`.
-WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "set", "gc")
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "fork", "set", "gc")
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
 # A run's name becomes a folder's.
 RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
+# A run and how many of its steps stay: a step that has a checkpoint.
+FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -45,12 +47,14 @@ class Resolved:
     Args:
         config: All values, typed.
         origins: Dotted key -> the layer that set it ("schema default", "config/base.yaml", "set=", ...).
-        run: Name of the run: `{model}-{digest8 of the experiment}` unless the user gave one.
+        run: Name of the run: `{model}-{digest8 of the experiment, and of the fork}` unless the user gave one.
+        fork: The state of another run that this one begins with, `RUN@STEP`; empty: it begins with the model's.
     """
 
     config: schema.Config
     origins: Mapping[str, str]
     run: str
+    fork: str = ""
 
     @property
     def experiment(self) -> dict[str, Any]:
@@ -108,7 +112,7 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    return Resolved(config, dict(merger.origins), _run_name(workflow, config))
+    return Resolved(config, dict(merger.origins), _run_name(workflow, config), str(workflow.get("fork") or ""))
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
@@ -305,6 +309,12 @@ def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
     if run is not None and not re.fullmatch(RUN_NAME, str(run)):
         allowed = "a letter, then letters, digits, '.', '_' or '-'; at most 100"
         problems.append(Problem("run", repr(run), allowed, "choose another name"))
+    fork = workflow.get("fork")
+    if fork is not None and not re.fullmatch(FORK, str(fork)):
+        allowed = "RUN@STEP: a run's name and a step of which it has a checkpoint"
+        problems.append(Problem("fork", repr(fork), allowed, "`snakemake status --cores 1` shows runs and steps"))
+    elif fork is not None and str(fork).partition("@")[0] == str(run):
+        problems.append(Problem("fork", repr(fork), "another run than run=", "give the fork a name of its own"))
     return problems
 
 
@@ -313,7 +323,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _run_name(workflow: Mapping[str, Any], config: schema.Config) -> str:
-    return str(workflow.get("run") or f"{config.model.name}-{digest8(experiment_of(config))}")
+    experiment, fork = experiment_of(config), workflow.get("fork")
+    return str(workflow.get("run") or f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}")
 
 
 def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:

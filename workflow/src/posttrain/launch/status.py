@@ -18,6 +18,7 @@ from posttrain.artifacts.lease import Holder, heartbeat_age_seconds, living_hold
 from posttrain.config.load import read_yaml
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import committed_checkpoints
+from posttrain.training.lineage import read_lineage
 
 # Steps of which reward and speed are shown.
 LAST_STEPS = 10
@@ -38,6 +39,7 @@ class RunStatus:
         checkpoint_unix: When it was committed.
         num_attempts: Ended attempts.
         last_end: Why the last of them ended; "" before the first.
+        fork: The run and step that it was forked from; "" where it began with the model.
         holder: Who holds the run's lease; None where nobody alive does.
         heartbeat_age_seconds: Since the holder's last sign of life.
     """
@@ -52,6 +54,7 @@ class RunStatus:
     checkpoint_unix: float | None
     num_attempts: int
     last_end: str
+    fork: str
     holder: Holder | None
     heartbeat_age_seconds: float | None
 
@@ -77,6 +80,7 @@ def read_status(paths: Paths) -> RunStatus:
         checkpoint_unix=folder.stat().st_mtime if folder else None,
         num_attempts=len(attempts),
         last_end=attempts[-1]["reason"] if attempts else "",
+        fork=_fork_of(paths),
         holder=holder,
         heartbeat_age_seconds=heartbeat_age_seconds(paths.lease, holder) if holder else None,
     )
@@ -101,6 +105,11 @@ def _state(paths: Paths, holder: Holder | None) -> str:
     if paths.summary.exists():
         return "finished"
     return "trained" if paths.train_done.exists() else "stopped"
+
+
+def _fork_of(paths: Paths) -> str:
+    lineage = read_lineage(paths.fork_receipt)
+    return f"{lineage[-1]['run']}@{lineage[-1]['step']}" if lineage else ""
 
 
 def _speed(rows: Sequence[dict[str, float]]) -> float | None:

@@ -88,6 +88,7 @@ class RunData:
     attempts: Sequence[Mapping[str, Any]]
     times: Sequence[RuleTime]
     artefacts: Sequence[Artefact]
+    lineage: Sequence[Mapping[str, Any]]
     final_weights_sha256: str
     commit: str
     versions: Mapping[str, str]
@@ -135,6 +136,7 @@ def read_run(inputs: ReportInputs) -> RunData:
         attempts=_read_json_lines(train / "attempts.jsonl"),
         times=rule_times(inputs.logs, paths, artefacts),
         artefacts=artefacts,
+        lineage=_lineage_of(artefacts),
         final_weights_sha256=export.settings["final_weights_sha256"],
         commit=git_commit(Path.cwd()),
         versions=package_versions(),
@@ -203,6 +205,12 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
+
+
+def _lineage_of(artefacts: Sequence[Artefact]) -> Sequence[Mapping[str, Any]]:
+    """Return the runs that a run was forked from, the oldest first: "run", "step" and what was "changed"."""
+    receipts = [artefact.receipt for artefact in artefacts if artefact.receipt is not None]
+    return next((receipt.settings["lineage"] for receipt in receipts if receipt.step == "fork_checkpoint"), [])
 
 
 def _git(folder: Path, *arguments: str) -> str:

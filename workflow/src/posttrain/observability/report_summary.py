@@ -21,6 +21,7 @@ def summarize(run: RunData) -> dict[str, Any]:
     return {
         "run": run.run_name,
         "model": run.config.model.name,
+        "lineage": [{"run": ancestor["run"], "step": ancestor["step"]} for ancestor in run.lineage],
         "pass_rate_before": run.before["pass_rate"],
         "pass_rate_after": run.after["pass_rate"],
         "num_steps": run.num_steps,

@@ -100,13 +100,7 @@ class CheckpointFolder:
             CheckpointError: Naming what is missing or changed, and what to do: an older one is never taken silently.
         """
         folder = self.path(step)
-        try:
-            rows = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-            share = Receipt("train_grpo", tuple(FileRecord(**row) for row in rows[rank::num_ranks]), {}, {})
-            found = artifacts.check_files(folder, share, content=True)
-        except (OSError, ValueError, TypeError) as error:
-            found = [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
-        if found:
+        if found := _compare(folder, rank, num_ranks, content=True):
             listed, remedy = "\n  ".join(found), f"rm -r {folder}, and training goes on from the checkpoint before"
             raise CheckpointError(f"{folder} is not what was written:\n  {listed}\n  remedy: {remedy}")
 
@@ -135,6 +129,21 @@ def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return (finished steps, folder) of every committed checkpoint, rising; none where nothing was begun."""
     found = ((_COMMITTED.fullmatch(path.name), path) for path in folder.glob("step_*"))
     return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def check_sizes(folder: Path) -> list[str]:
+    """Return a line for each file of a committed checkpoint that is missing or of another size than was written."""
+    return _compare(folder, content=False)
+
+
+def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) -> list[str]:
+    """Compare a rank's share of a checkpoint with the manifest; see `artifacts.check_files`."""
+    try:
+        rows = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        share = Receipt("train_grpo", tuple(FileRecord(**row) for row in rows[rank::num_ranks]), {}, {})
+        return artifacts.check_files(folder, share, content)
+    except (OSError, ValueError, TypeError) as error:
+        return [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
 
 
 def _writer_of(name: str) -> int:

@@ -1,0 +1,37 @@
+"""Begin a run with the weights and the optimizer state that another run had after one of its steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from posttrain.artifacts import Paths, write_receipt
+from posttrain.cli import run
+from posttrain.errors import ConfigError, Problem
+from posttrain.planner.layout_choice import resolve
+from posttrain.training.fork import begin_fork
+
+
+def main() -> None:
+    """Take the checkpoint over, and say in a receipt whose it was."""
+    arguments = parse_arguments()
+    started = time.time()
+    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    if not paths.resolved.fork:
+        raise ConfigError([Problem("fork", "not set", "RUN@STEP", "--config fork=RUN@STEP")])
+    write_receipt(arguments.receipt, begin_fork(paths), started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    parser.add_argument("--receipt", type=Path, required=True, help="receipt of the fork, written last")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

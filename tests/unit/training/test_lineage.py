@@ -1,0 +1,169 @@
+"""Forks of a run that is only files: what is linked, what is told, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.artifacts import Paths, read_receipt, write_json, write_receipt, write_text
+from posttrain.artifacts.lease import Lease, LeaseHeldError
+from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.errors import ConfigError
+from posttrain.observability.sinks import read_rows
+from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
+from posttrain.training.fork import begin_fork
+from posttrain.training.lineage import check_fork, read_lineage
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+WEIGHTS = {"torch_dist-12345678": "a" * 64}
+
+
+def paths_of(results: Path, overrides: str = "", **workflow) -> Paths:
+    words = f"site.results={results} {overrides}"
+    return Paths(resolve({"model": "tiny", "site": "local", "set": words, **workflow}, CONFIG_DIR))
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Paths:
+    """A run with six steps' metrics and checkpoints after steps 2 and 4."""
+    paths = paths_of(tmp_path / "results", run="old")
+    write_text(paths.experiment, dump_yaml(paths.resolved.experiment))
+    write_text(paths.config, dump_resolved(paths.resolved))
+    checkpoints = CheckpointFolder(paths.checkpoints, keep=2)
+    write_json(paths.checkpoints / "begun_from.json", {**WEIGHTS, "rollout_fp8-1": "b" * 64, "dataset": "c" * 64})
+    for step in (2, 4):
+        checkpoints.begin(step)
+        for rank in range(2):
+            (checkpoints.partial(step) / f"__{rank}_0.distcp").write_bytes(bytes([step, rank]) * 1000)
+        checkpoints.write_manifest(step, [r for rank in range(2) for r in checkpoints.record_share(step, rank)])
+        checkpoints.commit(step)
+    rows = [{"step": step, "rollout/reward_mean": step / 10} for step in range(1, 7)]
+    write_text(paths.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+def fork_of(old: Paths, fork: str = "old@2", overrides: str = "", **workflow) -> Paths:
+    return paths_of(old.run.parent, overrides, **{"run": "new", "fork": fork, **workflow})
+
+
+def refusals(paths: Paths) -> list[tuple[str, str, str]]:
+    return [(problem.key, problem.value, problem.allowed) for problem in check_fork(paths)]
+
+
+def test_a_fork_has_the_checkpoint_by_links_and_the_metrics_behind_it(old: Paths) -> None:
+    new = fork_of(old)
+    begin_fork(new)
+    (committed,) = committed_checkpoints(new.checkpoints)
+    assert committed == (2, new.checkpoints / "step_000002")
+    theirs = {path.name: path for path in (old.checkpoints / "step_000002").iterdir()}
+    assert {path.name for path in committed[1].iterdir()} == theirs.keys()
+    assert all(path.samefile(theirs[path.name]) for path in committed[1].iterdir())
+    CheckpointFolder(new.checkpoints, keep=1).check_content(2)
+    assert [row["step"] for row in read_rows(new.metrics)] == [1, 2]
+
+
+def test_where_links_are_not_possible_files_are_copied(old: Paths, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("posttrain.training.fork.hard_link", lambda source, target: False)
+    new = fork_of(old)
+    begin_fork(new)
+    CheckpointFolder(new.checkpoints, keep=1).check_content(2)
+    theirs, ours = (paths.checkpoints / "step_000002" / "__1_0.distcp" for paths in (old, new))
+    assert not ours.samefile(theirs)
+    assert "bytes were copied" in caplog.text
+
+
+def test_the_receipt_tells_the_lineage_of_forks_of_forks(old: Paths) -> None:
+    new = fork_of(old, overrides="optimizer.lr=1e-5")
+    write_text(new.experiment, dump_yaml(new.resolved.experiment))
+    write_text(new.config, dump_resolved(new.resolved))
+    write_receipt(new.fork_receipt, begin_fork(new))
+    receipt = read_receipt(new.fork_receipt)
+    assert dict(receipt.inputs) == WEIGHTS
+    first = {"run": "old", "step": 2, "changed": {"optimizer.lr": [0.0002, 1e-05]}}
+    assert read_lineage(new.fork_receipt) == [first]
+
+    write_json(new.checkpoints / "begun_from.json", {**WEIGHTS, "fork": receipt.digest})
+    newer = fork_of(new, "new@2", "optimizer.lr=1e-5 training.seed=7", run="newer")
+    write_receipt(newer.fork_receipt, begin_fork(newer))
+    second = {"run": "new", "step": 2, "changed": {"training.seed": [42, 7]}}
+    assert read_lineage(newer.fork_receipt) == [first, second]
+    assert dict(read_receipt(newer.fork_receipt).inputs) == WEIGHTS
+
+
+def test_a_fork_that_was_killed_begins_again(old: Paths) -> None:
+    new = fork_of(old)
+    half = CheckpointFolder(new.checkpoints, keep=2)
+    half.begin(2)
+    (half.partial(2) / "__0_0.distcp").write_bytes(b"half")
+    first = begin_fork(new)
+    assert begin_fork(new) == first, "committed, but the receipt was not written"
+    CheckpointFolder(new.checkpoints, keep=1).check_content(2)
+
+
+def test_a_fork_of_a_run_that_somebody_trains_waits_for_nobody(old: Paths) -> None:
+    new = fork_of(old)
+    new.train.mkdir(parents=True)
+    with Lease(new.train, new.lease), pytest.raises(LeaseHeldError):
+        begin_fork(new)
+
+
+def test_its_parents_later_steps_and_end_do_not_matter(old: Paths) -> None:
+    new = fork_of(old)
+    write_receipt(new.fork_receipt, begin_fork(new))
+    CheckpointFolder(old.checkpoints, keep=1).begin(6)
+    for _, folder in committed_checkpoints(old.checkpoints):
+        for path in folder.iterdir():
+            path.unlink()
+    CheckpointFolder(new.checkpoints, keep=1).check_content(2)
+    assert check_fork(new) == []
+    assert refusals(fork_of(old, "old@4")) == [("fork", "old@4", "old@2, from which new was forked")]
+
+
+def test_the_same_experiment_forked_has_a_name_of_its_own(old: Paths) -> None:
+    forks = ({}, {"fork": "old@2"}, {"fork": "old@4"}, {"fork": "older@2"})
+    names = {paths_of(old.run.parent, **fork).run.name for fork in forks}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("fork", "overrides", "expected"),
+    [
+        ("oldd@2", "", ("fork", "oldd@2", "old")),
+        ("old@3", "", ("fork", "old@3", "a step whose checkpoint old has: 2, 4")),
+        ("old@4", "training.num_steps=4", ("training.num_steps", "4", "more than 4")),
+        ("old@2", "model.architecture.vocab_size=512", ("model.architecture.vocab_size", "512", "{}, as in old")),
+        ("old@2", "trainer.params_dtype=bf16", ("trainer.params_dtype", "bf16", "fp32, as in old")),
+    ],
+)
+def test_a_bad_fork_is_refused(old: Paths, fork: str, overrides: str, expected: tuple[str, str, str]) -> None:
+    key, value, allowed = expected
+    theirs = old.resolved.config.model.architecture.vocab_size
+    assert refusals(fork_of(old, fork, overrides)) == [(key, value, allowed.format(theirs))]
+
+
+def test_a_checkpoint_that_lacks_a_file_is_refused_with_its_name(old: Paths) -> None:
+    (old.checkpoints / "step_000002" / "__1_0.distcp").unlink()
+    (problem,) = check_fork(fork_of(old))
+    assert "__1_0.distcp: missing, expected 2000 bytes" in problem.remedy
+    with pytest.raises(ConfigError, match="missing, expected"):
+        begin_fork(fork_of(old))
+
+
+def test_a_run_that_has_begun_otherwise_is_refused(old: Paths) -> None:
+    new = fork_of(old)
+    checkpoints = CheckpointFolder(new.checkpoints, keep=2)
+    checkpoints.begin(3)
+    checkpoints.write_manifest(3, [])
+    checkpoints.commit(3)
+    ((key, value, allowed),) = refusals(new)
+    assert (key, value) == ("fork", "old@2")
+    assert "new has checkpoints of its own (step 3)" in allowed
+
+
+@pytest.mark.parametrize("fork", ["old", "old@", "old@0", "old@two", "../old@2", "2", "new@2"])
+def test_what_is_no_run_and_step_is_refused(tmp_path: Path, fork: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        paths_of(tmp_path, run="new", fork=fork)
+    assert [problem.key for problem in refused.value.problems] == ["fork"]

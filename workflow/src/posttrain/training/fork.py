@@ -1,0 +1,83 @@
+"""Begins a run with another run's state: its checkpoint by hard links, and the metrics of the steps behind it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain import artifacts
+from posttrain.artifacts import Paths, Receipt
+from posttrain.artifacts.lease import Lease, check_epoch
+from posttrain.checkpoint.file_placement import hard_link
+from posttrain.errors import raise_if_any
+from posttrain.observability.sinks import read_rows
+from posttrain.training.checkpoints import BEGUN_FROM_NAME, MANIFEST_NAME, CheckpointFolder
+from posttrain.training.lineage import STEP, changed_values, check_fork, parent_of, read_lineage
+
+log = logging.getLogger(__name__)
+
+
+def begin_fork(paths: Paths) -> Receipt:
+    """Give a run its parent's checkpoint as its own; trainer ranks compare its content before they use it.
+
+    Args:
+        paths: Of the run that begins.
+
+    Returns:
+        What tells its lineage: the weights' origin, every ancestor with what was changed, the checkpoint's manifest.
+
+    Raises:
+        ConfigError: When the fork is not possible, with all reasons.
+        LeaseHeldError: When somebody trains the run already.
+    """
+    raise_if_any(check_fork(paths))
+    parent, step = parent_of(paths)
+    with Lease(paths.train, paths.lease) as lease:
+        checkpoints = CheckpointFolder(
+            paths.checkpoints,
+            paths.resolved.config.trainer.keep_checkpoints,
+            partial(check_epoch, lease.folder, lease.epoch),
+        )
+        if checkpoints.newest_step() != step:
+            _copy_metrics(parent.metrics, paths.metrics, step)
+            _take_checkpoint(parent.checkpoints / checkpoints.path(step).name, checkpoints, step)
+    return _lineage_receipt(paths, checkpoints.path(step))
+
+
+def _copy_metrics(source: Path, target: Path, step: int) -> None:
+    """Keep the rows of the steps that the fork does not do again, so that its curves begin where the parent's do."""
+    rows = [row for row in read_rows(source) if row["step"] <= step]
+    artifacts.write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
+    checkpoints.remove_leftovers()
+    checkpoints.begin(step)
+    copied = 0
+    for path in sorted(source.iterdir()):
+        target = checkpoints.partial(step) / path.name
+        if not hard_link(path, target):
+            artifacts.write_atomic(target, lambda temporary, path=path: _copy(path, temporary))
+            copied += path.stat().st_size
+    if copied:
+        log.warning("%s bytes were copied: the file system has no hard links from %s", f"{copied:,}", source)
+    checkpoints.commit(step)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
+    parent, step = parent_of(paths)
+    begun_from: dict[str, str] = json.loads((parent.checkpoints / BEGUN_FROM_NAME).read_text(encoding="utf-8"))
+    ancestors: list[dict[str, Any]] = read_lineage(parent.fork_receipt)
+    lineage = [*ancestors, {"run": parent.run.name, "step": step, "changed": changed_values(paths)}]
+    manifest = artifacts.hash_file(checkpoint / MANIFEST_NAME)
+    # The model's weights are the same whatever was trained on them; the parent's own folder may be deleted some day.
+    weights = {name: digest for name, digest in begun_from.items() if name.startswith("torch_dist")}
+    return Receipt(STEP, (), weights, {"lineage": lineage, "manifest_xxh3_128": manifest})
