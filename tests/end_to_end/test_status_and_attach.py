@@ -25,6 +25,11 @@ def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (stat.st_mode, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
+def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
+    """Return the processes of a training."""
+    return [process for kind in (SUPERVISOR, TRAINER, ENGINE) for process in find_processes(workflow, kind)]
+
+
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
     workflow.run("stage_all_nodes", "resolve_config")
@@ -38,7 +43,7 @@ def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
 def test_status_tells_where_a_living_run_stands_and_touches_nothing(workflow: WorkflowFolder) -> None:
     driver = start(workflow, "train_grpo")
     driver.wait_for_file(FIRST_CHECKPOINT)
-    processes = [p for kind in (SUPERVISOR, TRAINER, ENGINE) for p in find_processes(workflow, kind)]
+    processes = processes_of(workflow)
     for process in processes:
         process.suspend()
     try:
@@ -85,6 +90,9 @@ def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(work
     job = start_without_driver(workflow)
     while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
         assert job.poll() is None
+    # The last two steps take less time than the start of `snakemake`.
+    for process in processes_of(workflow):
+        process.suspend()
     watcher = start(workflow, "attach")
     watcher.wait_until(lambda: "attached to" in watcher.output)
     os.killpg(job.pid, signal.SIGKILL)
