@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from tests.begun_runs import WEIGHTS, begin_run, paths_of
 
 from posttrain.artifacts import Paths, read_receipt, write_json, write_receipt, write_text
 from posttrain.artifacts.lease import Lease, LeaseHeldError
-from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.errors import ConfigError
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
 from posttrain.training.fork import begin_fork
 from posttrain.training.lineage import check_fork, read_lineage
 
-CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
-WEIGHTS = {"torch_dist-12345678": "a" * 64}
-
-
-def paths_of(results: Path, overrides: str = "", **workflow) -> Paths:
-    words = f"site.results={results} {overrides}"
-    return Paths(resolve({"model": "tiny", "site": "local", "set": words, **workflow}, CONFIG_DIR))
-
 
 @pytest.fixture
 def old(tmp_path: Path) -> Paths:
     """A run with six steps' metrics and checkpoints after steps 2 and 4."""
-    paths = paths_of(tmp_path / "results", run="old")
-    write_text(paths.experiment, dump_yaml(paths.resolved.experiment))
-    write_text(paths.config, dump_resolved(paths.resolved))
-    checkpoints = CheckpointFolder(paths.checkpoints, keep=2)
-    write_json(paths.checkpoints / "begun_from.json", {**WEIGHTS, "rollout_fp8-1": "b" * 64, "dataset": "c" * 64})
-    for step in (2, 4):
-        checkpoints.begin(step)
-        for rank in range(2):
-            (checkpoints.partial(step) / f"__{rank}_0.distcp").write_bytes(bytes([step, rank]) * 1000)
-        checkpoints.write_manifest(step, [r for rank in range(2) for r in checkpoints.record_share(step, rank)])
-        checkpoints.commit(step)
-    rows = [{"step": step, "rollout/reward_mean": step / 10} for step in range(1, 7)]
-    write_text(paths.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    return paths
+    return begin_run(tmp_path / "results", "old")
 
 
 def fork_of(old: Paths, fork: str = "old@2", overrides: str = "", **workflow) -> Paths:
