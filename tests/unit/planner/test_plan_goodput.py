@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.unit.planner.conftest import resolve_model
+from tests.unit.planner.conftest import CONFIG_DIR, resolve_model
 
 from posttrain.planner.plan import build_plan, render_plan
 from posttrain.planner.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
@@ -93,3 +93,18 @@ def test_a_dry_run_does_not_read_it():
     read = "posttrain.planner.plan_rules, posttrain.planner.problems"
     code = f"import sys; import {read}; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_docs_have_these_figures(plan):
+    text = (CONFIG_DIR.parent / "docs" / "runs.md").read_text()
+    lines = [line for line in text.splitlines() if line.endswith("% |")]
+    rates = plan["goodput"]["rates"]
+    expected = [
+        " | ".join(f"{100 * row['effective_share']:.1f} %" for row in rows)
+        for rows in zip(*(rate["features"] for rate in rates), strict=True)
+    ]
+    assert [line.split(" | ", 1)[1].removesuffix(" |") for line in lines] == expected
+    steps = " and ".join(str(rate["best"]["save_interval"]) for rate in rates)
+    assert f"best save interval ({steps} steps)" in text
+    for row in rates[0]["missing"]:
+        assert f"({100 * row['effective_share']:.0f} %)" in text
