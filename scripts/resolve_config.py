@@ -12,7 +12,6 @@ from pathlib import Path
 from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.references import register_run
 from posttrain.cli import run
-from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
@@ -27,8 +26,6 @@ def main() -> None:
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
     paths = Paths(resolved)
-    if paths.train.exists():
-        refuse_other_experiment(paths.experiment, resolved)
     if not paths.train_done.exists():
         refuse_early(resolved.config)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))

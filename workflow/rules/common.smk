@@ -50,6 +50,15 @@ except ConfigError as error:
     logger.error(str(error))
     sys.exit(1)
 CFG = RESOLVED.config
+
+
+def refuse_beside_a_look():
+    """Refuse to change what a run learns, also when it is asked for in one command with a look at runs; no files."""
+    if ONLY_LOOKS and PATHS.train.exists():
+        refuse_other_experiment(PATHS.experiment, RESOLVED)
+    return []
+
+
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")

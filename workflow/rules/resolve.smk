@@ -2,6 +2,8 @@
 
 
 rule resolve_config:
+    input:
+        lambda wildcards: refuse_beside_a_look(),
     output:
         experiment=PATHS.experiment,
         resolved=PATHS.config,

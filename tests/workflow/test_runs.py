@@ -1,0 +1,61 @@
+"""`snakemake` and runs that have begun: who only looks need not say what is learned; forks come before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.begun_runs import begin_run
+from tests.workflow_runs import run_snakemake
+
+
+@pytest.fixture
+def snakemake(tmp_path: Path):
+    begin_run(tmp_path / "results", "old")
+
+    def run(*words: str, set: str = "", **config: str) -> tuple[int, str]:
+        pairs = [f"{key}={value}" for key, value in config.items()] + ([f"set={set}"] if set else [])
+        ended = run_snakemake(tmp_path, *words, "--config", *pairs)
+        return ended.returncode, ended.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("target", ["status", "attach"])
+def test_who_looks_at_a_run_need_not_say_what_it_learns(snakemake, target: str) -> None:
+    code, output = snakemake("-n", run="old")
+    assert code != 0
+    assert "training.num_steps = 80" in output
+    code, output = snakemake(target, "--cores", "1", run="old")
+    assert code == 0, output
+    assert "6 of 40" in output
+
+
+def test_what_is_asked_for_beside_a_look_is_refused_all_the_same(snakemake, tmp_path: Path) -> None:
+    begun = (tmp_path / "results/old/experiment.yaml").read_text()
+    code, output = snakemake("status", "resolve_config", "--cores", "1", "--forcerun", "resolve_config", run="old")
+    assert code != 0
+    assert "training.num_steps = 80" in output
+    assert (tmp_path / "results/old/experiment.yaml").read_text() == begun
+
+
+def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:
+    code, output = snakemake("-n", run="new", fork="old@4")
+    assert code == 0, output
+    assert "begin new with the state of old@4" in output
+    assert output.index("begin new with") < output.index("GRPO new: ")
+    assert "fork_checkpoint" not in snakemake("-n", run="other")[1]
+
+
+def test_bad_forks_are_refused_by_the_dry_run(snakemake, tmp_path: Path) -> None:
+    for fork, set_, expected in (
+        ("old@3", "", "allowed: a step whose checkpoint old has: 2, 4"),
+        ("odl@4", "", "remedy:  did you mean 'old'?"),
+        ("old", "", "allowed: RUN@STEP"),
+        ("old@4", "training.num_steps=4", "training.num_steps = 4"),
+    ):
+        code, output = snakemake("-n", run="new", fork=fork, set=set_)
+        assert code != 0
+        assert expected in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "results" / "new").exists()
