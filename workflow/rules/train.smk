@@ -1,9 +1,8 @@
 # GRPO: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
 
 
-# On one machine the first simulated node is this one. Not params, for which a finished run would be trained again.
-THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
-NODE_LOCAL = PATHS.node_local(THIS_NODE)
+# Not params, for which a finished run would be trained again: this node's disk, and the nodes.
+NODE_LOCAL = PATHS.node_local("{node}")
 
 
 rule train_grpo:
@@ -37,5 +36,4 @@ rule train_grpo:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
-        " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
-        " --node {THIS_NODE:q} --done {output:q}"
+        " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q} --done {output:q}"

@@ -6,6 +6,7 @@ its name; and it ends by itself when the process that started it has died (`pare
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,7 +24,7 @@ import psutil
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.parent_watch import end_process_tree
-from posttrain.preflight.machine import check_ports
+from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
 
 log = logging.getLogger(__name__)
@@ -97,11 +99,24 @@ class EngineProcess:
         log.info("%s ended", self._name)
 
 
+@dataclass(frozen=True)
+class EngineStart:
+    """One engine process to start.
+
+    Args:
+        index: Number of the engine in the run.
+        command: How.
+    """
+
+    index: int
+    command: EngineCommand
+
+
 @contextmanager
 def running_engines(
     config: Config, model_folder: Path, log_folder: Path, merge_requests: bool = False
 ) -> Iterator[list[EngineProcess]]:
-    """Start the configured number of engines on this machine and end them with the block.
+    """Start the configured number of engines on this machine, for it alone, and end them with the block.
 
     They are not ready yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
 
@@ -114,14 +129,41 @@ def running_engines(
     Raises:
         ConfigError: Something else listens on a port that the configuration fixes.
     """
-    raise_problems(check_ports(config))
     count = config.engine.num_engines
-    ports = [config.engine.port + index for index in range(count)] if config.engine.port else choose_free_ports(count)
+    starts = [
+        EngineStart(i, render_engine_command(config, i, model_folder, LOOPBACK, port, merge_requests=merge_requests))
+        for i, port in enumerate(engine_ports(config, range(count)))
+    ]
+    with started_engines(starts, log_folder) as engines:
+        yield engines
+
+
+def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, first: int = 0) -> list[int]:
+    """Return a port for each of this machine's engines: the configured ones, or free ones.
+
+    Args:
+        config: The resolved configuration.
+        indices: Numbers of the engines.
+        host: Address they listen on.
+        first: Where to look for free ports, see `choose_free_ports`.
+
+    Raises:
+        ConfigError: Something else listens on a port that the configuration fixes.
+    """
+    if not config.engine.port:
+        return choose_free_ports(len(indices), host, first)
+    ports = [config.engine.port + index for index in indices]
+    raise_problems([check_port(port, host) for port in ports])
+    return ports
+
+
+@contextmanager
+def started_engines(starts: Sequence[EngineStart], log_folder: Path) -> Iterator[list[EngineProcess]]:
+    """Start engine processes and end them with the block; each writes `engine{i}.log`."""
     with ExitStack() as stack:
         engines = []
-        for index, port in enumerate(ports):
-            command = render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
-            engine = EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
+        for start in starts:
+            engine = EngineProcess(start.command, log_folder / f"engine{start.index}.log", f"engine {start.index}")
             stack.callback(engine.stop)
             engine.start()
             engines.append(engine)
@@ -134,11 +176,25 @@ def check_all_alive(engines: Sequence[EngineProcess]) -> None:
         engine.check_alive()
 
 
-def choose_free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens now, all different."""
+def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:
+    """Return ports on which nothing listens now, all different.
+
+    Args:
+        count: How many.
+        host: Address that they are for.
+        first: The first ports from here on that are free; 0: those that the system gives.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
-        return [listening.getsockname()[1] for listening in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            try:
+                listening = stack.enter_context(socket.create_server((host, first)))
+                ports.append(listening.getsockname()[1])
+            except OSError as error:
+                if not first or error.errno != errno.EADDRINUSE:
+                    raise
+            first = first and first + 1
+        return ports
 
 
 def _watched(argv: Sequence[str]) -> list[str]:
