@@ -20,10 +20,10 @@ rule train_grpo:
         PATHS.run_log("train_grpo"),
     benchmark:
         PATHS.run_log("train_grpo").with_suffix(".benchmark.tsv")
-    threads: workflow.cores if CFG.site.launcher == "local" else 1
+    threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
         # Topology is a resource: a change of it resumes the run instead of starting it anew.
-        nodes=CFG.nodes,
+        **resources_of_training(CFG, PATHS.train / "lease"),
     params:
         format_version=FORMAT_VERSIONS["train_grpo"],
         run_folder=PATHS.train,

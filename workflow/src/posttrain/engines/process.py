@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,20 +161,17 @@ def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, f
 @contextmanager
 def started_engines(starts: Sequence[EngineStart], log_folder: Path) -> Iterator[list[EngineProcess]]:
     """Start engine processes and end them with the block; each writes `engine{i}.log`."""
-    with ExitStack() as stack:
-        engines = []
-        for start in starts:
-            engine = EngineProcess(start.command, log_folder / f"engine{start.index}.log", f"engine {start.index}")
-            stack.callback(engine.stop)
+    engines = [
+        EngineProcess(start.command, log_folder / f"engine{start.index}.log", f"engine {start.index}") for start in starts
+    ]
+    try:
+        for engine in engines:
             engine.start()
-            engines.append(engine)
         yield engines
-
-
-def check_all_alive(engines: Sequence[EngineProcess]) -> None:
-    """Raise for the first engine that has ended; see `EngineProcess.check_alive`."""
-    for engine in engines:
-        engine.check_alive()
+    finally:
+        # Each takes a second or two to end.
+        with ThreadPoolExecutor(max(1, len(engines))) as pool:
+            list(pool.map(EngineProcess.stop, engines))
 
 
 def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:

@@ -50,6 +50,9 @@ class Nodes(Protocol):
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which of these nodes do not answer, and do not choose them again."""
 
+    def job_is_alive(self, job: str) -> bool | None:
+        """Tell whether the scheduler runs a job or will; None where it cannot tell."""
+
     def seconds_left(self) -> float | None:
         """Return the time until the scheduler ends the job; None: it does not."""
 
@@ -92,6 +95,9 @@ class ThisMachine:
     def check(self, names: Sequence[str]) -> list[str]:
         """Return nothing: this machine answers."""
         return []
+
+    def job_is_alive(self, job: str) -> None:
+        """Return None: there is no scheduler."""
 
     def seconds_left(self) -> float | None:
         """Return None: nobody ends it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -22,6 +23,9 @@ from posttrain.launch.nodes import LOOPBACK, NodesLostError
 
 log = logging.getLogger(__name__)
 
+JOB_PREFIX = "slurm:"
+# What squeue shows of jobs that will not run again.
+ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 QUERY_SECONDS = 60.0
 PROBE_SECONDS = 30.0
 # Ports below the range from which systems take those of outgoing connections (32768 on Linux); a block for each job.
@@ -40,7 +44,7 @@ class SlurmAllocation:
     def __init__(self, job_id: str, names: Sequence[str], config: Config):
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
-        self.job = f"slurm job {job_id}"
+        self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
         self.address = interface_address(config.site.network_interface) if len(names) > 1 else LOOPBACK
 
@@ -106,6 +110,10 @@ class SlurmAllocation:
         self._lost.update(lost)
         return lost
 
+    def job_is_alive(self, job: str) -> bool | None:
+        """Tell whether SLURM runs a job or will; None where it cannot be told."""
+        return job_is_alive(job)
+
     def seconds_left(self) -> float | None:
         """Return the time until SLURM ends the job, which an administrator may move."""
         end = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%e")
@@ -132,6 +140,26 @@ class SlurmAllocation:
         place = ("--jobid", self._job_id, "--nodelist", ",".join(names), "--nodes", str(len(names)))
         shape = ("--ntasks", str(len(names)), "--ntasks-per-node", "1", "--cpu-bind", "none")
         return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mem", "0", *place, *shape]
+
+
+def job_number(job: str) -> str:
+    """Return SLURM's number of a job of ours."""
+    return job.removeprefix(JOB_PREFIX)
+
+
+def job_is_alive(job: str) -> bool | None:
+    """Tell whether SLURM still runs a job, or will; None where it cannot be told from here.
+
+    Args:
+        job: As `SlurmAllocation.job` calls it.
+    """
+    if not job.startswith(JOB_PREFIX) or shutil.which("squeue") is None:
+        return None
+    try:
+        state = ask("squeue", "--noheader", "--states", "all", "--jobs", job_number(job), "--format", "%T")
+    except RuntimeError as error:
+        return False if "Invalid job id" in str(error) else None
+    return bool(state) and state not in ENDED_STATES
 
 
 def ask(*command: str) -> str:

@@ -32,7 +32,7 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
             are left and the job cannot be started again.
         CheckpointError: What would be loaded is wrong.
     """
-    with Lease(job.run_folder, job.run_folder / "lease") as lease:
+    with Lease(job.run_folder, job.run_folder / "lease", nodes.job, nodes.job_is_alive) as lease:
         idle = 0
         while True:
             names = _choose_nodes(config, nodes)
