@@ -14,10 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -100,19 +99,6 @@ class EngineProcess:
         log.info("%s ended", self._name)
 
 
-@dataclass(frozen=True)
-class EngineStart:
-    """One engine process to start.
-
-    Args:
-        index: Number of the engine in the run.
-        command: How.
-    """
-
-    index: int
-    command: EngineCommand
-
-
 @contextmanager
 def running_engines(
     config: Config, model_folder: Path, log_folder: Path, merge_requests: bool = False
@@ -131,11 +117,11 @@ def running_engines(
         ConfigError: Something else listens on a port that the configuration fixes.
     """
     count = config.engine.num_engines
-    starts = [
-        EngineStart(i, render_engine_command(config, i, model_folder, LOOPBACK, port, merge_requests=merge_requests))
-        for i, port in enumerate(engine_ports(config, range(count)))
-    ]
-    with started_engines(starts, log_folder) as engines:
+    commands = {
+        index: render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
+        for index, port in enumerate(engine_ports(config, range(count)))
+    }
+    with started_engines(commands, log_folder) as engines:
         yield engines
 
 
@@ -159,10 +145,16 @@ def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, f
 
 
 @contextmanager
-def started_engines(starts: Sequence[EngineStart], log_folder: Path) -> Iterator[list[EngineProcess]]:
-    """Start engine processes and end them with the block; each writes `engine{i}.log`."""
+def started_engines(commands: Mapping[int, EngineCommand], log_folder: Path) -> Iterator[list[EngineProcess]]:
+    """Start engine processes and end them with the block.
+
+    Args:
+        commands: Number of the engine in the run -> how it is started here.
+        log_folder: Gets `engine{i}.log`.
+    """
     engines = [
-        EngineProcess(start.command, log_folder / f"engine{start.index}.log", f"engine {start.index}") for start in starts
+        EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
+        for index, command in commands.items()
     ]
     try:
         for engine in engines:
@@ -172,6 +164,12 @@ def started_engines(starts: Sequence[EngineStart], log_folder: Path) -> Iterator
         # Each takes a second or two to end.
         with ThreadPoolExecutor(max(1, len(engines))) as pool:
             list(pool.map(EngineProcess.stop, engines))
+
+
+def check_all_alive(engines: Sequence[EngineProcess]) -> None:
+    """Raise for the first engine that has ended; see `EngineProcess.check_alive`."""
+    for engine in engines:
+        engine.check_alive()
 
 
 def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:

@@ -21,8 +21,8 @@ from typing import Any
 from posttrain import cli
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
-from posttrain.engines.launch_command import render_engine_command
-from posttrain.engines.process import EngineProcess, EngineStart, choose_free_ports, engine_ports, started_engines
+from posttrain.engines.launch_command import EngineCommand, render_engine_command
+from posttrain.engines.process import EngineProcess, choose_free_ports, engine_ports, started_engines
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
 from posttrain.launch.job import TrainingJob
@@ -99,6 +99,7 @@ class NodeSupervisor:
         self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
         self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
+        self._urls: dict[int, str] = {}
 
     def run(self) -> None:
         """Run this node's part to its end.
@@ -109,7 +110,7 @@ class NodeSupervisor:
         checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
         with self._weights.in_use():
             self._weights.prepare(with_torch_dist=checkpoints.newest_step() == 0)
-            with started_engines(self._engine_starts(), self._folder) as engines:
+            with started_engines(self._engine_commands(), self._folder) as engines:
                 self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
                 start = self._wait_for_start(engines)
                 rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
@@ -119,20 +120,18 @@ class NodeSupervisor:
 
     # ---- engines ----
 
-    def _engine_starts(self) -> list[EngineStart]:
+    def _engine_commands(self) -> dict[int, EngineCommand]:
         parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
         ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
-        rollout = self._weights.folder_of(self._weights.rollout)
-        starts, self._urls = [], {}
+        rollout, commands = self._weights.folder_of(self._weights.rollout), {}
         for part, port in zip(parts, ports, strict=True):
             meeting = f"{self._addresses[part.first_node]}:{self._first_port + MEETING_OFFSET + part.index}"
-            command = render_engine_command(
+            commands[part.index] = render_engine_command(
                 self._config, part.index, rollout, host, port, part.node_rank, meeting, gpus=part.gpus
             )
-            starts.append(EngineStart(part.index, command))
             if part.node_rank == 0:
-                self._urls[str(part.index)] = command.url
-        return starts
+                self._urls[part.index] = commands[part.index].url
+        return commands
 
     def _wait_for_start(self, engines: Sequence[EngineProcess]) -> dict[str, Any]:
         while (order := self._head.order(POLL_SECONDS)) is None:
