@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("slurm_localhost.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "ip", "nsenter", "unshare")
+# A short path: munge's socket has at most 107 bytes.
+FOLDER = Path("/var/tmp/posttrain-slurm-tests")
 SYSTEM_FOLDERS = "/usr/sbin:/sbin"
 
 
@@ -51,6 +55,11 @@ class Cluster:
         """Return the numbers of the jobs that run or wait."""
         return self.ask("squeue", "--noheader", "--format", "%i").split()
 
+    def start_now(self, job: str) -> None:
+        """Let a job that was put back into the queue start without the two minutes that SLURM waits."""
+        time.sleep(5.0)  # sooner, the nodes refuse it: they have not forgotten its last run
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def _run(self, *words: str) -> None:
         environment = {**os.environ, "SLURM_LOCALHOST": str(self.folder), "PATH": _path()}
         # Its output is a file: the daemons that it starts would keep a pipe open.
@@ -69,20 +78,18 @@ def require_slurm() -> None:
 
 
 @contextmanager
-def running_cluster(folder: Path, nodes: int) -> Iterator[Cluster]:
-    """Start a cluster and stop it, with all of its jobs, at the end of the block."""
-    cluster = Cluster(folder)
-    cluster._run("up", str(nodes))
-    try:
-        yield cluster
-    finally:
-        cluster._run("down")
-
-
-def job_log(workflow_folder: Path, job: str) -> str:
-    """Return what a job of a workflow has printed."""
-    logs: Sequence[Path] = list((workflow_folder / ".snakemake" / "slurm_logs").rglob(f"{job}.log"))
-    return "\n".join(log.read_text(errors="replace") for log in logs)
+def running_cluster(nodes: int) -> Iterator[Cluster]:
+    """Start a cluster and stop it, with all of its jobs, at the end of the block; there is one at a time."""
+    cluster = Cluster(FOLDER)
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cluster._run("down")  # what a killed session has left
+        cluster._run("up", str(nodes))
+        try:
+            yield cluster
+        finally:
+            cluster._run("down")
 
 
 def _path() -> str:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,7 @@ PROFILE = ROOT / "workflow" / "profiles" / "slurm-localhost"
 def cluster() -> Iterator[Cluster]:
     """Five nodes: four that train and a spare one."""
     require_slurm()
-    # A short path: munge's socket has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, running_cluster(Path(folder), nodes=5) as cluster:
+    with running_cluster(nodes=5) as cluster:
         yield cluster
 
 
@@ -27,11 +26,19 @@ def no_job_is_left(cluster: Cluster) -> Iterator[None]:
         cluster.ask("scancel", job)
 
 
+@dataclass
 class SlurmFolder(WorkflowFolder):
-    """A working directory whose steps are SLURM jobs."""
+    """A working directory whose steps are SLURM jobs.
+
+    Args:
+        nodes: Of training.
+    """
+
+    nodes: int = 4
 
     def command(self, *targets: str, **arguments) -> list[str]:
-        words = super().command(*targets, **arguments)
+        config = {"site": "slurm_localhost", "nodes": self.nodes}
+        words = super().command(*targets, config=config, **arguments)
         at = words.index("--cores")
         return [*words[:at], "--workflow-profile", str(PROFILE), *words[at + 2 :]]
 

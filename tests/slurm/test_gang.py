@@ -28,7 +28,7 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     """TP2 PP2 EP2 and DP2 over gloo, an engine on each node, from the staged copy on each node's disk to the report."""
     on_slurm.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 2}
     workflow.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 8}
-    on_slurm.run(config={"site": "slurm_localhost", "nodes": 4})
+    on_slurm.run()
     workflow.run("train_grpo")
     assert_same_training(on_slurm, workflow)
     train = on_slurm.run_folder / "train"
@@ -42,4 +42,5 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert summary["num_steps"] == 6
     assert 0 < summary["pass_rate_after"] < 1
     assert (on_slurm.run_folder / "report.html").exists()
-    assert "Nothing to be done" in on_slurm.run(config={"site": "slurm_localhost", "nodes": 2})
+    on_slurm.nodes = 2
+    assert "Nothing to be done" in on_slurm.run(), "what is trained stays, whatever the nodes"

@@ -13,10 +13,11 @@ TIME_LIMIT = r"(\d+)([mhd])"
 MINUTES_OF = {"m": 1, "h": 60, "d": 24 * 60}
 # What our own keys ask for, or Snakemake's executor: twice on one command line, the later word would win silently.
 OUR_OPTIONS = (
-    *("--partition", "--account", "--qos", "--constraint", "--time", "--nodes", "--ntasks", "--cpus-per-task", "--mem"),
-    *("--mem-per-cpu", "--gpus", "--gres", "--exclusive", "--requeue", "--no-requeue", "--no-kill", "--dependency"),
-    *("--job-name", "--output", "--error", "--comment", "--export", "--parsable", "--chdir", "--clusters"),
-)
+    "--partition", "--account", "--qos", "--constraint", "--time", "--nodes", "--ntasks", "--cpus-per-task", "--mem",
+    "--mem-per-cpu", "--gpus", "--gres", "--ntasks-per-gpu", "--cpus-per-gpu", "--exclusive", "--requeue",
+    "--no-requeue", "--no-kill", "--dependency", "--job-name", "--output", "--error", "--comment", "--export",
+    "--parsable", "--chdir", "--clusters",
+)  # fmt: skip
 
 
 def check_launcher(config: Config) -> Problems:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel
+from posttrain.launch.hang import HangWatch, Position, describe_stacks
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 1.0
 # Nodes have this long to end what they run.
 END_SECONDS = 25.0
+STACKS_SECONDS = 10.0
 NODE_LOST_ORDER = -1
 
 
@@ -46,7 +48,16 @@ class AttemptFailedError(RuntimeError):
 
     def __init__(self, reason: str, suspects: Sequence[str] = ()):
         super().__init__(reason)
-        self.suspects = list(suspects)
+        self._reason, self.suspects = reason, list(suspects)
+        # Those of the suspects that are.
+        self.lost_nodes: list[str] = []
+
+    def __str__(self) -> str:
+        return self._reason + (f"; lost: {', '.join(self.lost_nodes)}" if self.lost_nodes else "")
+
+
+class EndedEarlyError(RuntimeError):
+    """Training was asked to end, has saved, and has steps left."""
 
 
 @dataclass
@@ -92,6 +103,8 @@ class Gang:
         self._token = secrets.token_hex(16)
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._members: dict[str, Member] = {}
+        self._is_ending = False
+        self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
 
     def __enter__(self) -> Gang:
         self._listener = socket.create_server((self._nodes.address, 0), backlog=len(self._names))
@@ -107,26 +120,32 @@ class Gang:
         self._listener.close()
         for member in self._members.values():
             member.channel.send("stop")
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("the nodes' supervisors do not end; their connections are closed, and they end with those")
+        deadline = time.monotonic() + END_SECONDS
+        while self._process.poll() is None and not self._are_gone() and time.monotonic() < deadline:
+            self._take_news()
+        # What does not end by now ends with its connection.
         for member in self._members.values():
             member.channel.close()
         _end(self._process)
+
+    def _are_gone(self) -> bool:
+        return all(member.has_told("gone") for member in self._members.values())
 
     def run(self) -> None:
         """Return when all ranks are done.
 
         Raises:
             AttemptFailedError: Something ended early.
+            EndedEarlyError: The job's time is over; all is saved.
             CheckpointError: A node refuses what it should load; another attempt would not help.
         """
         self._gather()
         self._assign()
         self._wait_for_all("engines")
         self._train()
-        self._wait_for_all("done")
+        self._wait_for_all("done", self._watch)
+        if any(member.news["done"]["saved"] for member in self._members.values()):
+            raise EndedEarlyError("it was asked to end, and saved at the end of its step")
 
     # ---- the four stages ----
 
@@ -162,9 +181,40 @@ class Gang:
         for member in self._members.values():
             member.channel.send("train", **order)
 
-    def _wait_for_all(self, kind: str) -> None:
+    def _watch(self) -> None:
+        self._end_in_time()
+        told = [m.news["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
+        positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
+        if found := self._hang_watch.look(positions):
+            raise AttemptFailedError(f"training hangs: {found}; waiting: {self._ask_for_stacks()}")
+
+    def _ask_for_stacks(self) -> str:
+        """Return in which collective each rank waits, for people."""
+        for member in self._members.values():
+            member.channel.send("stacks")
+        deadline = time.monotonic() + STACKS_SECONDS
+        while not all(m.has_told("stacks") for m in self._members.values()) and time.monotonic() < deadline:
+            self._take_news()
+        answers = {m.name: m.news.get("stacks", {}).get("ranks", {}) for m in self._members.values()}
+        stacks = {int(rank): stack for ranks in answers.values() for rank, stack in ranks.items()}
+        return describe_stacks(stacks, {int(rank): name for name, ranks in answers.items() for rank in ranks})
+
+    def _end_in_time(self) -> None:
+        """Ask for a save at the step's end, once, when a node was asked to end or the scheduler is about to do it."""
+        if self._is_ending:
+            return
+        asked = any(member.has_told("asked_to_end") for member in self._members.values())
+        if asked or self._nodes.end_is_near():
+            log.warning(
+                "training is asked to save and end: %s", "by a signal" if asked else "the job's time is over soon"
+            )
+            self._is_ending = True
+            self._members[self._names[0]].channel.send("save")
+
+    def _wait_for_all(self, kind: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         while not all(member.has_told(kind) for member in self._members.values()):
             self._take_news()
+            meanwhile()
             if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
                 self._raise_cause()
             if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):

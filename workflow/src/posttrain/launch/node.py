@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,18 @@ class NodeSupervisor:
         ]
 
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
-        while not all(rank.process.poll() == 0 for rank in ranks):
+        next_news = 0.0
+        while any(rank.process.poll() is None for rank in ranks):
+            order = self._head.order(POLL_SECONDS)
+            if order and order["kind"] == "save":
+                _ask_to_end(ranks)
+            elif order and order["kind"] == "stacks":
+                self._head.tell("stacks", ranks=_stacks(ranks))
+            if time.monotonic() > next_news:
+                next_news = time.monotonic() + BEAT_SECONDS
+                self._head.tell("positions", ranks={rank.rank: rank.position() for rank in ranks})
             self._report([*_ended_engines(engines), *filter(None, (rank.ending() for rank in ranks))])
-            self._head.order(POLL_SECONDS)
-        self._head.tell("done")
+        self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         self._wait_for_the_end()
 
     # ---- news ----
@@ -173,6 +182,18 @@ class NodeSupervisor:
     def _wait_for_the_end(self) -> None:
         while True:
             self._head.order(POLL_SECONDS)
+
+
+def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
+    """Have rank 0, if it is here, save at the end of its step and end; it takes the others along."""
+    for rank in ranks:
+        if rank.rank == 0:
+            rank.process.send_signal(signal.SIGUSR1)
+
+
+def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip([rank.rank for rank in ranks], pool.map(RankProcess.stack, ranks), strict=True))
 
 
 def _ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
@@ -203,6 +224,8 @@ def main() -> None:
     channel = connect(arguments.head)
     channel.send("hello", name=arguments.name, token=os.environ.pop(TOKEN_VARIABLE), address=channel.own_address)
     head = Head(channel)
+    # From SLURM or a user: `scancel --signal=USR1 JOB`.
+    signal.signal(signal.SIGUSR1, lambda *_: head.tell("asked_to_end") and None)
     try:
         with told_to(head):
             while (order := head.order(POLL_SECONDS)) is None:

@@ -53,8 +53,8 @@ class Nodes(Protocol):
     def job_is_alive(self, job: str) -> bool | None:
         """Tell whether the scheduler runs a job or will; None where it cannot tell."""
 
-    def seconds_left(self) -> float | None:
-        """Return the time until the scheduler ends the job; None: it does not."""
+    def end_is_near(self) -> bool:
+        """Tell whether the scheduler ends the job so soon that training has to save now; asked all the time."""
 
     def requeue(self) -> None:
         """Give the nodes back and have the job started again later; does not return.
@@ -99,9 +99,9 @@ class ThisMachine:
     def job_is_alive(self, job: str) -> None:
         """Return None: there is no scheduler."""
 
-    def seconds_left(self) -> float | None:
-        """Return None: nobody ends it."""
-        return None
+    def end_is_near(self) -> bool:
+        """Return False: nobody ends it."""
+        return False
 
     def requeue(self) -> None:
         """Raise: there is no queue."""

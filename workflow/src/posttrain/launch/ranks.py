@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,13 @@ from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.launch.child import die_with_parent
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.training.early_end import SAVED_EXIT_CODE
 
 GRACE_SECONDS = 10.0
+STACK_SECONDS = 2.0
 LOG_TAIL_LINES = 15
 
 
@@ -62,16 +66,44 @@ class RankProcess:
         rank: Its number among all.
         process: The process.
         log_path: What it writes.
+        progress_path: Where it says in which phase it is.
     """
 
     rank: int
     process: subprocess.Popen
     log_path: Path
+    progress_path: Path
+
+    @property
+    def has_saved(self) -> bool:
+        """It was asked to end before the last step, and has."""
+        return self.process.poll() == SAVED_EXIT_CODE
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where it is, as `hang.Position` has it; None outside of steps."""
+        progress = read_progress(self.progress_path) if self.process.poll() is None else None
+        if progress is None:
+            return None
+        return {"step": progress.step, "phase": progress.phase, "seconds": time.monotonic() - progress.since}
+
+    def stack(self) -> str | None:
+        """Return where its main thread is; None when it does not answer, as a stopped process does."""
+        size = self.log_path.stat().st_size
+        self.process.send_signal(signal.SIGUSR2)
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(STACK_SECONDS / 10)
+            with open(self.log_path, encoding="utf-8", errors="replace") as log:
+                log.seek(size)
+                _, marker, stack = log.read().partition("Current thread")
+            if marker and "\n" in stack:
+                return stack.partition("\n\n")[0]
+        return None
 
     def ending(self) -> Ending | None:
         """Return how it failed; None while it runs and when it is done."""
         code = self.process.poll()
-        if code in (None, 0):
+        if code in (None, 0, SAVED_EXIT_CODE):
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         reason = f"trainer rank {self.rank} {how}; its log ends with:\n{_tail(self.log_path)}"
@@ -100,16 +132,19 @@ def running_ranks(
         **as_environment(trainer_environment(config)),
     }
     ranks: list[RankProcess] = []
-    try:
-        for local_rank in range(per_node):
-            rank = node * per_node + local_rank
-            log_path = folder / f"trainer{rank}.log"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), LOG_VARIABLE: str(log_path)}
-            process = _start(command, {**environment, **own}, log_path, to_terminal=rank == 0)
-            ranks.append(RankProcess(rank, process, log_path))
-        yield ranks
-    finally:
-        _end([rank.process for rank in ranks])
+    with tempfile.TemporaryDirectory(prefix="ranks-") as own_folder:
+        try:
+            for local_rank in range(per_node):
+                rank = node * per_node + local_rank
+                log_path = folder / f"trainer{rank}.log"
+                progress_path = Path(own_folder) / str(rank)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), LOG_VARIABLE: str(log_path)}
+                own[PROGRESS_VARIABLE] = str(progress_path)
+                process = _start(command, {**environment, **own}, log_path, to_terminal=rank == 0)
+                ranks.append(RankProcess(rank, process, log_path, progress_path))
+            yield ranks
+        finally:
+            _end([rank.process for rank in ranks])
 
 
 def _start(command: Sequence[str], environment: dict[str, str], log_path: Path, to_terminal: bool) -> subprocess.Popen:

@@ -27,7 +27,8 @@ JOB_PREFIX = "slurm:"
 # What squeue shows of jobs that will not run again.
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 QUERY_SECONDS = 60.0
-PROBE_SECONDS = 30.0
+END_QUERY_SECONDS = 20.0
+PROBE_SECONDS = 15.0
 # Ports below the range from which systems take those of outgoing connections (32768 on Linux); a block for each job.
 FIRST_PORT, PORT_BLOCKS, PORTS_PER_BLOCK = 20000, 120, 100
 
@@ -44,6 +45,7 @@ class SlurmAllocation:
     def __init__(self, job_id: str, names: Sequence[str], config: Config):
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
+        self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
         self.address = interface_address(config.site.network_interface) if len(names) > 1 else LOOPBACK
@@ -114,13 +116,19 @@ class SlurmAllocation:
         """Tell whether SLURM runs a job or will; None where it cannot be told."""
         return job_is_alive(job)
 
-    def seconds_left(self) -> float | None:
-        """Return the time until SLURM ends the job, which an administrator may move."""
-        end = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%e")
+    def end_is_near(self) -> bool:
+        """Tell whether it is time to save; SLURM is asked now and then, because an administrator may move the end."""
+        if time.monotonic() < self._next_query:
+            return False
+        self._next_query = time.monotonic() + END_QUERY_SECONDS
         try:
-            return datetime.fromisoformat(end).timestamp() - time.time()
-        except ValueError:  # no limit
-            return None
+            end = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%e")
+        except RuntimeError as error:
+            log.warning("SLURM does not say when the job ends: %s", error)
+            return False
+        if end in ("", "N/A", "NONE", "Unknown"):
+            return False
+        return datetime.fromisoformat(end).timestamp() - time.time() < self._config.site.slurm.signal_seconds
 
     def requeue(self) -> None:
         """Have the job started again later, under the same id.

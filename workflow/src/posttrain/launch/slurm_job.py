@@ -6,6 +6,9 @@ processes on the others. Topology is a resource and never a parameter: a change 
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,8 @@ from typing import Any
 from posttrain.artifacts.lease import living_holder
 from posttrain.config.schema import Config, Site
 from posttrain.launch.slurm import job_is_alive, job_number
+
+log = logging.getLogger(__name__)
 
 
 def resources_of_all_jobs(site: Site) -> dict[str, str]:
@@ -58,9 +63,11 @@ def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
     return extra
 
 
-def _dependency(lease_folder: Path) -> list[str]:
+@functools.cache
+def _dependency(lease_folder: Path) -> tuple[str, ...]:
     """A job that trains this run already is waited for: what is left to do then, the new job does."""
     holder = living_holder(lease_folder, job_is_alive=job_is_alive)
-    if holder is None or not job_is_alive(holder.job):
-        return []
-    return [f"--dependency=afterany:{job_number(holder.job)}"]
+    if holder is None or not job_is_alive(holder.job) or job_number(holder.job) == os.environ.get("SLURM_JOB_ID"):
+        return ()
+    log.warning("%s is being trained by %s; a new job waits for its end", lease_folder.parent, holder)
+    return (f"--dependency=afterany:{job_number(holder.job)}",)

@@ -17,7 +17,7 @@ from posttrain import artifacts
 from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.launch.gang import AttemptFailedError, Gang
+from posttrain.launch.gang import AttemptFailedError, EndedEarlyError, Gang
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes, NodesLostError
 
@@ -40,16 +40,19 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
             try:
                 _attempt(job, config, nodes, names, lease)
                 return
+            except EndedEarlyError:
+                nodes.requeue()
+                raise
             except AttemptFailedError as failure:
-                lost = nodes.check(failure.suspects)
-                reason = f"{failure}" + (f"; {', '.join(lost)} no longer answers" if lost else "")
-            idle = idle + 1 if _progress(job.run_folder) == before and not lost else 0
-            if idle == config.launch.max_idle_attempts:
-                raise RuntimeError(
-                    f"training ended {idle} times without progress, the last time because {reason}; "
-                    f"see {job.run_folder / 'attempts'}"
-                )
-            log.warning("restarting from the newest checkpoint: %s", reason)
+                # A lost node is no fault of the run's.
+                is_idle = _progress(job.run_folder) == before and not failure.lost_nodes
+                idle = idle + 1 if is_idle else 0
+                if idle == config.launch.max_idle_attempts:
+                    raise RuntimeError(
+                        f"training ended {idle} times without progress, the last time because {failure}; "
+                        f"see {job.run_folder / 'attempts'}"
+                    ) from None
+                log.warning("restarting from the newest checkpoint: %s", failure)
 
 
 def _choose_nodes(config: Config, nodes: Nodes) -> list[str]:
@@ -73,8 +76,12 @@ def _attempt(job: TrainingJob, config: Config, nodes: Nodes, names: Sequence[str
         with Gang(job, config, nodes, names, folder, lease) as gang:
             gang.run()
         reason = "done"
-    except (AttemptFailedError, CheckpointError) as failure:
+    except AttemptFailedError as failure:
+        failure.lost_nodes = nodes.check(failure.suspects)
         reason = str(failure)
+        raise
+    except (EndedEarlyError, CheckpointError) as end:
+        reason = str(end)
         raise
     finally:
         row |= {"ended_unix": time.time(), "reason": reason}
