@@ -7,6 +7,7 @@ node is gone, ranks on other nodes fail because of it, and a rank that was kille
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -35,6 +36,7 @@ SETTLE_SECONDS = 1.0
 # Nodes have this long to end what they run.
 END_SECONDS = 25.0
 STACKS_SECONDS = 10.0
+PROCESS_END_SECONDS = 3.0
 NODE_LOST_ORDER = -1
 
 
@@ -117,6 +119,7 @@ class Gang:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in accept()
         self._listener.close()
         for member in self._members.values():
             member.channel.send("stop")
@@ -283,10 +286,10 @@ class Gang:
 
 
 def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(POLL_SECONDS * 25)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    """Wait for a process that is about to end; one that waits for a dead node never would."""
+    for insist in (lambda: None, process.terminate, process.kill):
+        insist()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PROCESS_END_SECONDS)
+            return
     process.wait()

@@ -30,6 +30,7 @@ from posttrain.launch.job import TrainingJob
 from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.training import early_end
 from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Head:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
-        while self.tell("beat"):
+        while self.tell("asked_to_end" if early_end.is_asked() else "beat"):
             time.sleep(BEAT_SECONDS)
 
 
@@ -221,11 +222,10 @@ def told_to(head: Head) -> Iterator[None]:
 def main() -> None:
     """Report to the head, take its order, do this node's part."""
     arguments = parse_arguments()
+    early_end.block()
     channel = connect(arguments.head)
     channel.send("hello", name=arguments.name, token=os.environ.pop(TOKEN_VARIABLE), address=channel.own_address)
     head = Head(channel)
-    # From SLURM or a user: `scancel --signal=USR1 JOB`.
-    signal.signal(signal.SIGUSR1, lambda *_: head.tell("asked_to_end") and None)
     try:
         with told_to(head):
             while (order := head.order(POLL_SECONDS)) is None:

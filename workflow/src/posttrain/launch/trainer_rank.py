@@ -38,7 +38,7 @@ def main() -> None:
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
-    early_end.listen()
+    early_end.block()
     from posttrain.training.loop import train
     from posttrain.training.run import open_run
 

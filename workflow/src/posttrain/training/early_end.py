@@ -1,6 +1,8 @@
 """A training that is asked to end saves at the end of its step and ends with an exit code of its own.
 
-Its node's supervisor asks rank 0 with SIGUSR1: before a scheduler's time limit, or when a user wants the nodes.
+Its node's supervisor asks rank 0 with SIGUSR1, before a scheduler's time limit. A user may send it to the whole job,
+and it then reaches every process of it: engines and graders too. So it is blocked, which children inherit, and never
+handled: whoever wants to know looks whether it waits.
 """
 
 from __future__ import annotations
@@ -9,19 +11,13 @@ import signal
 
 # Told from success and from every failure: the state is saved, and there are steps left.
 SAVED_EXIT_CODE = 85
-_asked = False
 
 
-def listen() -> None:
-    """Take note of SIGUSR1 from now on; without this it would end the process."""
-    signal.signal(signal.SIGUSR1, _note)
+def block() -> None:
+    """Keep SIGUSR1 from ending this process and all that it starts from now on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def is_asked() -> bool:
     """Tell whether this process was asked to end."""
-    return _asked
-
-
-def _note(*_: object) -> None:
-    global _asked
-    _asked = True
+    return signal.SIGUSR1 in signal.sigpending()
