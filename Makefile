@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-faults env env-sglang env-network lint clean
+.PHONY: help demo test test-faults env env-sglang env-network env-slurm lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,11 +34,17 @@ env-sglang: ## a real SGLang server on CPU, in an environment of its own
 env-network: ## what simulated nodes with networks of their own need (Debian, as root)
 	apt-get install --yes --no-install-recommends iproute2 sshfs socat openssh-sftp-server
 
+env-slurm: ## a real SLURM of several nodes on this machine (Debian, as root)
+	apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
+
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
 endif
 ifneq (,$(findstring network,$(REQUIRE)))
 test: env-network
+endif
+ifneq (,$(findstring slurm,$(REQUIRE)))
+test: env-slurm
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults'

@@ -42,7 +42,7 @@ from tests.interruptions import (
 )
 from tests.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.launch.supervisor import MAX_IDLE_ATTEMPTS
+from posttrain.config.schema import Launch
 
 pytestmark = pytest.mark.slow
 
@@ -196,10 +196,10 @@ def test_a_damaged_checkpoint_is_named_and_not_used(workflow: WorkflowFolder, un
     shard.write_bytes(content)
     code, output = start(workflow, "train_grpo").finish()
     assert code != 0
-    assert f"training ended {MAX_IDLE_ATTEMPTS} times without progress" in output
+    assert f"training ended {Launch().max_idle_attempts} times without progress" in output
     assert f"{shard}: content differs" in output
     assert f"remedy: rm -r {newest}" in output
-    assert len(attempts_of(workflow)) == MAX_IDLE_ATTEMPTS
+    assert len(attempts_of(workflow)) == Launch().max_idle_attempts
     shutil.rmtree(newest)
     finish(workflow, "train_grpo")
     assert_same_training(workflow, undisturbed)

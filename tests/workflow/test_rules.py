@@ -28,7 +28,6 @@ ACCEPTED_LINTS = {
     "Shell command directly uses variable WORKFLOW from outside of the rule",
     # This node's disk: as a param, another node would train a finished run again.
     "Shell command directly uses variable NODE_LOCAL from outside of the rule",
-    "Shell command directly uses variable THIS_NODE from outside of the rule",
 }
 
 

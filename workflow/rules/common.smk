@@ -18,6 +18,7 @@ from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
 from posttrain.errors import ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
+from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
 from posttrain.training.lineage import check_fork
 
 name_driver()
@@ -59,6 +60,10 @@ def refuse_beside_a_look():
     return []
 
 
+# They stand in the site's file with all that belongs to a cluster; without a scheduler there are no defaults.
+if workflow.resource_settings.default_resources is not None:
+    for name, value in resources_of_all_jobs(CFG.site).items():
+        workflow.resource_settings.default_resources[name] = value
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")

@@ -59,7 +59,7 @@ rule verify_rollout_weights:
         PATHS.store_log("verify_rollout_weights"),
     benchmark:
         PATHS.store_log("verify_rollout_weights").with_suffix(".benchmark.tsv")
-    threads: workflow.cores or 1
+    threads: workflow.cores if CFG.site.launcher == "local" else 1
     params:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,

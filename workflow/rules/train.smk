@@ -1,9 +1,8 @@
 # GRPO: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
 
 
-# On one machine the first simulated node is this one. Not params, for which a finished run would be trained again.
-THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
-NODE_LOCAL = PATHS.node_local(THIS_NODE)
+# Not params, for which a finished run would be trained again: this node's disk, and the nodes.
+NODE_LOCAL = PATHS.node_local("{node}")
 
 
 # A fork begins with another run's checkpoint, which is linked, not copied.
@@ -40,10 +39,10 @@ rule train_grpo:
         PATHS.run_log("train_grpo"),
     benchmark:
         PATHS.run_log("train_grpo").with_suffix(".benchmark.tsv")
-    threads: workflow.cores if CFG.site.launcher == "local" else 1
+    threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
         # Topology is a resource: a change of it resumes the run instead of starting it anew.
-        nodes=CFG.nodes,
+        **resources_of_training(CFG, PATHS.train / "lease"),
     params:
         format_version=FORMAT_VERSIONS["train_grpo"],
         run_folder=PATHS.train,
@@ -57,7 +56,7 @@ rule train_grpo:
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
-        " --node {THIS_NODE:q} --fork {input.fork:q} --done {output:q}"
+        " --fork {input.fork:q} --done {output:q}"
 
 
 # Training whose driver died may live on where a scheduler runs it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS, Lease, LeaseLostError, check_epoch, read_holder
+from posttrain.artifacts.lease import (
+    HEARTBEAT_DEAD_SECONDS,
+    Lease,
+    LeaseHeldError,
+    LeaseLostError,
+    check_epoch,
+    read_holder,
+)
 
 HOLD = """
     import sys, time
@@ -87,6 +95,24 @@ def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     os.utime(heartbeat, (silent_since, silent_since))
     with Lease(tmp_path, tmp_path / "lease") as second:
         assert second.epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "is_alive", "is_free"),
+    [("slurm:2", True, False), ("slurm:2", False, True), ("slurm:2", None, False), ("slurm:1", True, True)],
+)
+def test_a_holder_in_a_job_is_judged_by_its_scheduler(
+    tmp_path: Path, job: str, is_alive: bool | None, is_free: bool
+) -> None:
+    """Its next run takes over at once; for others the scheduler's word counts, and the heartbeat where it has none."""
+    with Lease(tmp_path, tmp_path / "lease", job="slurm:1") as lease:
+        folder = lease.folder
+    (folder / "epoch-000001.released").unlink()
+    row = json.loads((folder / "epoch-000001.json").read_text())
+    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "elsewhere"}))
+    with contextlib.nullcontext() if is_free else pytest.raises(LeaseHeldError, match="in slurm:1"):  # noqa: SIM117
+        with Lease(tmp_path, tmp_path / "lease", job, lambda asked: is_alive if asked == "slurm:1" else None) as second:
+            assert second.epoch == 2
 
 
 def test_of_many_at_once_exactly_one_wins(tmp_path: Path) -> None:

@@ -10,15 +10,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from posttrain.artifacts import FileRecord, Receipt, write_receipt
 from posttrain.artifacts.lease import Lease
-from posttrain.config.load import resolve
-from posttrain.launch.supervisor import MAX_IDLE_ATTEMPTS, TrainingJob, supervise
+from posttrain.config.load import dump_resolved, load_resolved, resolve
+from posttrain.config.schema import Launch
+from posttrain.errors import CheckpointError
+from posttrain.launch import supervisor
+from posttrain.launch.job import TrainingJob
+from posttrain.launch.nodes import ThisMachine
 
+MAX_IDLE_ATTEMPTS = Launch().max_idle_attempts
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 STAYS = "exec sleep 600"
 DIES = "echo cannot serve this; exit 3"
@@ -41,12 +48,30 @@ def nothing_is_left():
 
 
 def make_job(folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL) -> TrainingJob:
-    """Return a job whose engine is a shell script, run in the job's folder."""
+    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files."""
     script = folder / "engine"
     script.write_text(f"#!/bin/bash\ncd {folder}\n{engine}\n")
     script.chmod(0o755)
-    config = resolve({"model": "tiny", "site": "local", "set": f"engine.python={script}"}, CONFIG_DIR).config
-    return TrainingJob(config, folder, arguments, folder, prepare=(folder / "prepared").touch)
+    settings = f"engine.python={script}"
+    resolved = resolve({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR)
+    (folder / "config.yaml").write_text(dump_resolved(resolved))
+    weights, receipt = folder / "weights", folder / "weights.receipt.json"
+    weights.mkdir()
+    write_receipt(receipt, Receipt("finalize_torch_dist", (), {}, {}), time.time())
+    return TrainingJob(
+        config_path=folder / "config.yaml",
+        run_folder=folder,
+        torch_dist=weights,
+        torch_dist_receipt=receipt,
+        rollout_weights=weights,
+        rollout_receipt=receipt,
+        node_local=folder / "{node}",
+        arguments=arguments,
+    )
+
+
+def supervise(job: TrainingJob) -> None:
+    supervisor.supervise(job, load_resolved(job.config_path), ThisMachine("here"))
 
 
 def attempts_of(folder: Path) -> list[dict]:
@@ -56,7 +81,6 @@ def attempts_of(folder: Path) -> list[dict]:
 def test_all_ranks_done_ends_the_engines(tmp_path: Path) -> None:
     supervise(make_job(tmp_path, STAYS))
     assert [(row["attempt"], row["epoch"], row["reason"]) for row in attempts_of(tmp_path)] == [(1, 1, "done")]
-    assert (tmp_path / "prepared").exists()
     assert "usage: trainer_rank.py" in (tmp_path / "attempts/001/trainer0.log").read_text()
     with Lease(tmp_path, tmp_path / "lease") as lease:
         assert lease.epoch == 2, "the first was released"
@@ -96,6 +120,16 @@ def test_attempts_go_on_counting_after_a_torn_line(tmp_path: Path) -> None:
     assert [row["attempt"] for row in attempts_of(tmp_path)] == [6, 8]
 
 
+def test_what_is_wrong_with_the_weights_is_not_tried_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, STAYS)
+    missing = FileRecord("model.safetensors", 1, "0" * 32)
+    job.rollout_receipt.unlink()
+    write_receipt(job.rollout_receipt, Receipt("finalize_rollout_fp8", (missing,), {}, {}), time.time())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        supervise(job)
+    assert len(attempts_of(tmp_path)) == 1
+
+
 def test_a_run_that_somebody_writes_is_refused_before_anything_starts(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -110,5 +144,5 @@ def test_a_run_that_somebody_writes_is_refused_before_anything_starts(tmp_path: 
 
 def required_arguments(folder: Path) -> tuple[str, ...]:
     """Return a command line that a rank accepts; the files it names do not exist."""
-    names = ("--config", "--run-name", "--run-folder", "--torch-dist", "--model-folder", "--dataset")
+    names = ("--config", "--run-name", "--run-folder", "--dataset")
     return tuple(word for name in names for word in (name, str(folder / "nothing.yaml")))

@@ -3,8 +3,9 @@ import sys
 
 import pytest
 
-from posttrain.planner.flag import as_arguments, flag
+from posttrain.planner.flag import as_arguments, as_environment, flag
 from posttrain.planner.flags import rendered_flags
+from posttrain.planner.megatron_flags import trainer_environment
 from posttrain.planner.sglang_flags import (
     DECODE,
     PREFILL,
@@ -141,3 +142,12 @@ def test_rendering_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_site_sets_variables_of_trainer_and_engines(resolved):
+    config = resolved("tiny", site="example_slurm", nodes=2).config
+    trainer, engine = as_environment(trainer_environment(config)), as_environment(environment_flags(config))
+    assert trainer["GLOO_SOCKET_IFNAME"] == engine["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert trainer["NCCL_IB_HCA"] == "mlx5"
+    assert engine["NVSHMEM_HCA_LIST"] == "mlx5_0,mlx5_1"
+    assert "NVSHMEM_HCA_LIST" not in trainer

@@ -6,7 +6,8 @@ takes the next epoch when the holder has released it or is dead; the old one, sh
 when it checks before its next commit, and stops (fencing).
 
 Dead means: where the holder's process ids are ours (same host, start of the machine and process namespace), no process
-with its id and start time; elsewhere, no heartbeat for `HEARTBEAT_DEAD_SECONDS`.
+with its id and start time; where it runs in a job of a scheduler that can be asked, the job is over (another process of
+the same job is its next run, and takes over); elsewhere, no heartbeat for `HEARTBEAT_DEAD_SECONDS`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,14 @@ from posttrain.artifacts.durable import sync_folder, write_json
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_DEAD_SECONDS = 120.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+# Job -> whether its scheduler runs it or will; None where that cannot be told.
+JobIsAlive = Callable[[str], bool | None]
+
+
+def unknown(job: str) -> None:
+    """Without a scheduler nothing is known of jobs."""
 
 
 class LeaseLostError(RuntimeError):
@@ -50,6 +60,7 @@ class Holder:
             with the same id.
         user: Whose process it is.
         since_unix: When it took the lease.
+        job: The scheduler's job that it runs in; empty without one.
     """
 
     epoch: int
@@ -59,10 +70,12 @@ class Holder:
     started_ticks: int
     user: str
     since_unix: float
+    job: str = ""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix))
-        return f"process {self.pid} on {self.host} (user {self.user}, since {since})"
+        job = f" in {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job} (user {self.user}, since {since})"
 
 
 class Lease:
@@ -71,14 +84,17 @@ class Lease:
     Args:
         subject: What may be written, for messages.
         folder: Where the lease's own files lie.
+        job: The scheduler's job that this process runs in; empty without one.
+        job_is_alive: Asks the scheduler about a holder's job; None where it cannot tell.
 
     Raises:
         LeaseHeldError: On entry, when somebody alive holds it.
     """
 
-    def __init__(self, subject: Path, folder: Path):
+    def __init__(self, subject: Path, folder: Path, job: str = "", job_is_alive: JobIsAlive = unknown):
         self._subject = subject
         self._folder = folder
+        self._job, self._job_is_alive = job, job_is_alive
         self._holder: Holder | None = None
         self._stop = threading.Event()
 
@@ -109,11 +125,11 @@ class Lease:
 
     def _acquire(self) -> Holder:
         current = read_holder(self._folder)
-        if current is not None and not _is_free(self._folder, current):
+        if current is not None and not self._may_take_over(current):
             raise LeaseHeldError(
                 f"{self._subject} is being written by {current}; wait for it to end, or end it, then run again"
             )
-        mine = _this_process((current.epoch if current else 0) + 1)
+        mine = _this_process((current.epoch if current else 0) + 1, self._job)
         # The heartbeat first: whoever sees the epoch finds its holder alive.
         _heartbeat_path(self._folder, mine.epoch).touch()
         offer = self._folder / f".offer-{mine.host}-{mine.pid}-{threading.get_native_id()}.json"
@@ -133,6 +149,11 @@ class Lease:
         sync_folder(self._folder)
         return mine
 
+    def _may_take_over(self, current: Holder) -> bool:
+        # A scheduler runs a job once at a time; a run that it has lost sight of is fenced off by our epoch.
+        is_earlier_run = bool(self._job) and current.job == self._job and not _is_here(current)
+        return is_earlier_run or _is_free(self._folder, current, self._job_is_alive)
+
     def _keep_beating(self) -> None:
         # Whoever deletes the lease's folder under us has lost it for us; the next `check_epoch` tells.
         with contextlib.suppress(FileNotFoundError):
@@ -149,10 +170,15 @@ def read_holder(lease_folder: Path) -> Holder | None:
     return Holder(**json.loads(epochs[-1].read_text())) if epochs else None
 
 
-def living_holder(lease_folder: Path) -> Holder | None:
-    """Return who holds the lease now; None when nobody does, or somebody dead."""
+def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Holder | None:
+    """Return who holds the lease now; None when nobody does, or somebody dead.
+
+    Args:
+        lease_folder: See `Lease`.
+        job_is_alive: See `Lease`.
+    """
     holder = read_holder(lease_folder)
-    return None if holder is None or _is_free(lease_folder, holder) else holder
+    return None if holder is None or _is_free(lease_folder, holder, job_is_alive) else holder
 
 
 def heartbeat_age_seconds(lease_folder: Path, holder: Holder) -> float:
@@ -172,7 +198,7 @@ def check_epoch(lease_folder: Path, epoch: int) -> None:
         raise LeaseLostError(f"{lease_folder}: epoch {epoch} was superseded by {holder}; nothing was written")
 
 
-def _this_process(epoch: int) -> Holder:
+def _this_process(epoch: int, job: str) -> Holder:
     return Holder(
         epoch=epoch,
         host=socket.gethostname(),
@@ -181,15 +207,23 @@ def _this_process(epoch: int) -> Holder:
         started_ticks=_started_ticks(os.getpid()) or 0,
         user=user_name(),
         since_unix=round(time.time(), 3),
+        job=job,
     )
 
 
-def _is_free(folder: Path, holder: Holder) -> bool:
+def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
     if _released_path(folder, holder.epoch).exists():
         return True
-    if (holder.host, holder.process_ids) == (socket.gethostname(), _process_ids()):
+    if _is_here(holder):
         return _started_ticks(holder.pid) != holder.started_ticks
+    if holder.job and (is_alive := job_is_alive(holder.job)) is not None:
+        return not is_alive
     return heartbeat_age_seconds(folder, holder) > HEARTBEAT_DEAD_SECONDS
+
+
+def _is_here(holder: Holder) -> bool:
+    """Tell whether the holder's process id means the same here."""
+    return (holder.host, holder.process_ids) == (socket.gethostname(), _process_ids())
 
 
 def _process_ids() -> str:

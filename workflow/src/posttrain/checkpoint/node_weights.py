@@ -18,7 +18,6 @@ from pathlib import Path
 
 from posttrain.checkpoint.eviction import Eviction, in_use
 from posttrain.checkpoint.node_local import Fetch, Origin, read_again, stage
-from posttrain.checkpoint.node_slices import rollout_files, torch_dist_files
 from posttrain.checkpoint.testimony import NodeCopy
 from posttrain.config.node_share import node_share
 from posttrain.config.schema import Config
@@ -93,6 +92,9 @@ class NodeWeights:
         """The origins, each with the files that this node's ranks and engines read."""
         if self.config.stage.copy == "everything":
             return self.torch_dist, self.rollout
+        # Only who copies slices needs torch, which takes seconds to import.
+        from posttrain.checkpoint.node_slices import rollout_files, torch_dist_files
+
         share = node_share(self.config, self.rank)
         receipts = self.torch_dist.receipt, self.rollout.receipt
         return (

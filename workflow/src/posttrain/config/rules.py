@@ -16,6 +16,7 @@ from posttrain.config.derived import (
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.schema import Config
+from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
@@ -33,7 +34,7 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    return [problem for rule in (*RULES, *ENGINE_RULES) for problem in rule(config)]
+    return [problem for rule in (*RULES, *ENGINE_RULES, *SITE_RULES) for problem in rule(config)]
 
 
 def check_convertible(config: Config) -> Problems:
@@ -50,17 +51,15 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Its trainer has the layers of some families, its launcher starts processes on one node, and its attention takes
-    whole sequences.
+    Its trainer has the layers of some families, its attention takes whole sequences, and a launcher starts processes
+    where it can.
     """
     yield from check_convertible(config)
     yield from _family(config, TRAINABLE, "train")
-    for key, value in (
-        ("nodes", config.nodes),
-        ("parallel.context_parallel_size", config.parallel.context_parallel_size),
-    ):
-        if value > 1:
-            yield Problem(key, str(value), "1 to train with this version", "plan it, or train a smaller model")
+    yield from check_launcher(config)
+    if (size := config.parallel.context_parallel_size) > 1:
+        allowed = "1 to train with this version"
+        yield Problem("parallel.context_parallel_size", str(size), allowed, "plan it, or train a smaller model")
     yield from check_started_engines(config)
 
 

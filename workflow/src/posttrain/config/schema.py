@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
+from posttrain.config.hardware import Hardware
+from posttrain.config.launch import Launch, Slurm
 from posttrain.config.stage import Stage
 
 
@@ -297,49 +299,6 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Switches of the engine that depend on the hardware; empty or 0: as on all other hardware."""
-
-    dsa_prefill: str = _doc("Sparse attention of the prefill (`--dsa-prefill-backend`)", "")
-    dsa_decode: str = _doc("Sparse attention of the decoding (`--dsa-decode-backend`)", "")
-    moe_runner_fp8: str = _doc("Experts with FP8 weights (`--moe-runner-backend`)", "")
-    moe_runner_bf16: str = _doc("Experts with BF16 weights (`--moe-runner-backend`)", "")
-    allreduce_fusion: bool = _doc("All-reduce fused with the norm that follows", False)
-    speculative: bool = _doc("EAGLE decoding with the MTP layer works", True)
-    chunked_prefill_tokens: int = _doc("Tokens of a prefill chunk (`--chunked-prefill-size`)", 0, minimum=0)
-    watchdog_seconds: int = _doc("A scheduler silent for this long is ended (`--watchdog-timeout`)", 0, minimum=0)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of machine. Rates are peaks of the data sheets, dense and in one direction; GB are 10^9 bytes."""
-
-    name: str = _doc("Name; the file `config/hardware/{name}.yaml`")
-    device: str = _doc("Where tensors live", choices=("cuda", "cpu"))
-    gpus_per_node: int = _doc("GPUs per node; on CPU, trainer ranks per node", minimum=1)
-    linked_gpus: int = _doc(
-        "GPUs that NVLink or xGMI joins, where it joins nodes; 0: those of a node. Tensor parallelism stays among them",
-        0,
-        minimum=0,
-    )
-    memory_gib_per_gpu: float = _doc("Memory the driver reports per GPU; on CPU, per node", exclusive_minimum=0)
-    bf16_tflops: float = _doc("BF16 matrix products per GPU, 10^12 operations per second", exclusive_minimum=0)
-    fp8_tflops: float = _doc("FP8 matrix products per GPU; emulated: as fast as what emulates", exclusive_minimum=0)
-    hbm_gb_per_s: float = _doc("Memory bandwidth per GPU", exclusive_minimum=0)
-    gpu_link_gb_per_s: float = _doc("NVLink or xGMI per GPU to the others of its node", exclusive_minimum=0)
-    network_gb_per_s: float = _doc("Network between nodes, per node", exclusive_minimum=0)
-    host_memory_gib: float = _doc("Host memory per node", exclusive_minimum=0)
-    local_disk_gb: float = _doc("A node's own disk", exclusive_minimum=0)
-    local_disk_gb_per_s: float = _doc("Sequential writes to it", exclusive_minimum=0)
-    formats: list[str] = _doc("What the matrix units compute with: bf16, fp8 (E4M3FN), nvfp4")
-    emulated_formats: list[str] = _doc("Formats that software computes with in another precision", [])
-    deepep: bool = _doc("DeepEP works on it in engines")
-    trainer_deepep: bool = _doc("DeepEP works on it in the trainer")
-    trainer_deepep_reason: str = _doc("Why it does not", "")
-    kernels: Kernels = field(default_factory=Kernels, metadata={"doc": "Switches of the engine"})
-
-
-@dataclass(frozen=True)
 class Site:
     """What belongs to a cluster. A capacity is checked against the plan's need when it is declared; 0: not declared."""
 
@@ -350,7 +309,11 @@ class Site:
     results: str = _doc("Runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
     node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
-    launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local",))
+    launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local", "slurm"))
+    network_interface: str = _doc("Interface that joins nodes (`ib0`, `eth0`); empty: that of a node's own name", "")
+    trainer_environment: list[str] = _doc("NAME=value for every trainer rank: NCCL, NVSHMEM, UCX and the like", [])
+    engine_environment: list[str] = _doc("NAME=value for every engine", [])
+    slurm: Slurm = field(default_factory=Slurm, metadata={"doc": "What jobs ask SLURM for (launcher: slurm)"})
     shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
     local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
     host_memory_gib: float = _doc("Host memory of each node", 0.0, minimum=0)
@@ -387,6 +350,7 @@ class Config:
     serving: Serving = field(default_factory=Serving)
     export: Export = field(default_factory=Export)
     stage: Stage = field(default_factory=Stage)
+    launch: Launch = field(default_factory=Launch)
     hardware: Hardware = field(default_factory=Hardware)
     site: Site = field(default_factory=Site)
     logging: Logging = field(default_factory=Logging)

@@ -6,7 +6,7 @@ The flags are spelled in `planner.sglang_flags`; here they become a process: int
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def render_engine_command(
     first_node: str = "",
     merge_requests: bool = False,
     role: str = UNIFIED,
+    gpus: Sequence[int] = (),
 ) -> EngineCommand:
     """Return the command that starts one process of an engine.
 
@@ -60,6 +61,7 @@ def render_engine_command(
         first_node: "host:port" at which the engine's nodes meet; needed when it spans several.
         merge_requests: Let the embedded engine batch requests that wait; SGLang does so in any case.
         role: "unified", or "prefill" or "decode" when they are apart.
+        gpus: Those of its node that it sees; by default all.
     """
     if config.engine.kind == "embedded":
         module = "posttrain.engines.embedded"
@@ -71,9 +73,10 @@ def render_engine_command(
         place = _place_among_nodes(config, role, node_rank, first_node)
     address = ("--model-path", str(model_folder), "--host", host, "--port", str(port))
     python = config.engine.python or sys.executable
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     return EngineCommand(
         argv=(python, "-m", module, *as_arguments(flags), *place, *address),
-        env=as_environment(sglang_flags.environment_flags(config, role)),
+        env={**as_environment(sglang_flags.environment_flags(config, role)), **visible},
         url=f"http://{host}:{port}",
         private_folders=PRIVATE_ON_CPU if _is_sglang_on_cpu(config) else (),
     )

@@ -6,6 +6,7 @@ its name; and it ends by itself when the process that started it has died (`pare
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import psutil
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.parent_watch import end_process_tree
-from posttrain.preflight.machine import check_ports
+from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
 
 log = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ class EngineProcess:
 def running_engines(
     config: Config, model_folder: Path, log_folder: Path, merge_requests: bool = False
 ) -> Iterator[list[EngineProcess]]:
-    """Start the configured number of engines on this machine and end them with the block.
+    """Start the configured number of engines on this machine, for it alone, and end them with the block.
 
     They are not ready yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
 
@@ -114,18 +116,54 @@ def running_engines(
     Raises:
         ConfigError: Something else listens on a port that the configuration fixes.
     """
-    raise_problems(check_ports(config))
     count = config.engine.num_engines
-    ports = [config.engine.port + index for index in range(count)] if config.engine.port else choose_free_ports(count)
-    with ExitStack() as stack:
-        engines = []
-        for index, port in enumerate(ports):
-            command = render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
-            engine = EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
-            stack.callback(engine.stop)
-            engine.start()
-            engines.append(engine)
+    commands = {
+        index: render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
+        for index, port in enumerate(engine_ports(config, range(count)))
+    }
+    with started_engines(commands, log_folder) as engines:
         yield engines
+
+
+def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, first: int = 0) -> list[int]:
+    """Return a port for each of this machine's engines: the configured ones, or free ones.
+
+    Args:
+        config: The resolved configuration.
+        indices: Numbers of the engines.
+        host: Address they listen on.
+        first: Where to look for free ports, see `choose_free_ports`.
+
+    Raises:
+        ConfigError: Something else listens on a port that the configuration fixes.
+    """
+    if not config.engine.port:
+        return choose_free_ports(len(indices), host, first)
+    ports = [config.engine.port + index for index in indices]
+    raise_problems([check_port(port, host) for port in ports])
+    return ports
+
+
+@contextmanager
+def started_engines(commands: Mapping[int, EngineCommand], log_folder: Path) -> Iterator[list[EngineProcess]]:
+    """Start engine processes and end them with the block.
+
+    Args:
+        commands: Number of the engine in the run -> how it is started here.
+        log_folder: Gets `engine{i}.log`.
+    """
+    engines = [
+        EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
+        for index, command in commands.items()
+    ]
+    try:
+        for engine in engines:
+            engine.start()
+        yield engines
+    finally:
+        # Each takes a second or two to end.
+        with ThreadPoolExecutor(max(1, len(engines))) as pool:
+            list(pool.map(EngineProcess.stop, engines))
 
 
 def check_all_alive(engines: Sequence[EngineProcess]) -> None:
@@ -134,11 +172,25 @@ def check_all_alive(engines: Sequence[EngineProcess]) -> None:
         engine.check_alive()
 
 
-def choose_free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens now, all different."""
+def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:
+    """Return ports on which nothing listens now, all different.
+
+    Args:
+        count: How many.
+        host: Address that they are for.
+        first: The first ports from here on that are free; 0: those that the system gives.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
-        return [listening.getsockname()[1] for listening in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            try:
+                listening = stack.enter_context(socket.create_server((host, first)))
+                ports.append(listening.getsockname()[1])
+            except OSError as error:
+                if not first or error.errno != errno.EADDRINUSE:
+                    raise
+            first = first and first + 1
+        return ports
 
 
 def _watched(argv: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from posttrain.artifacts import Paths
 from posttrain.artifacts.lease import living_holder
 from posttrain.launch.queue import queued_jobs
+from posttrain.launch.slurm import job_is_alive
 from posttrain.launch.status import RunStatus, read_status
 from posttrain.observability.progress import ProgressBar
 
@@ -69,7 +70,7 @@ def wait_while_alive(paths: Paths) -> bool:
 
 def _who_trains(paths: Paths) -> str:
     """Return who holds the run, or which job waits in the queue to do so; "" where nobody does."""
-    holder = living_holder(paths.lease)
+    holder = living_holder(paths.lease, job_is_alive=job_is_alive)
     if holder is not None:
         return str(holder)
     jobs = queued_jobs(paths.resolved.config.site.launcher, Path.cwd())

@@ -68,7 +68,7 @@ def read_status(paths: Paths) -> RunStatus:
     rows, attempts = read_rows(paths.metrics), read_attempts(paths)
     checkpoints = committed_checkpoints(paths.checkpoints)
     newest, folder = checkpoints[-1] if checkpoints else (0, None)
-    holder = living_holder(paths.lease)
+    holder = living_holder(paths.lease, job_is_alive=job_is_alive)
     return RunStatus(
         run=paths.run.name,
         state=_state(paths, holder),

@@ -1,180 +1,91 @@
-"""One supervisor per node: starts engines and trainer ranks, watches them, restarts them, and alone ends them.
+"""The head of a training job: holds the lease, and starts attempts until the training is done.
 
-When any process ends before the training is done, the others are ended and all start again from the newest checkpoint;
-finished sample groups are replayed. A crash that makes no progress is not repeated for ever: after `MAX_IDLE_ATTEMPTS`
-attempts without a new checkpoint or rollout the supervisor gives up and says where to look.
+When anything ends before that, everything is ended and starts again from the newest checkpoint; finished sample groups
+are replayed. A node that is gone is replaced by a spare one of the allocation; where none is left, the scheduler starts
+the job again later. A crash that makes no progress is not repeated for ever: after `launch.max_idle_attempts` attempts
+without a new checkpoint or rollout the head gives up and says where to look.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain import artifacts
 from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
-from posttrain.engines.process import EngineProcess, check_all_alive, choose_free_ports, running_engines
-from posttrain.launch.child import die_with_parent
-from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.planner.flag import as_environment
-from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.errors import CheckpointError
+from posttrain.launch.gang import AttemptFailedError, EndedEarlyError, Gang
+from posttrain.launch.job import TrainingJob
+from posttrain.launch.nodes import Nodes, NodesLostError
 
 log = logging.getLogger(__name__)
 
-MAX_IDLE_ATTEMPTS = 3
-POLL_SECONDS = 0.2
-GRACE_SECONDS = 10.0
-LOG_TAIL_LINES = 15
 
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """What the trainer ranks are given.
-
-    Args:
-        config: The resolved configuration.
-        run_folder: `train/`: checkpoints, rollouts, metrics, attempts.
-        arguments: Command line of a trainer rank without engine addresses and lease.
-        rollout_weights: What the engines load first.
-        prepare: Called before each start, while nothing runs: makes sure that what is loaded is right.
-    """
-
-    config: Config
-    run_folder: Path
-    arguments: tuple[str, ...]
-    rollout_weights: Path
-    prepare: Callable[[], None]
-
-
-def supervise(job: TrainingJob) -> None:
+def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
     """Run the job to its end under the lease of its run folder.
 
     Raises:
-        RuntimeError: When somebody else writes to the run, or when attempts end without progress.
+        RuntimeError: When somebody else writes to the run, when attempts end without progress, or when too few nodes
+            are left and the job cannot be started again.
+        CheckpointError: What would be loaded is wrong.
     """
-    with Lease(job.run_folder, job.run_folder / "lease") as lease:
+    with Lease(job.run_folder, job.run_folder / "lease", nodes.job, nodes.job_is_alive) as lease:
         idle = 0
         while True:
+            names = _choose_nodes(config, nodes)
             before = _progress(job.run_folder)
-            reason = _attempt(job, lease)
-            if reason is None:
+            try:
+                _attempt(job, config, nodes, names, lease)
                 return
-            idle = idle + 1 if _progress(job.run_folder) == before else 0
-            if idle == MAX_IDLE_ATTEMPTS:
-                raise RuntimeError(
-                    f"training ended {idle} times without progress, the last time because {reason}; "
-                    f"see {job.run_folder / 'attempts'}"
-                )
-            log.warning("restarting from the newest checkpoint: %s", reason)
+            except EndedEarlyError:
+                nodes.requeue()
+                raise
+            except AttemptFailedError as failure:
+                # A lost node is no fault of the run's.
+                is_idle = _progress(job.run_folder) == before and not failure.lost_nodes
+                idle = idle + 1 if is_idle else 0
+                if idle == config.launch.max_idle_attempts:
+                    raise RuntimeError(
+                        f"training ended {idle} times without progress, the last time because {failure}; "
+                        f"see {job.run_folder / 'attempts'}"
+                    ) from None
+                log.warning("restarting from the newest checkpoint: %s", failure)
 
 
-def _attempt(job: TrainingJob, lease: Lease) -> str | None:
-    """Run engines and ranks until all ranks are done (None) or anything ends early (the reason)."""
-    job.prepare()
+def _choose_nodes(config: Config, nodes: Nodes) -> list[str]:
+    try:
+        return nodes.choose(config.nodes)
+    except NodesLostError as error:
+        log.warning("%s", error)
+        nodes.requeue()
+        raise
+
+
+def _attempt(job: TrainingJob, config: Config, nodes: Nodes, names: Sequence[str], lease: Lease) -> None:
+    """Run engines and ranks until all ranks are done; record how it went."""
     number = _next_attempt(job.run_folder)
     folder = job.run_folder / "attempts" / f"{number:03d}"
     folder.mkdir(parents=True)
-    started = time.time()
-    reason: str | None = "the supervisor was ended"
+    row = {"attempt": number, "epoch": lease.epoch, "started_unix": time.time(), "nodes": list(names)}
+    row |= {"job": nodes.job} if nodes.job else {}
+    reason = "the supervisor was ended"
     try:
-        with (
-            running_engines(job.config, job.rollout_weights, folder) as engines,
-            _ranks(job, lease, engines, folder) as ranks,
-        ):
-            reason = _watch(engines, ranks, folder)
+        with Gang(job, config, nodes, names, folder, lease) as gang:
+            gang.run()
+        reason = "done"
+    except AttemptFailedError as failure:
+        failure.lost_nodes = nodes.check(failure.suspects)
+        reason = str(failure)
+        raise
+    except (EndedEarlyError, CheckpointError) as end:
+        reason = str(end)
+        raise
     finally:
-        _record_attempt(job.run_folder, number, lease.epoch, started, reason)
-    return reason
-
-
-def _watch(engines: list[EngineProcess], ranks: list[subprocess.Popen], folder: Path) -> str | None:
-    while True:
-        if all(rank.poll() == 0 for rank in ranks):
-            return None
-        # First the engines: where both have ended, the trainer did because its engine had.
-        try:
-            check_all_alive(engines)
-        except RuntimeError as error:
-            return str(error)
-        for number, rank in enumerate(ranks):
-            if rank.poll() not in (None, 0):
-                tail = _tail(folder / f"trainer{number}.log")
-                return f"trainer rank {number} {_describe_exit(rank.returncode)}; its log ends with:\n{tail}"
-        time.sleep(POLL_SECONDS)
-
-
-@contextmanager
-def _ranks(
-    job: TrainingJob, lease: Lease, engines: list[EngineProcess], folder: Path
-) -> Iterator[list[subprocess.Popen]]:
-    """Start one trainer process per rank of this node and end them with the block."""
-    config = job.config
-    count = config.hardware.gpus_per_node
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(choose_free_ports(1)[0]),
-        **as_environment(trainer_environment(config)),
-    }
-    environment.pop(LOG_VARIABLE, None)
-    addresses = [argument for engine in engines for argument in ("--engine", engine.url)]
-    command = [
-        *(sys.executable, "-m", "posttrain.launch.trainer_rank", *job.arguments, *addresses),
-        *("--lease-folder", str(lease.folder), "--epoch", str(lease.epoch)),
-    ]
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(count):
-            ranks.append(_start_rank(command, environment, rank, folder))
-        yield ranks
-    finally:
-        for process in ranks:
-            _end(process)
-
-
-def _start_rank(command: list[str], environment: dict[str, str], rank: int, folder: Path) -> subprocess.Popen:
-    """Start one rank; rank 0 also writes to our stderr, where its progress bar is seen."""
-    log_path = folder / f"trainer{rank}.log"
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LOG_VARIABLE: str(log_path)}
-    with open(log_path, "ab") as sink:
-        return subprocess.Popen(
-            command,
-            env={**environment, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=None if rank == 0 else sink,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a process that we started: first politely, then for good."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
-
-
-def _describe_exit(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-LOG_TAIL_LINES:])
+        row |= {"ended_unix": time.time(), "reason": reason}
+        artifacts.append_json_line(job.run_folder / "attempts.jsonl", row)
 
 
 def _progress(run_folder: Path) -> tuple[int, int]:
@@ -186,8 +97,3 @@ def _progress(run_folder: Path) -> tuple[int, int]:
 def _next_attempt(run_folder: Path) -> int:
     numbers = [int(path.name) for path in (run_folder / "attempts").glob("[0-9]*")]
     return max(numbers, default=0) + 1
-
-
-def _record_attempt(run_folder: Path, number: int, epoch: int, started: float, reason: str | None) -> None:
-    row = {"attempt": number, "epoch": epoch, "started_unix": started, "ended_unix": time.time()}
-    artifacts.append_json_line(run_folder / "attempts.jsonl", {**row, "reason": reason or "done"})

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
 from posttrain import cli
 from posttrain.artifacts.lease import check_epoch
+from posttrain.training import early_end
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,6 +38,7 @@ def main() -> None:
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
+    early_end.block()
     from posttrain.training.loop import train
     from posttrain.training.run import open_run
 
@@ -50,7 +53,9 @@ def main() -> None:
         engine_urls=arguments.engine,
         may_commit=may_commit,
     ) as run:
-        train(run)
+        is_done = train(run)
+    if not is_done:
+        sys.exit(early_end.SAVED_EXIT_CODE)
 
 
 def _always() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 from types import TracebackType
 
@@ -27,6 +28,8 @@ def configure_logging(role: str | None = None) -> None:
         file_handler = logging.FileHandler(log_file, encoding="utf-8")
         handlers.append(file_handler)
         faulthandler.enable(file_handler.stream)
+        # The supervisor of a trainer rank asks with it where the rank is.
+        faulthandler.register(signal.SIGUSR2, file_handler.stream)
     logging.basicConfig(
         level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"),
         format=f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s",

@@ -120,7 +120,22 @@ def trainer_environment(config: Config) -> list[Flag]:
                 reason="Megatron overlaps tensor-parallel communication with computation only with one work queue",
             )
         )
-    return flags
+    return [*flags, *site_environment(config, "trainer_environment")]
+
+
+def site_environment(config: Config, key: str) -> list[Flag]:
+    """Return the variables that a site sets.
+
+    Args:
+        config: The resolved configuration.
+        key: "trainer_environment" or "engine_environment".
+    """
+    site, flags = config.site, []
+    if config.nodes > 1 and site.network_interface:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            flags.append(flag(name, site.network_interface, "site.network_interface"))
+    pairs = (item.partition("=") for item in getattr(site, key))
+    return [*flags, *(flag(name, value, f"site.{key}") for name, _, value in pairs)]
 
 
 def _attention_and_mlp(config: Config) -> list[Flag]:

@@ -6,6 +6,7 @@ from posttrain.artifacts import Paths
 from posttrain.config.rules import check_trainable
 from posttrain.preflight.machine import check_broadcast, check_devices, check_engine_interpreter, check_ports
 from posttrain.preflight.report import Finding
+from posttrain.preflight.scheduler import check_scheduler
 from posttrain.preflight.services import check_hub_sources, check_wandb
 from posttrain.preflight.storage import check_storage
 
@@ -20,6 +21,7 @@ def check_everything(paths: Paths) -> list[Finding]:
     return [
         *(Finding(problem.key, str(problem), problem) for problem in check_trainable(config)),
         *check_storage(paths),
+        *check_scheduler(config),
         check_devices(config),
         check_engine_interpreter(config),
         check_broadcast(config),

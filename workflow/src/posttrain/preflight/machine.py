@@ -82,13 +82,13 @@ def check_ports(config: Config) -> list[Finding]:
     return [check_port(first + index) for index in range(count)]
 
 
-def check_port(port: int) -> Finding:
-    """Check that a server can listen on `port` of this machine."""
+def check_port(port: int, host: str = "127.0.0.1") -> Finding:
+    """Check that a server can listen on `port` of this machine, at one of its addresses."""
     with socket.socket() as probe:
         # As servers do: a port whose last connection has just closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
             remedy = "end what listens there, or let a free port be chosen: set='engine.port=0'"
             return failed(f"port {port}", "engine.port", f"{port}: {error.strerror}", "a free port", remedy)

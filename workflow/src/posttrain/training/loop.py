@@ -16,11 +16,14 @@ from posttrain.training.run import TrainingRun
 log = logging.getLogger(__name__)
 
 
-def train(run: TrainingRun) -> None:
-    """Train from the run's newest checkpoint to its last step.
+def train(run: TrainingRun) -> bool:
+    """Train from the run's newest checkpoint to its last step, or until it is asked to end.
 
     Args:
         run: Policy, engines, data and files of this run.
+
+    Returns:
+        Whether the last step is done.
     """
     num_steps = run.config.training.num_steps
     first_step = run.resume()
@@ -29,11 +32,15 @@ def train(run: TrainingRun) -> None:
         for step in range(first_step, num_steps):
             metrics = train_step(run, step)
             bar.advance(1, note=f"reward {metrics.get('rollout/reward_mean', 0):.3f}")
+            if run.ends_early:
+                log.info("asked to end: step %d is saved", step + 1)
+                return False
+    return True
 
 
 def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
-    clock = PhaseClock()
+    clock = PhaseClock(step)
     run.reseed(step)
     with clock.phase("rollout"):
         rollout = run.collect(step)

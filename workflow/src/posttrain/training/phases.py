@@ -6,13 +6,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from posttrain.observability.rank_progress import report_progress
 from posttrain.planner.phases import PHASES
 
 
 class PhaseClock:
-    """Takes the time of each phase of one step."""
+    """Takes the time of each phase of one step, and lets the node's supervisor know where this rank is.
 
-    def __init__(self) -> None:
+    Args:
+        step: Number of the step, from 0.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
@@ -20,6 +26,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Spend the block's time in a phase of the table."""
         assert name in PHASES, f"{name} is not a phase: {list(PHASES)}"
+        report_progress(self._step, name)
         started = time.perf_counter()
         try:
             yield

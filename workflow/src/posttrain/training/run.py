@@ -38,6 +38,7 @@ from posttrain.observability.sinks import MetricSinks
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
 from posttrain.rollout.persisted import RolloutStore
+from posttrain.training import early_end
 from posttrain.training.batch import Update, make_updates
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.metrics import step_metrics
@@ -94,6 +95,8 @@ class TrainingRun:
         self._policy, self._weights, self._torch_dist = policy, weights, torch_dist
         self._checkpoints, self._publisher, self._runner, self._head = checkpoints, publisher, runner, head
         self._num_skipped = 0
+        # The present step is the last one of this attempt.
+        self.ends_early = False
 
     @property
     def is_rank0(self) -> bool:
@@ -175,8 +178,12 @@ class TrainingRun:
     # ---- checkpoints and metrics ----
 
     def checkpoint_is_due(self, finished: int) -> bool:
-        """Tell whether the state after `finished` steps is to be kept."""
-        return finished % self.config.trainer.save_interval == 0 or finished == self.config.training.num_steps
+        """Tell whether the state after `finished` steps is to be kept; collective."""
+        asked = [early_end.is_asked()]
+        dist.broadcast_object_list(asked, src=0)
+        self.ends_early = asked[0] and finished < self.config.training.num_steps
+        is_last = finished == self.config.training.num_steps
+        return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0
 
     def write_checkpoint(self, finished: int) -> None:
         """Write the state aside; it does not count before `commit_checkpoint`."""

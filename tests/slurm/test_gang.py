@@ -1,0 +1,46 @@
+"""The whole chain over a real SLURM: four nodes of two ranks each, with the bits of one machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.interruptions import assert_same_training
+from tests.slurm.conftest import SlurmFolder
+from tests.workflow_runs import FAST, WorkflowFolder
+
+from posttrain.launch.slurm import JOB_PREFIX
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = {
+    "parallel.tensor_model_parallel_size": 2,
+    "parallel.pipeline_model_parallel_size": 2,
+    "parallel.expert_model_parallel_size": 2,
+    "engine.num_engines": 4,
+    "engine.num_threads": 1,
+    "engine.groups_per_request": 1,
+    "training.num_steps": 6,
+}
+
+
+def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: WorkflowFolder) -> None:
+    """TP2 PP2 EP2 and DP2 over gloo, an engine on each node, from the staged copy on each node's disk to the report."""
+    on_slurm.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 2}
+    workflow.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 8}
+    on_slurm.run()
+    workflow.run("train_grpo")
+    assert_same_training(on_slurm, workflow)
+    train = on_slurm.run_folder / "train"
+    (attempt,) = (json.loads(line) for line in (train / "attempts.jsonl").read_text().splitlines())
+    assert (len(attempt["nodes"]), attempt["reason"]) == (4, "done")
+    assert attempt["job"].startswith(JOB_PREFIX)
+    for number, node in enumerate(attempt["nodes"]):
+        assert f"/local_nvme/posttrain/{node}/" in (train / f"attempts/001/node-{node}.log").read_text()
+        assert "ready on http://10." in (train / f"attempts/001/engine{number}.log").read_text()
+    summary = on_slurm.summary
+    assert summary["num_steps"] == 6
+    assert 0 < summary["pass_rate_after"] < 1
+    assert (on_slurm.run_folder / "report.html").exists()
+    on_slurm.nodes = 2
+    assert "Nothing to be done" in on_slurm.run(), "what is trained stays, whatever the nodes"

@@ -1,0 +1,98 @@
+"""Who hangs, from where ranks are and what their stacks say; a stopped rank of a real training is in tests/slurm."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.launch.child import die_with_parent
+from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
+from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress, report_progress
+
+
+def at(step: int, phase: str, seconds: float) -> Position:
+    return Position(step, phase, seconds)
+
+
+def test_ranks_that_move_do_not_hang() -> None:
+    watch = HangWatch(100.0)
+    assert watch.look({}) is None
+    assert watch.look({0: at(0, "rollout", 5000.0), 1: at(0, "rollout", 5000.0)}) is None, "engines have deadlines"
+    assert watch.look({0: at(0, "train", 99.0), 1: at(0, "old_logprobs", 300.0)}) is None
+
+
+def test_a_rank_that_stays_behind_is_named() -> None:
+    found = HangWatch(100.0).look({0: at(4, "train", 101.0), 1: at(4, "old_logprobs", 130.0), 2: at(4, "train", 102.0)})
+    assert (
+        found
+        == "rank 1 is still in phase old_logprobs of step 5, while others have been in phase train of step 5 for 101 s"
+    )
+
+
+def test_a_phase_that_nobody_leaves() -> None:
+    found = HangWatch(100.0).look({rank: at(2, "save", 101.0 + rank) for rank in range(3)})
+    assert found == "no rank has left phase save of step 3 for 101 s"
+
+
+def test_patience_follows_what_a_phase_has_taken() -> None:
+    """Ten times the longest, at least a minute, at most the limit."""
+    watch = HangWatch(1000.0)
+    for step in range(2):
+        watch.look({0: at(step, "train", 8.0)})
+        watch.look({0: at(step, "save", 1.0)})
+    assert watch.look({0: at(2, "train", 79.0)}) is None
+    assert watch.look({0: at(2, "train", 81.0)})
+    assert watch.look({0: at(2, "save", 59.0)}) is None
+    assert watch.look({0: at(2, "save", 61.0)})
+
+
+def test_stacks_name_the_collective_and_who_is_missing() -> None:
+    waiting = stack_of_a_wait()
+    assert waiting_in(waiting) == "barrier"
+    assert waiting_in('File "model.py", line 3 in forward') is None
+    said = describe_stacks({0: waiting, 1: None, 2: waiting, 3: "in forward"}, {0: "a", 1: "a", 2: "b", 3: "b"})
+    assert said == "ranks 0, 2 in barrier; rank 1 on a does not answer; rank 3 on b is in none"
+
+
+def test_progress_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank"
+    assert read_progress(path) is None
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(path))
+    report_progress(11, "old_logprobs")
+    report_progress(12, "train")
+    progress = read_progress(path)
+    assert progress is not None
+    assert (progress.step, progress.phase) == (12, "train")
+    assert 0 <= time.monotonic() - progress.since < 10
+
+
+def stack_of_a_wait() -> str:
+    """Return what faulthandler writes of a process that waits in a barrier for one that never comes."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        process = multiprocessing.get_context("spawn").Process(target=_wait_in_vain, args=(file.name,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while "barrier" not in (text := Path(file.name).read_text()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.kill()
+        process.join()
+    return text
+
+
+def _wait_in_vain(path: str) -> None:
+    import torch.distributed as dist
+
+    store, parent = dist.FileStore(f"{path}.store", 2), os.getpid()
+    if os.fork() == 0:
+        die_with_parent(parent)
+        dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+        time.sleep(60)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+    faulthandler.dump_traceback_later(2.0, file=open(path, "w"), repeat=True)  # noqa: SIM115
+    dist.barrier()

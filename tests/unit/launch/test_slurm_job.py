@@ -1,0 +1,84 @@
+"""What training asks SLURM for, held against the executor's own rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.config.load import resolve
+from posttrain.config.site_rules import OUR_OPTIONS
+from posttrain.launch import slurm_job
+from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
+
+CONFIG_DIR = Path(__file__).parents[3] / "config"
+
+
+def resources(folder: Path, settings: str = "", **choice: object) -> dict[str, Any]:
+    chosen = {"model": "tiny", "site": "example_slurm", "set": settings, **choice}
+    asked = resources_of_training(resolve(chosen, CONFIG_DIR).config, folder)
+    if "slurm_extra" in asked:
+        asked["slurm_extra"] = asked["slurm_extra"](None)
+    return asked
+
+
+def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
+    asked = resources(tmp_path, model="glm5", nodes=16)
+    assert asked == {
+        "nodes": 17,  # and a spare one
+        "tasks": 17,
+        "mpi": "srun",
+        "runtime": "2d",
+        "mem_mb": 0,
+        "slurm_extra": "--requeue --no-kill --exclusive --gpus-per-node=8",
+    }
+
+
+def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
+    """The executor starts it in a step of its own, inside which no other step starts unless it overlaps."""
+    asked = resources(tmp_path, "site.slurm.spare_nodes=0 site.slurm.requeue=false site.slurm.constraint=nvme")
+    assert "mpi" not in asked
+    assert "tasks" not in asked
+    assert asked["constraint"] == "nvme"
+    assert asked["slurm_extra"] == "--no-requeue --no-kill --exclusive"
+
+
+def test_the_executor_takes_what_is_asked_for(tmp_path: Path) -> None:
+    from snakemake_executor_plugin_slurm.validation import get_forbidden_slurm_options, validate_slurm_extra
+
+    settings = "site.slurm.extra_options=[--reservation=weekend,--switches=1]"
+    extra = resources(tmp_path, settings, model="glm5")["slurm_extra"]
+    assert extra.startswith("--requeue --no-kill --reservation=weekend --switches=1")
+    validate_slurm_extra(SimpleNamespace(resources=SimpleNamespace(slurm_extra=extra)))
+    ours = " ".join(f"{option}=" for option in OUR_OPTIONS)
+    missing = [words for words in get_forbidden_slurm_options() if not re.search(words, ours)]
+    assert missing == [r"--workdir[=\s]|-D\s"], "sbatch calls it --chdir"
+
+
+def test_without_slurm_there_is_only_topology(tmp_path: Path) -> None:
+    assert resources(tmp_path, site="local", nodes=2) == {"nodes": 2}
+    local = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    assert resources_of_all_jobs(local.site) == {}
+
+
+def test_partition_and_account_hold_for_all_jobs() -> None:
+    site = resolve({"model": "tiny", "site": "example_slurm"}, CONFIG_DIR).config.site
+    assert resources_of_all_jobs(site) == {"slurm_partition": "batch", "slurm_account": "myproject"}
+
+
+@pytest.mark.parametrize(("alive", "expected"), [(True, " --dependency=afterany:41"), (False, ""), (None, "")])
+def test_a_job_that_trains_already_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool | None, expected: str
+) -> None:
+    holder = {
+        "epoch": 3, "host": "n0", "pid": 7, "process_ids": "of n0", "started_ticks": 1, "user": "me", "since_unix": 0.0,
+        "job": "slurm:41",
+    }  # fmt: skip
+    (tmp_path / "epoch-000003.json").write_text(json.dumps(holder))
+    (tmp_path / "epoch-000003.heartbeat").touch()
+    monkeypatch.setattr(slurm_job, "job_is_alive", lambda job: alive if job == "slurm:41" else None)
+    assert resources(tmp_path)["slurm_extra"] == f"--requeue --no-kill --exclusive{expected}"

@@ -1,0 +1,58 @@
+"""The sections `launch` and `site.slurm`: how training is watched, and what a SLURM job asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config.document import _doc
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The watch over a training job."""
+
+    max_idle_attempts: int = _doc(
+        "Attempts in a row without a new checkpoint or rollout, then training ends", 3, minimum=1
+    )
+    node_start_timeout_seconds: float = _doc(
+        "Every node's supervisor must report within this", 300.0, exclusive_minimum=0
+    )
+    node_silence_seconds: float = _doc("A node that is silent for this long counts as lost", 30.0, exclusive_minimum=0)
+    hang_timeout_seconds: float = _doc(
+        "Ranks that stay in one phase of a step this long after another rank has left it hang, and so does a step in "
+        "which no rank moves for this long outside of the rollout: they are named and ended",
+        1800.0,
+        exclusive_minimum=0,
+    )
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What jobs ask SLURM for; training's own share of it where it says so. Empty: SLURM's default."""
+
+    partition: str = _doc("Partition", "")
+    account: str = _doc("Account", "")
+    qos: str = _doc("Quality of service", "")
+    constraint: str = _doc("Features that nodes must have", "")
+    time_limit: str = _doc("Time limit of training: `7d`, `36h`, `90m`", "7d")
+    gpu_option: str = _doc(
+        "How training asks for the GPUs of each node; {gpus} is hardware.gpus_per_node. Not used on CPUs; empty where "
+        "whole nodes come with their GPUs",
+        "--gpus-per-node={gpus}",
+    )
+    exclusive: bool = _doc("Training takes whole nodes", True)
+    cpus_per_node: int = _doc(
+        "CPUs of each node that training asks for where it does not take whole nodes", 1, minimum=1
+    )
+    extra_options: list[str] = _doc("More words for training's sbatch: --reservation=..., --switches=1, ...", [])
+    spare_nodes: int = _doc(
+        "Nodes asked for beyond those that train: one of them takes a lost node's place", 0, minimum=0
+    )
+    requeue: bool = _doc(
+        "The job may be put back into the queue, under the same id, after node loss or time limit", True
+    )
+    signal_seconds: int = _doc(
+        "Before the time limit, training saves at the end of its step and is requeued: longer than a step with a save",
+        600,
+        minimum=60,
+    )

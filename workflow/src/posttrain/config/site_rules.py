@@ -1,0 +1,88 @@
+"""The rules of a site's keys: what a scheduler would refuse, or do wrongly, only after hours in its queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+TIME_LIMIT = r"(\d+)([mhd])"
+MINUTES_OF = {"m": 1, "h": 60, "d": 24 * 60}
+# What our own keys ask for, or Snakemake's executor: twice on one command line, the later word would win silently.
+OUR_OPTIONS = (
+    "--partition", "--account", "--qos", "--constraint", "--time", "--nodes", "--ntasks", "--cpus-per-task", "--mem",
+    "--mem-per-cpu", "--gpus", "--gres", "--ntasks-per-gpu", "--cpus-per-gpu", "--exclusive", "--requeue",
+    "--no-requeue", "--no-kill", "--dependency", "--job-name", "--output", "--error", "--comment", "--export",
+    "--parsable", "--chdir", "--clusters",
+)  # fmt: skip
+
+
+def check_launcher(config: Config) -> Problems:
+    """Yield what can be planned but not started by the site's launcher."""
+    if config.nodes > 1 and config.site.launcher == "local":
+        allowed = "1 with site.launcher=local, which starts processes on this machine alone"
+        yield Problem("nodes", str(config.nodes), allowed, "choose a site whose launcher is slurm, or only plan it")
+
+
+def time_limit_minutes(limit: str) -> int:
+    """Return a time limit in minutes.
+
+    Example:
+        "90m" -> 90, "7d" -> 10080.
+    """
+    match = re.fullmatch(TIME_LIMIT, limit)
+    assert match, f"{limit!r} is no time limit"
+    return int(match[1]) * MINUTES_OF[match[2]]
+
+
+def _environments(config: Config) -> Problems:
+    for name in ("trainer_environment", "engine_environment"):
+        for item in getattr(config.site, name):
+            if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
+                yield Problem(f"site.{name}", repr(item), "NAME=value", "write the variable with its value")
+
+
+def _time_limit(config: Config) -> Problems:
+    slurm, key = config.site.slurm, "site.slurm.time_limit"
+    if not re.fullmatch(TIME_LIMIT, slurm.time_limit):
+        yield Problem(key, repr(slurm.time_limit), "a number with m, h or d, such as 36h", "write it like that")
+    elif slurm.requeue and slurm.signal_seconds >= 60 * time_limit_minutes(slurm.time_limit):
+        allowed = f"less than site.slurm.time_limit ({slurm.time_limit})"
+        yield Problem(
+            "site.slurm.signal_seconds", str(slurm.signal_seconds), allowed, "save later, or ask for more time"
+        )
+
+
+def _extra_options(config: Config) -> Problems:
+    for word in config.site.slurm.extra_options:
+        option = word.partition("=")[0].partition(" ")[0]
+        if not option.startswith("--"):
+            yield Problem("site.slurm.extra_options", repr(word), "--option or --option=value", "write the long form")
+        elif option in OUR_OPTIONS:
+            remedy = "leave it out, and set the key of site.slurm that is for it"
+            yield Problem("site.slurm.extra_options", repr(word), "options that no other key sets", remedy)
+
+
+def _gpu_option(config: Config) -> Problems:
+    option = config.site.slurm.gpu_option
+    if option and not option.startswith(("--gpus-per-node=", "--gpus-per-task=")):
+        allowed = "--gpus-per-node=... or --gpus-per-task=..., with {gpus} for the number; or empty"
+        yield Problem("site.slurm.gpu_option", repr(option), allowed, "Snakemake's executor keeps the others to itself")
+
+
+def _staged_nodes(config: Config) -> Problems:
+    if config.site.launcher == "slurm" and config.site.node_names:
+        allowed = "none with site.launcher=slurm: a job learns its nodes when it starts, and copies then"
+        yield Problem("site.node_names", ", ".join(config.site.node_names), allowed, "leave it out")
+
+
+SITE_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _environments,
+    _time_limit,
+    _extra_options,
+    _gpu_option,
+    _staged_nodes,
+)

@@ -1,0 +1,123 @@
+"""Which ranks hang: from where each rank is, and from the stacks of all when nobody moves.
+
+All ranks of a step go through the same phases and meet in collectives, so that one that stops holds the others up:
+those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
+took, and a minute in any case, but never longer than `launch.hang_timeout_seconds`. The rollout is left out: engines
+and graders have deadlines of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from posttrain.planner.phases import PHASES
+
+PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 60.0
+_ORDER = list(PHASES)
+# The innermost frame of torch's collectives in a stack that `faulthandler` wrote.
+_COLLECTIVE = re.compile(
+    r'File "[^"]*/torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", line \d+ in (\w+)'
+)
+_WRAPPERS = {"wrapper", "_call_impl"}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is.
+
+    Args:
+        step: From 0.
+        phase: Name of the phase.
+        seconds: For how long.
+    """
+
+    step: int
+    phase: str
+    seconds: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the order of all phases of all steps."""
+        return self.step, _ORDER.index(self.phase)
+
+
+@dataclass
+class HangWatch:
+    """Decides whether ranks hang.
+
+    Args:
+        limit_seconds: The longest patience.
+    """
+
+    limit_seconds: float
+    _longest: dict[str, float] = field(default_factory=dict)
+    _last: dict[int, Position] = field(default_factory=dict)
+
+    def look(self, positions: Mapping[int, Position]) -> str | None:
+        """Return what is wrong; None while all is well.
+
+        Args:
+            positions: Of every rank that is in a step.
+        """
+        for rank, position in positions.items():
+            before = self._last.get(rank)
+            if before and before.place != position.place:
+                self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.seconds)
+        self._last = dict(positions)
+        if not positions:
+            return None
+        front = max(position.place for position in positions.values())
+        leading = [position for position in positions.values() if position.place == front]
+        behind = {rank: p for rank, p in positions.items() if p.place != front}
+        waited = min(position.seconds for position in leading)
+        if behind and waited > self._patience(leading[0].phase):
+            return f"{_list_of(behind)}, while others have been in {_name(leading[0])} for {waited:.0f} s"
+        if not behind and leading[0].phase != "rollout" and waited > self._patience(leading[0].phase):
+            return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
+        return None
+
+    def _patience(self, phase: str) -> float:
+        if phase not in self._longest:
+            return self.limit_seconds
+        return min(self.limit_seconds, max(SHORTEST_PATIENCE_SECONDS, PATIENCE_FACTOR * self._longest[phase]))
+
+
+def waiting_in(stack: str) -> str | None:
+    """Return the collective that a stack of `faulthandler` waits in; None when it is in none.
+
+    Args:
+        stack: Text from "Current thread" on, the innermost frame first.
+    """
+    return next((name for name in _COLLECTIVE.findall(stack) if name not in _WRAPPERS), None)
+
+
+def describe_stacks(stacks: Mapping[int, str | None], node_of: Mapping[int, str]) -> str:
+    """Return who waits in which collective, and who does not: the suspects, named last.
+
+    Args:
+        stacks: Rank -> its stack; None where it did not answer.
+        node_of: Rank -> its node.
+    """
+    waiting: dict[str, list[int]] = {}
+    suspects = []
+    for rank, stack in sorted(stacks.items()):
+        if stack and (collective := waiting_in(stack)):
+            waiting.setdefault(collective, []).append(rank)
+        else:
+            suspects.append(f"rank {rank} on {node_of[rank]} {'is in none' if stack else 'does not answer'}")
+    said = [f"{_ranks(ranks)} in {collective}" for collective, ranks in waiting.items()]
+    return "; ".join([*said, *suspects])
+
+
+def _list_of(behind: Mapping[int, Position]) -> str:
+    return ", ".join(f"rank {rank} is still in {_name(position)}" for rank, position in sorted(behind.items()))
+
+
+def _name(position: Position) -> str:
+    return f"phase {position.phase} of step {position.step + 1}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

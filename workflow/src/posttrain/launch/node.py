@@ -1,0 +1,250 @@
+"""The supervisor of one node: `python -m posttrain.launch.node`, started by the head of the gang.
+
+It makes sure that the node's own copy is right, starts the node's engines and trainer ranks, tells the head when
+anything of them ends, and alone ends them: when the head says so, and when the head is gone. Its life is one attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain import cli
+from posttrain.config.load import load_resolved
+from posttrain.config.schema import Config
+from posttrain.engines.launch_command import EngineCommand, render_engine_command
+from posttrain.engines.process import EngineProcess, choose_free_ports, engine_ports, started_engines
+from posttrain.errors import CheckpointError, ConfigError
+from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
+from posttrain.launch.job import TrainingJob
+from posttrain.launch.placement import engines_on_node
+from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
+from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.training import early_end
+from posttrain.training.checkpoints import CheckpointFolder
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 2.0
+# Ports of a job: engines from the first on, then the meeting points of engines that span nodes, then the ranks'.
+MEETING_OFFSET, RENDEZVOUS_OFFSET = 60, 90
+
+
+class EndedByHead(Exception):
+    """The head has said that the attempt is over."""
+
+
+class Head:
+    """The head as a node sees it: its orders come in, news go out; without it this process ends at once.
+
+    Args:
+        channel: To the head.
+    """
+
+    def __init__(self, channel: Channel):
+        self.tell = channel.send
+        self._channel = channel
+        self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def order(self, seconds: float) -> dict[str, Any] | None:
+        """Return the next order, None when none comes in time.
+
+        Raises:
+            EndedByHead: The attempt is over.
+        """
+        try:
+            order = self._orders.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if order["kind"] == "stop":
+            raise EndedByHead
+        return order
+
+    def _listen(self) -> None:
+        for order in self._channel.messages():
+            self._orders.put(order)
+            if order["kind"] == "stop":
+                return
+        # Ranks and engines end with this process.
+        log.error("the head is gone")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _beat(self) -> None:
+        while self.tell("asked_to_end" if early_end.is_asked() else "beat"):
+            time.sleep(BEAT_SECONDS)
+
+
+class NodeSupervisor:
+    """One attempt on one node.
+
+    Args:
+        head: Who gives orders.
+        order: The first one: which part of which job.
+    """
+
+    def __init__(self, head: Head, order: dict[str, Any]):
+        self._head = head
+        self._job = TrainingJob.from_dict(order["job"])
+        self._config: Config = load_resolved(self._job.config_path)
+        self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
+        self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
+        self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
+        self._urls: dict[int, str] = {}
+
+    def run(self) -> None:
+        """Run this node's part to its end.
+
+        Raises:
+            EndedByHead: Before it was done.
+        """
+        checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
+        with self._weights.in_use():
+            self._weights.prepare(with_torch_dist=checkpoints.newest_step() == 0)
+            with started_engines(self._engine_commands(), self._folder) as engines:
+                self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
+                start = self._wait_for_start(engines)
+                rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
+                command = self._rank_command(start["engines"], start["lease"])
+                with running_ranks(self._config, self._rank, command, rendezvous, self._folder) as ranks:
+                    self._watch(engines, ranks)
+
+    # ---- engines ----
+
+    def _engine_commands(self) -> dict[int, EngineCommand]:
+        parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
+        ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
+        rollout, commands = self._weights.folder_of(self._weights.rollout), {}
+        for part, port in zip(parts, ports, strict=True):
+            meeting = f"{self._addresses[part.first_node]}:{self._first_port + MEETING_OFFSET + part.index}"
+            commands[part.index] = render_engine_command(
+                self._config, part.index, rollout, host, port, part.node_rank, meeting, gpus=part.gpus
+            )
+            if part.node_rank == 0:
+                self._urls[part.index] = commands[part.index].url
+        return commands
+
+    def _wait_for_start(self, engines: Sequence[EngineProcess]) -> dict[str, Any]:
+        while (order := self._head.order(POLL_SECONDS)) is None:
+            self._report(_ended_engines(engines))
+        assert order["kind"] == "train", order
+        return order
+
+    # ---- ranks ----
+
+    def _rendezvous_port(self) -> int:
+        first = self._first_port and self._first_port + RENDEZVOUS_OFFSET
+        return choose_free_ports(1, self._addresses[self._rank], first)[0]
+
+    def _rank_command(self, engine_urls: Sequence[str], lease: dict[str, Any]) -> list[str]:
+        weights = self._weights
+        return [
+            *self._job.arguments,
+            *("--torch-dist", str(weights.folder_of(weights.torch_dist))),
+            *("--model-folder", str(weights.folder_of(weights.rollout))),
+            *(word for url in engine_urls for word in ("--engine", url)),
+            *("--lease-folder", lease["folder"], "--epoch", str(lease["epoch"])),
+        ]
+
+    def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
+        next_news = 0.0
+        while any(rank.process.poll() is None for rank in ranks):
+            order = self._head.order(POLL_SECONDS)
+            if order and order["kind"] == "save":
+                _ask_to_end(ranks)
+            elif order and order["kind"] == "stacks":
+                self._head.tell("stacks", ranks=_stacks(ranks))
+            if time.monotonic() > next_news:
+                next_news = time.monotonic() + BEAT_SECONDS
+                self._head.tell("positions", ranks={rank.rank: rank.position() for rank in ranks})
+            self._report([*_ended_engines(engines), *filter(None, (rank.ending() for rank in ranks))])
+        self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
+        self._wait_for_the_end()
+
+    # ---- news ----
+
+    def _report(self, endings: Sequence[Ending]) -> None:
+        """Tell the head what has ended, and wait for it to end the rest."""
+        if endings:
+            self._head.tell("ended", endings=[ending.as_dict() for ending in endings])
+            self._wait_for_the_end()
+
+    def _wait_for_the_end(self) -> None:
+        while True:
+            self._head.order(POLL_SECONDS)
+
+
+def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
+    """Have rank 0, if it is here, save at the end of its step and end; it takes the others along."""
+    for rank in ranks:
+        if rank.rank == 0:
+            rank.process.send_signal(signal.SIGUSR1)
+
+
+def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip([rank.rank for rank in ranks], pool.map(RankProcess.stack, ranks), strict=True))
+
+
+def _ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
+    endings = []
+    for engine in engines:
+        try:
+            engine.check_alive()
+        except RuntimeError as error:
+            endings.append(Ending("engine", str(error), Ending.ENGINE))
+    return endings
+
+
+@contextmanager
+def told_to(head: Head) -> Iterator[None]:
+    """Tell the head why this node cannot go on; what is wrong with files or settings is wrong on the next try too."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, RuntimeError, OSError) as error:
+        log.error("%s", error)
+        head.tell("refused", reason=str(error))
+        while True:
+            head.order(POLL_SECONDS)
+
+
+def main() -> None:
+    """Report to the head, take its order, do this node's part."""
+    arguments = parse_arguments()
+    early_end.block()
+    channel = connect(arguments.head)
+    channel.send("hello", name=arguments.name, token=os.environ.pop(TOKEN_VARIABLE), address=channel.own_address)
+    head = Head(channel)
+    try:
+        with told_to(head):
+            while (order := head.order(POLL_SECONDS)) is None:
+                continue
+            NodeSupervisor(head, order).run()
+    except EndedByHead:
+        channel.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line that the head wrote."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head", required=True, help="host:port of the head")
+    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME", ""), help="this node's; SLURM's by default")
+    parser.add_argument("--log-folder", type=Path, required=True, help="gets node-{name}.log")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    _arguments = parse_arguments()
+    os.environ[LOG_VARIABLE] = str(_arguments.log_folder / f"node-{_arguments.name}.log")
+    cli.run(main, role=f"node {_arguments.name}")

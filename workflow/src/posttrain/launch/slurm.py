@@ -1,0 +1,199 @@
+"""Training inside a SLURM job: its nodes, its end, its place in the queue.
+
+Snakemake's executor takes most SLURM_* variables away before a job's command runs, so that everything but the job's id
+is asked of SLURM itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from posttrain.config.schema import Config
+from posttrain.launch.child import die_with_parent
+from posttrain.launch.nodes import LOOPBACK, NodesLostError
+
+log = logging.getLogger(__name__)
+
+JOB_PREFIX = "slurm:"
+# What squeue shows of jobs that will not run again.
+ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+QUERY_SECONDS = 60.0
+END_QUERY_SECONDS = 20.0
+PROBE_SECONDS = 15.0
+# Ports below the range from which systems take those of outgoing connections (32768 on Linux); a block for each job.
+FIRST_PORT, PORT_BLOCKS, PORTS_PER_BLOCK = 20000, 120, 100
+
+
+class SlurmAllocation:
+    """The nodes of the job that this process runs in.
+
+    Args:
+        job_id: SLURM's number of the job.
+        names: Its nodes, spare ones included; this process runs on the first.
+        config: The resolved configuration.
+    """
+
+    def __init__(self, job_id: str, names: Sequence[str], config: Config):
+        self._job_id, self._names, self._config = job_id, list(names), config
+        self._lost: set[str] = set()
+        self._next_query = 0.0
+        self.job = f"{JOB_PREFIX}{job_id}"
+        self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
+        self.address = interface_address(config.site.network_interface) if len(names) > 1 else LOOPBACK
+
+    @staticmethod
+    def of_this_job(config: Config) -> SlurmAllocation:
+        """Return the allocation of the job that this process runs in.
+
+        Raises:
+            RuntimeError: It runs in none.
+        """
+        job_id = os.environ.get("SLURM_JOB_ID", "")
+        if not job_id:
+            raise RuntimeError(
+                "site.launcher=slurm, but this is no SLURM job; use --workflow-profile .../profiles/slurm"
+            )
+        nodes = ask("squeue", "--noheader", "--jobs", job_id, "--format", "%N")
+        return SlurmAllocation(job_id, ask("scontrol", "show", "hostnames", nodes).split(), config)
+
+    def choose(self, count: int) -> list[str]:
+        """Return the first nodes that are not lost.
+
+        Raises:
+            NodesLostError: Fewer are left.
+        """
+        left = [name for name in self._names if name not in self._lost]
+        if len(left) < count:
+            lost = ", ".join(sorted(self._lost)) or "none was lost"
+            raise NodesLostError(
+                f"training needs {count} nodes, and {len(left)} of the job's {len(self._names)} are left ({lost})"
+            )
+        return left[:count]
+
+    def start(
+        self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> subprocess.Popen:
+        """Start a command on the nodes: with srun, or directly where there is only this one."""
+        if len(self._names) == 1:
+            words = [*command, "--name", *names]
+        else:
+            words = [*self._srun(names), *command]
+        with open(log_path, "ab") as sink:
+            return subprocess.Popen(
+                words,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+
+    def check(self, names: Sequence[str]) -> list[str]:
+        """Return which nodes do not run a command in time, and do not choose them again."""
+        probes = {name: subprocess.Popen([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
+        deadline = time.monotonic() + PROBE_SECONDS
+        lost = []
+        for name, probe in probes.items():
+            try:
+                answered = probe.wait(max(0.0, deadline - time.monotonic())) == 0
+            except subprocess.TimeoutExpired:
+                probe.kill()
+                probe.wait()
+                answered = False
+            lost += [] if answered else [name]
+        self._lost.update(lost)
+        return lost
+
+    def job_is_alive(self, job: str) -> bool | None:
+        """Tell whether SLURM runs a job or will; None where it cannot be told."""
+        return job_is_alive(job)
+
+    def end_is_near(self) -> bool:
+        """Tell whether it is time to save; SLURM is asked now and then, because an administrator may move the end."""
+        if time.monotonic() < self._next_query:
+            return False
+        self._next_query = time.monotonic() + END_QUERY_SECONDS
+        try:
+            end = ask("squeue", "--noheader", "--jobs", self._job_id, "--format", "%e")
+        except RuntimeError as error:
+            log.warning("SLURM does not say when the job ends: %s", error)
+            return False
+        if end in ("", "N/A", "NONE", "Unknown"):
+            return False
+        return datetime.fromisoformat(end).timestamp() - time.time() < self._config.site.slurm.signal_seconds
+
+    def requeue(self) -> None:
+        """Have the job started again later, under the same id.
+
+        Raises:
+            RuntimeError: The site does not allow it.
+        """
+        if not self._config.site.slurm.requeue:
+            raise RuntimeError("site.slurm.requeue is false: give the same command again, it goes on where this ended")
+        log.warning("job %s goes back into the queue", self._job_id)
+        ask("scontrol", "requeue", self._job_id)
+        while True:  # SLURM ends this process with the job
+            time.sleep(QUERY_SECONDS)
+
+    def _srun(self, names: Sequence[str]) -> list[str]:
+        """Return srun with its options: one task on each of the nodes, beside whatever else runs in the job."""
+        place = ("--jobid", self._job_id, "--nodelist", ",".join(names), "--nodes", str(len(names)))
+        shape = ("--ntasks", str(len(names)), "--ntasks-per-node", "1", "--cpu-bind", "none")
+        return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mem", "0", *place, *shape]
+
+
+def job_number(job: str) -> str:
+    """Return SLURM's number of a job of ours."""
+    return job.removeprefix(JOB_PREFIX)
+
+
+def job_is_alive(job: str) -> bool | None:
+    """Tell whether SLURM still runs a job, or will; None where it cannot be told from here.
+
+    Args:
+        job: As `SlurmAllocation.job` calls it.
+    """
+    if not job.startswith(JOB_PREFIX) or shutil.which("squeue") is None:
+        return None
+    try:
+        state = ask("squeue", "--noheader", "--states", "all", "--jobs", job_number(job), "--format", "%T")
+    except RuntimeError as error:
+        return False if "Invalid job id" in str(error) else None
+    return bool(state) and state not in ENDED_STATES
+
+
+def ask(*command: str) -> str:
+    """Return what a command of SLURM prints.
+
+    Raises:
+        RuntimeError: It fails.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def interface_address(interface: str) -> str:
+    """Return this host's IPv4 address on an interface; of its own name where none is given.
+
+    Raises:
+        RuntimeError: There is no such interface, or it has no address.
+    """
+    if not interface:
+        return socket.gethostbyname(socket.gethostname())
+    import psutil
+
+    for address in psutil.net_if_addrs().get(interface, []):
+        if address.family == socket.AF_INET:
+            return address.address
+    known = ", ".join(sorted(psutil.net_if_addrs()))
+    raise RuntimeError(f"site.network_interface={interface}: no such interface with an IPv4 address here, only {known}")

@@ -1,0 +1,73 @@
+"""What jobs ask SLURM for, as resources of Snakemake's executor; read at every dry run.
+
+Training on several nodes is an "MPI" job for the executor: its command runs once, on the first node, and starts its own
+processes on the others. Topology is a resource and never a parameter: a change of it resumes the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts.lease import living_holder
+from posttrain.config.schema import Config, Site
+from posttrain.launch.slurm import job_is_alive, job_number
+
+log = logging.getLogger(__name__)
+
+
+def resources_of_all_jobs(site: Site) -> dict[str, str]:
+    """Return what every job of a site asks for."""
+    if site.launcher != "slurm":
+        return {}
+    asked = {"slurm_partition": site.slurm.partition, "slurm_account": site.slurm.account, "qos": site.slurm.qos}
+    return {name: value for name, value in asked.items() if value}
+
+
+def resources_of_training(config: Config, lease_folder: Path) -> dict[str, Any]:
+    """Return what the training job asks for.
+
+    Args:
+        config: The resolved configuration.
+        lease_folder: Of the run: a job that holds the lease is waited for in the queue.
+    """
+    slurm = config.site.slurm
+    if config.site.launcher != "slurm":
+        return {"nodes": config.nodes}
+    count = config.nodes + slurm.spare_nodes
+    return {
+        "nodes": count,
+        "runtime": slurm.time_limit,
+        "mem_mb": 0,  # no --mem: what the site gives with its nodes
+        **({"mpi": "srun", "tasks": count} if count > 1 else {}),
+        **({"constraint": slurm.constraint} if slurm.constraint else {}),
+        "slurm_extra": _extra(config, lease_folder),
+    }
+
+
+def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
+    slurm = config.site.slurm
+    words = ["--requeue" if slurm.requeue else "--no-requeue", "--no-kill", *slurm.extra_options]
+    words += ["--exclusive"] if slurm.exclusive else []
+    if config.hardware.device == "cuda" and slurm.gpu_option:
+        words.append(slurm.gpu_option.format(gpus=config.hardware.gpus_per_node))
+
+    def extra(wildcards: object) -> str:
+        return shlex.join([*words, *_dependency(lease_folder)])
+
+    return extra
+
+
+@functools.cache
+def _dependency(lease_folder: Path) -> tuple[str, ...]:
+    """A job that trains this run already is waited for: what is left to do then, the new job does."""
+    holder = living_holder(lease_folder, job_is_alive=job_is_alive)
+    if holder is None or not job_is_alive(holder.job) or job_number(holder.job) == os.environ.get("SLURM_JOB_ID"):
+        return ()
+    log.warning("%s is being trained by %s; a new job waits for its end", lease_folder.parent, holder)
+    return (f"--dependency=afterany:{job_number(holder.job)}",)

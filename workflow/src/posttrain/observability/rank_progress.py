@@ -1,0 +1,51 @@
+"""Where a trainer rank is, for its node's supervisor: a line in a file on the node itself, rewritten at each phase.
+
+A rank that hangs can tell nobody. What it last wrote stays, and the stacks of all ranks tell who waits for whom.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """Where a rank is.
+
+    Args:
+        step: From 0.
+        phase: Name of the phase that it has entered last.
+        since: When, in seconds of the node's monotonic clock.
+    """
+
+    step: int
+    phase: str
+    since: float
+
+
+def report_progress(step: int, phase: str) -> None:
+    """Write where this process is; does nothing where no supervisor has asked for it."""
+    path = os.environ.get(PROGRESS_VARIABLE)
+    if not path:
+        return
+    line = f"{step} {phase} {time.monotonic():.3f}".ljust(_LINE_BYTES).encode()
+    # One write of fixed length: who reads at the same time sees the old line or the new one.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(descriptor, line, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_progress(path: Path) -> RankProgress | None:
+    """Return what a rank has written last; None before its first step."""
+    if not path.exists():
+        return None
+    words = path.read_text().split()
+    return RankProgress(int(words[0]), words[1], float(words[2])) if len(words) == 3 else None
