@@ -52,7 +52,7 @@ rule train_grpo:
     message:
         f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
+        "POSTTRAIN_LOG={log:q} {ON_ALL_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"

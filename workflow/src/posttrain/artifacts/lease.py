@@ -86,15 +86,24 @@ class Lease:
         folder: Where the lease's own files lie.
         job: The scheduler's job that this process runs in; empty without one.
         job_is_alive: Asks the scheduler about a holder's job; None where it cannot tell.
+        wait_seconds: For a holder on another host to be known as dead. Who is started in a dead one's place knows that
+            it is, but sees its last heartbeat.
 
     Raises:
         LeaseHeldError: On entry, when somebody alive holds it.
     """
 
-    def __init__(self, subject: Path, folder: Path, job: str = "", job_is_alive: JobIsAlive = unknown):
+    def __init__(
+        self,
+        subject: Path,
+        folder: Path,
+        job: str = "",
+        job_is_alive: JobIsAlive = unknown,
+        wait_seconds: float = 0.0,
+    ):
         self._subject = subject
         self._folder = folder
-        self._job, self._job_is_alive = job, job_is_alive
+        self._job, self._job_is_alive, self._wait_seconds = job, job_is_alive, wait_seconds
         self._holder: Holder | None = None
         self._stop = threading.Event()
 
@@ -124,8 +133,11 @@ class Lease:
         return self._folder
 
     def _acquire(self) -> Holder:
-        current = read_holder(self._folder)
-        if current is not None and not self._may_take_over(current):
+        wait_until = time.monotonic() + self._wait_seconds
+        while (current := read_holder(self._folder)) is not None and not self._may_take_over(current):
+            if (remaining := wait_until - time.monotonic()) > 0:
+                time.sleep(min(HEARTBEAT_SECONDS, remaining))
+                continue
             raise LeaseHeldError(
                 f"{self._subject} is being written by {current}; wait for it to end, or end it, then run again"
             )

@@ -15,6 +15,7 @@ from posttrain.config.derived import (
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
+from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
@@ -34,7 +35,8 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    return [problem for rule in (*RULES, *ENGINE_RULES, *SITE_RULES) for problem in rule(config)]
+    rules = (*RULES, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def check_convertible(config: Config) -> Problems:

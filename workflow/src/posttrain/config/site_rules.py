@@ -22,8 +22,8 @@ OUR_OPTIONS = (
 
 def check_launcher(config: Config) -> Problems:
     """Yield what can be planned but not started by the site's launcher."""
-    if config.nodes > 1 and config.site.launcher == "local":
-        allowed = "1 with site.launcher=local, which starts processes on this machine alone"
+    if config.nodes > 1 and config.site.launcher != "slurm":
+        allowed = f"1 with site.launcher={config.site.launcher}, which starts training on one node"
         yield Problem("nodes", str(config.nodes), allowed, "choose a site whose launcher is slurm, or only plan it")
 
 

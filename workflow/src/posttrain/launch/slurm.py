@@ -19,6 +19,7 @@ from pathlib import Path
 
 from posttrain.config.schema import Config
 from posttrain.launch.child import die_with_parent
+from posttrain.launch.container import srun_options, wrap
 from posttrain.launch.nodes import LOOPBACK, NodesLostError
 
 log = logging.getLogger(__name__)
@@ -82,19 +83,21 @@ class SlurmAllocation:
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> subprocess.Popen:
-        """Start a command on the nodes: with srun, or directly where there is only this one."""
-        if len(self._names) == 1:
-            words = [*command, "--name", *names]
-        else:
-            words = [*self._srun(names), *command]
+        """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
         with open(log_path, "ab") as sink:
             return subprocess.Popen(
-                words,
+                self.words(names, command),
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
+
+    def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
+        """Return what starts a command on the nodes, in the site's image where it has one."""
+        if len(self._names) == 1 and self._config.site.container.runtime == "none":
+            return [*command, "--name", *names]
+        return [*self._srun(names), *srun_options(self._config), *wrap(command, self._config)]
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which nodes do not run a command in time, and do not choose them again."""

@@ -9,19 +9,23 @@ without a new checkpoint or rollout the head gives up and says where to look.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain import artifacts
-from posttrain.artifacts.lease import Lease
+from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS, HEARTBEAT_SECONDS, Lease
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain.launch.gang import AttemptFailedError, EndedEarlyError, Gang
 from posttrain.launch.job import TrainingJob
+from posttrain.launch.jobset import NUM_NODES
 from posttrain.launch.nodes import Nodes, NodesLostError
 
 log = logging.getLogger(__name__)
+
+LEASE_WAIT_SECONDS = HEARTBEAT_DEAD_SECONDS + HEARTBEAT_SECONDS
 
 
 def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
@@ -32,7 +36,9 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
             are left and the job cannot be started again.
         CheckpointError: What would be loaded is wrong.
     """
-    with Lease(job.run_folder, job.run_folder / "lease", nodes.job, nodes.job_is_alive) as lease:
+    # A pod comes when those before it are gone, which may not have had the time to release the lease.
+    wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
+    with Lease(job.run_folder, job.run_folder / "lease", nodes.job, nodes.job_is_alive, wait_seconds) as lease:
         idle = 0
         while True:
             names = _choose_nodes(config, nodes)
