@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 NUM_RUNS, NUM_FAILURES = 192, 64
-# So many that their arrays stay in a processor's cache.
-SCENARIOS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -77,19 +75,17 @@ def effective_shares(scenarios: Sequence[Scenario], seed: int = 0) -> list[float
     All scenarios meet the same failures, scaled by their rates: differences between them are not chance.
 
     Args:
-        scenarios: What to simulate; each with a positive rate of failures.
+        scenarios: What to simulate, each with a positive rate of failures; some dozens, so that their arrays stay in a
+            processor's cache.
         seed: Of the failures.
     """
     random = np.random.default_rng(seed)
     waits = random.exponential(size=(NUM_FAILURES, 1, NUM_RUNS))
     luck = random.random(size=(NUM_FAILURES, 1, NUM_RUNS))
-    shares: list[float] = []
-    for first in range(0, len(scenarios), SCENARIOS_AT_ONCE):
-        runs = _Runs(scenarios[first : first + SCENARIOS_AT_ONCE])
-        for wait, draw in zip(waits, luck, strict=True):
-            runs.meet_failure(wait, draw)
-        shares += runs.shares()
-    return shares
+    runs = _Runs(scenarios)
+    for wait, draw in zip(waits, luck, strict=True):
+        runs.meet_failure(wait, draw)
+    return runs.shares()
 
 
 def best_of(intervals: Sequence[int], shares: Sequence[float]) -> tuple[int, float]:

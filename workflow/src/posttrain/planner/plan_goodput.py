@@ -8,7 +8,7 @@ Published rates:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,37 +146,49 @@ def _rate_part(config: Config, rate: FailureRate, run: Scenario, parts: Sequence
     """Return what is known at one rate of failures."""
     per_node = rate.per_second(config.hardware.gpus_per_node)
     run = dataclasses.replace(run, failures_per_second=per_node * config.nodes)
+    (best,) = _best([run])
     features, missing = _features(run), _what_is_missing(run, parts)
-    by_spares = [dataclasses.replace(run, spares=spares) for spares in SPARES]
-    by_nodes = [
-        dataclasses.replace(run, failures_per_second=per_node * nodes, spares=spares_for(nodes))
-        for nodes in NODE_COUNTS
-    ]
-    shares = effective_shares([*features.values(), *with_intervals(run, INTERVALS)])
-    as_configured, by_interval = shares[: len(features)], shares[len(features) :]
-    best, *others = _best([run, *missing.values(), *by_spares, *by_nodes])
-    found = dict(zip(features, ((run.save_interval, share) for share in as_configured), strict=True))
-    found["best save interval"] = best
-    found_missing = dict(zip(missing, others, strict=False))
+    shares = effective_shares(list(features.values()))
+    found = {name: (run.save_interval, share) for name, share in zip(features, shares, strict=True)}
+    by_interval = effective_shares(with_intervals(run, INTERVALS))
     return {
         "name": rate.name,
         "source": rate.source,
         "hours_between_failures": round(1 / run.failures_per_second / 3600, 3),
-        "configured": _share_part(run.save_interval, as_configured[-1]),
+        "configured": _share_part(run.save_interval, shares[-1]),
         "best": _share_part(*best),
         "reaches_goal": best[1] >= GOAL,
         "by_interval": [_share_part(*pair) for pair in zip(INTERVALS, by_interval, strict=True)],
-        "features": _gains(found),
-        "missing": _gains(found_missing, best[1]),
-        "by_spares": [
-            {"spares": spares, **_share_part(*pair), "share_of_all_nodes": round(pair[1] * _used(config, spares), 4)}
-            for spares, pair in zip(SPARES, others[len(missing) :], strict=False)
-        ],
-        "by_nodes": [
-            {"nodes": nodes, "spares": spares_for(nodes), **_share_part(*pair)}
-            for nodes, pair in zip(NODE_COUNTS, others[-len(NODE_COUNTS) :], strict=True)
-        ],
+        "features": _gains({**found, "best save interval": best}),
+        "missing": _gains(dict(zip(missing, _best(missing.values()), strict=True)), best[1]),
+        "by_spares": _by_spares(run, config.nodes),
+        "by_nodes": _by_nodes(run, per_node),
     }
+
+
+def _by_spares(run: Scenario, nodes: int) -> list[dict[str, Any]]:
+    """Return the share with each number of spare nodes, of the nodes that train and of all."""
+    found = _best(dataclasses.replace(run, spares=spares) for spares in SPARES)
+    return [
+        {
+            "spares": spares,
+            **_share_part(interval, share),
+            "share_of_all_nodes": round(share * nodes / (nodes + spares), 4),
+        }
+        for spares, (interval, share) in zip(SPARES, found, strict=True)
+    ]
+
+
+def _by_nodes(run: Scenario, failures_per_second_and_node: float) -> list[dict[str, Any]]:
+    """Return the share of the same run where more nodes fail more often."""
+    found = _best(
+        dataclasses.replace(run, failures_per_second=failures_per_second_and_node * nodes, spares=spares_for(nodes))
+        for nodes in NODE_COUNTS
+    )
+    return [
+        {"nodes": nodes, "spares": spares_for(nodes), **_share_part(interval, share)}
+        for nodes, (interval, share) in zip(NODE_COUNTS, found, strict=True)
+    ]
 
 
 def _features(run: Scenario) -> dict[str, Scenario]:
@@ -212,11 +224,9 @@ def _faster(run: Scenario, part: RestartSeconds, share: float) -> Scenario:
     return dataclasses.replace(run, restart=left)
 
 
-def _best(scenarios: Sequence[Scenario]) -> list[tuple[int, float]]:
+def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:
     """Return the best save interval of each scenario, and its share there."""
-    shares = effective_shares([one for scenario in scenarios for one in with_intervals(scenario, INTERVALS)])
-    size = len(INTERVALS)
-    return [best_of(INTERVALS, shares[place * size : (place + 1) * size]) for place in range(len(scenarios))]
+    return [best_of(INTERVALS, effective_shares(with_intervals(scenario, INTERVALS))) for scenario in scenarios]
 
 
 def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) -> list[dict[str, Any]]:
@@ -231,7 +241,3 @@ def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) 
 
 def _share_part(interval: int, share: float) -> dict[str, Any]:
     return {"save_interval": interval, "effective_share": round(share, 4)}
-
-
-def _used(config: Config, spares: int) -> float:
-    return config.nodes / (config.nodes + spares)
