@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.slurm.cluster import Cluster, require_slurm, running_cluster
-from tests.workflow_runs import ROOT, WorkflowFolder
-
-PROFILE = ROOT / "workflow" / "profiles" / "slurm-localhost"
+from tests.slurm.slurm_folder import SlurmFolder
 
 
 @pytest.fixture(scope="session")
@@ -24,23 +21,6 @@ def no_job_is_left(cluster: Cluster) -> Iterator[None]:
     yield
     for job in cluster.jobs():
         cluster.ask("scancel", job)
-
-
-@dataclass
-class SlurmFolder(WorkflowFolder):
-    """A working directory whose steps are SLURM jobs.
-
-    Args:
-        nodes: Of training.
-    """
-
-    nodes: int = 4
-
-    def command(self, *targets: str, **arguments) -> list[str]:
-        config = {"site": "slurm_localhost", "nodes": self.nodes}
-        words = super().command(*targets, config=config, **arguments)
-        at = words.index("--cores")
-        return [*words[:at], "--workflow-profile", str(PROFILE), *words[at + 2 :]]
 
 
 @pytest.fixture

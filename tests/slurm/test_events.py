@@ -10,7 +10,7 @@ import psutil
 import pytest
 from tests.interruptions import TRAINER, Driver, assert_same_training, find_processes, start
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import SlurmFolder
+from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.interruptions import assert_same_training
-from tests.slurm.conftest import SlurmFolder
+from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.launch.slurm import JOB_PREFIX

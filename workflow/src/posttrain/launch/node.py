@@ -222,7 +222,6 @@ def told_to(head: Head) -> Iterator[None]:
 def main() -> None:
     """Report to the head, take its order, do this node's part."""
     arguments = parse_arguments()
-    early_end.block()
     channel = connect(arguments.head)
     channel.send("hello", name=arguments.name, token=os.environ.pop(TOKEN_VARIABLE), address=channel.own_address)
     head = Head(channel)
@@ -245,6 +244,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    early_end.block()  # before there is another thread, which would take the signal
     _arguments = parse_arguments()
     os.environ[LOG_VARIABLE] = str(_arguments.log_folder / f"node-{_arguments.name}.log")
     cli.run(main, role=f"node {_arguments.name}")

@@ -38,7 +38,6 @@ def main() -> None:
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
-    early_end.block()
     from posttrain.training.loop import train
     from posttrain.training.run import open_run
 
@@ -63,4 +62,5 @@ def _always() -> None:
 
 
 if __name__ == "__main__":
+    early_end.block()  # before there is another thread, which would take the signal
     cli.run(main, role=f"trainer {os.environ.get('RANK', '0')}")

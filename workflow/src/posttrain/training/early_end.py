@@ -14,7 +14,7 @@ SAVED_EXIT_CODE = 85
 
 
 def block() -> None:
-    """Keep SIGUSR1 from ending this process and all that it starts from now on."""
+    """Keep SIGUSR1 from ending this thread and all threads and processes that it starts from now on."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 

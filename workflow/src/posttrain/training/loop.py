@@ -42,6 +42,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
     clock = PhaseClock(step)
     run.reseed(step)
+    run.find_slow_ranks()
     with clock.phase("rollout"):
         rollout = run.collect(step)
     updates = run.make_updates(rollout.groups)

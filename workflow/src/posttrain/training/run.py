@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from posttrain.training.batch import Update, make_updates
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.metrics import step_metrics
 from posttrain.training.phases import PhaseClock
+from posttrain.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher, served_format, served_values
 
@@ -95,6 +97,7 @@ class TrainingRun:
         self._policy, self._weights, self._torch_dist = policy, weights, torch_dist
         self._checkpoints, self._publisher, self._runner, self._head = checkpoints, publisher, runner, head
         self._num_skipped = 0
+        self._slow_ranks = SlowRanks()
         # The present step is the last one of this attempt.
         self.ends_early = False
 
@@ -129,6 +132,15 @@ class TrainingRun:
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
         seed_random_state(self.config.training.seed + step)
+
+    def find_slow_ranks(self) -> None:
+        """Name ranks that compute slower than the others; collective."""
+        if dist.get_world_size() == 1:
+            return
+        probes = _from_all_ranks([(probe_seconds(), socket.gethostname())])
+        for rank, factor in self._slow_ranks.look([seconds for seconds, _ in probes]).items():
+            if self.is_rank0:
+                log.warning("rank %d on %s computes %.1f times slower than the median", rank, probes[rank][1], factor)
 
     # ---- a step ----
 
