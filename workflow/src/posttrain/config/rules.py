@@ -15,6 +15,7 @@ from posttrain.config.derived import (
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
+from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -33,7 +34,7 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    return [problem for rule in (*RULES, *ENGINE_RULES) for problem in rule(config)]
+    return [problem for rule in (*RULES, *ENGINE_RULES, *LAUNCH_RULES) for problem in rule(config)]
 
 
 def check_convertible(config: Config) -> Problems:

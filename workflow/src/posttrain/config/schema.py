@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from posttrain.config.container import Container
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
+from posttrain.config.kubernetes import Kubernetes
 from posttrain.config.stage import Stage
 
 
@@ -350,7 +352,9 @@ class Site:
     results: str = _doc("Runs", "results")
     node_local: str = _doc("Folder on each node's own disk", "node_local")
     node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
-    launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local",))
+    launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local", "kubernetes"))
+    container: Container = field(default_factory=Container, metadata={"doc": "Image behind srun"})
+    kubernetes: Kubernetes = field(default_factory=Kubernetes, metadata={"doc": "What pods get"})
     shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
     local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
     host_memory_gib: float = _doc("Host memory of each node", 0.0, minimum=0)

@@ -1,0 +1,113 @@
+"""The rules of `site.container` and `site.kubernetes`: what srun, Apptainer or a cluster would refuse much later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+SUFFIX_OF = {"apptainer": ".sif", "pyxis": ".sqsh"}
+BUILDER_OF = {
+    "apptainer": "apptainer build gpu.sif envs/gpu/image.def",
+    "pyxis": "enroot import --output gpu.sqsh docker://REGISTRY/IMAGE:TAG",
+}
+# Neither a comma nor a colon: they separate mounts and their parts.
+_PATH = r"/[^,:\s]*"
+_MOUNT = rf"{_PATH}(:{_PATH}(:ro)?)?"
+_DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_DNS_NAME = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
+_LABEL_NAME = rf"({_DNS_NAME}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+_QUANTITY = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
+_IMAGE = r"[^\s@]+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}|@sha256:[0-9a-f]{64})"
+# key of site.kubernetes -> (pattern of its value or of each of its values, how it is said)
+_FORMS = {
+    "namespace": (_DNS_LABEL, "a namespace: lower-case letters, digits and '-'"),
+    "queue": (_DNS_NAME, "a LocalQueue: lower-case letters, digits, '-' and '.'"),
+    "service_account": (_DNS_NAME, "a service account: lower-case letters, digits, '-' and '.'"),
+    "image_pull_secrets": (_DNS_NAME, "names of Secrets: lower-case letters, digits, '-' and '.'"),
+    "gpu_resource": (_LABEL_NAME, "a resource, such as nvidia.com/gpu"),
+    "volumes": (
+        rf"{_PATH}=(pvc:{_DNS_NAME}|host:{_PATH}|empty|memory:{_QUANTITY})",
+        "/folder=pvc:CLAIM, /folder=host:/path, /folder=empty or /folder=memory:SIZE",
+    ),
+    "resources": (rf"{_LABEL_NAME}={_QUANTITY}", "NAME=QUANTITY, such as cpu=96, memory=1500Gi or rdma/ib=8"),
+    "node_selector": (rf"{_LABEL_NAME}={_LABEL_VALUE}", "LABEL=VALUE"),
+    "tolerations": (
+        rf"{_LABEL_NAME}(={_LABEL_VALUE})?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+        "KEY=VALUE:EFFECT, KEY:EFFECT or KEY, with the effect NoSchedule, PreferNoSchedule or NoExecute",
+    ),
+    "annotations": (rf"{_LABEL_NAME}=.*", "NAME=VALUE"),
+    "secrets": (rf"[A-Za-z_][A-Za-z0-9_]*={_DNS_NAME}/[-._A-Za-z0-9]+", "VARIABLE=SECRET/KEY, never a value"),
+    "capabilities": (r"[A-Z_]+", "capabilities without CAP_, such as IPC_LOCK"),
+}
+
+
+def _container(config: Config) -> Problems:
+    container, launcher, key = config.site.container, config.site.launcher, "site.container"
+    if container.runtime == "none":
+        for name in ("image", "mounts", "options"):
+            if getattr(container, name):
+                remedy = f"set {key}.runtime, or leave {name} out"
+                yield Problem(f"{key}.{name}", repr(getattr(container, name)), "nothing without a runtime", remedy)
+        return
+    if launcher in ("local", "kubernetes"):
+        remedy = "pods have site.kubernetes.image" if launcher == "kubernetes" else "start Snakemake inside the image"
+        yield Problem(f"{key}.runtime", container.runtime, f"none with site.launcher={launcher}", remedy)
+    suffix = SUFFIX_OF[container.runtime]
+    if not re.fullmatch(rf"{_PATH}{re.escape(suffix)}", container.image):
+        allowed = f"the absolute path of one {suffix} file, which starts on many nodes without a registry"
+        yield Problem(f"{key}.image", repr(container.image), allowed, f"make it: {BUILDER_OF[container.runtime]}")
+    for mount in container.mounts:
+        if not re.fullmatch(_MOUNT, mount):
+            allowed = "/folder, /outside:/inside or /outside:/inside:ro"
+            yield Problem(f"{key}.mounts", repr(mount), allowed, "give absolute paths without commas or spaces")
+
+
+def _kubernetes_forms(config: Config) -> Problems:
+    for name, (pattern, allowed) in _FORMS.items():
+        value = getattr(config.site.kubernetes, name)
+        for item in value if isinstance(value, list) else [value] if value else []:
+            if not re.fullmatch(pattern, item):
+                # Whoever writes a token where a Secret's name belongs must not find it in a log.
+                shown = repr(item) if name != "secrets" else repr(item.partition("=")[0] + "=...")
+                yield Problem(f"site.kubernetes.{name}", shown, allowed, "correct it in the site's file")
+
+
+def _kubernetes_image(config: Config) -> Problems:
+    image = config.site.kubernetes.image
+    if config.site.launcher == "kubernetes" and (not re.fullmatch(_IMAGE, image) or image.endswith(":latest")):
+        allowed = "an image with a tag that stays what it is, or with a digest"
+        remedy = "build envs/gpu/Dockerfile, push it, and give REGISTRY/IMAGE:TAG or REGISTRY/IMAGE@sha256:..."
+        yield Problem("site.kubernetes.image", repr(image), allowed, remedy)
+
+
+def _kubernetes_folders(config: Config) -> Problems:
+    site = config.site
+    if site.launcher != "kubernetes":
+        return
+    mounted = [PurePosixPath(volume.partition("=")[0]) for volume in site.kubernetes.volumes]
+    if len(set(mounted)) < len(mounted):
+        yield Problem("site.kubernetes.volumes", repr(site.kubernetes.volumes), "each folder once", "leave one out")
+    for name in ("store", "results", "node_local"):
+        folder = PurePosixPath(getattr(site, name))
+        # A relative store or results lies in the folder of the workflow, which the launcher checks.
+        must_be_mounted = folder.is_absolute() or name == "node_local"
+        if must_be_mounted and not any(folder.is_relative_to(mount) for mount in mounted):
+            allowed = "a folder below one of site.kubernetes.volumes: what pods write elsewhere is lost with them"
+            yield Problem(f"site.{name}", str(folder), allowed, "mount a volume there")
+    if site.node_names:
+        remedy = "leave them out: each pod then copies what its node needs when the job starts"
+        yield Problem("site.node_names", repr(site.node_names), "none: the cluster chooses the nodes", remedy)
+
+
+LAUNCH_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _container,
+    _kubernetes_forms,
+    _kubernetes_image,
+    _kubernetes_folders,
+)
