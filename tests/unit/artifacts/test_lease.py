@@ -89,6 +89,20 @@ def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
         assert second.epoch == 2
 
 
+def test_who_comes_in_a_dead_ones_place_waits_for_its_last_heartbeat(tmp_path: Path) -> None:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
+        folder = lease.folder
+    (folder / "epoch-000001.released").unlink()
+    row = json.loads((folder / "epoch-000001.json").read_text())
+    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "a-pod-that-is-gone"}))
+    almost_dead = time.time() - HEARTBEAT_DEAD_SECONDS + 2
+    os.utime(folder / "epoch-000001.heartbeat", (almost_dead, almost_dead))
+    with pytest.raises(RuntimeError, match="a-pod-that-is-gone"), Lease(tmp_path, tmp_path / "lease", wait_seconds=1):
+        pass
+    with Lease(tmp_path, tmp_path / "lease", wait_seconds=20) as second:
+        assert second.epoch == 2
+
+
 def test_of_many_at_once_exactly_one_wins(tmp_path: Path) -> None:
     contenders = [start_holder(tmp_path, seconds=3) for _ in range(4)]
     outputs = [contender.communicate() for contender in contenders]

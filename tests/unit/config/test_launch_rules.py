@@ -95,6 +95,7 @@ def test_pods_that_a_cluster_would_refuse(overrides: str, key: str) -> None:
 
 
 def test_a_secret_written_as_a_value_is_refused_and_not_shown() -> None:
-    (problem,) = problems_of(f"{PODS} {MOUNTED} site.kubernetes.image={IMAGE} site.kubernetes.secrets=[HF_TOKEN=hf_abc]")
+    given = f"{PODS} {MOUNTED} site.kubernetes.image={IMAGE}"
+    (problem,) = problems_of(f"{given} site.kubernetes.secrets=[HF_TOKEN=hf_abc]")
     assert problem.key == "site.kubernetes.secrets"
     assert "hf_abc" not in str(problem)

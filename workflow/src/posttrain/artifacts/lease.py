@@ -71,14 +71,17 @@ class Lease:
     Args:
         subject: What may be written, for messages.
         folder: Where the lease's own files lie.
+        wait_seconds: For a holder on another host to be known as dead. Who is started in a dead one's place knows that
+            it is, but sees its last heartbeat.
 
     Raises:
         LeaseHeldError: On entry, when somebody alive holds it.
     """
 
-    def __init__(self, subject: Path, folder: Path):
+    def __init__(self, subject: Path, folder: Path, wait_seconds: float = 0.0):
         self._subject = subject
         self._folder = folder
+        self._wait_seconds = wait_seconds
         self._holder: Holder | None = None
         self._stop = threading.Event()
 
@@ -108,8 +111,11 @@ class Lease:
         return self._folder
 
     def _acquire(self) -> Holder:
-        current = read_holder(self._folder)
-        if current is not None and not _is_free(self._folder, current):
+        wait_until = time.monotonic() + self._wait_seconds
+        while (current := read_holder(self._folder)) is not None and not _is_free(self._folder, current):
+            if (remaining := wait_until - time.monotonic()) > 0:
+                time.sleep(min(HEARTBEAT_SECONDS, remaining))
+                continue
             raise LeaseHeldError(
                 f"{self._subject} is being written by {current}; wait for it to end, or end it, then run again"
             )

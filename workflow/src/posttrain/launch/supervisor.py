@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 
 from posttrain import artifacts
-from posttrain.artifacts.lease import Lease
+from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS, HEARTBEAT_SECONDS, Lease
 from posttrain.config.schema import Config
 from posttrain.engines.process import EngineProcess, check_all_alive, choose_free_ports, running_engines
 from posttrain.launch.child import die_with_parent
+from posttrain.launch.jobset import NUM_NODES
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
@@ -34,6 +35,7 @@ MAX_IDLE_ATTEMPTS = 3
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0
 LOG_TAIL_LINES = 15
+LEASE_WAIT_SECONDS = HEARTBEAT_DEAD_SECONDS + HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def supervise(job: TrainingJob) -> None:
     Raises:
         RuntimeError: When somebody else writes to the run, or when attempts end without progress.
     """
-    with Lease(job.run_folder, job.run_folder / "lease") as lease:
+    # A pod comes when those before it are gone, which may not have had the time to release the lease.
+    wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
+    with Lease(job.run_folder, job.run_folder / "lease", wait_seconds) as lease:
         idle = 0
         while True:
             before = _progress(job.run_folder)
