@@ -36,7 +36,7 @@ def test_apptainer_stands_behind_srun_and_before_the_command(monkeypatch: pytest
     binds = ",".join(f"{folder}:{folder}" for folder in ("/tmp", CLONE, "/shared/store", "/shared/results", "/nvme"))
     assert srun_options(config) == ()
     assert wrap(COMMAND, config) == (
-        *("apptainer", "exec", "--no-home", "--nv", "--bind", f"{binds},{mounts[0]},/data:/data", "--pwd", "/tmp"),
+        *("apptainer", "exec", "--nv", "--bind", f"{binds},{mounts[0]},/data:/data", "--pwd", "/tmp"),
         *("--writable-tmpfs", "/shared/gpu.sif", "env", f"PYTHONPATH={CODE}"),
         *("python", "scripts/train_grpo.py", "--node", "a b"),
     )
@@ -55,7 +55,6 @@ def test_pyxis_is_options_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
         f"--container-mounts=/tmp:/tmp,{CLONE}:{CLONE},"
         "/shared/store:/shared/store,/shared/results:/shared/results,/nvme:/nvme",
         "--container-workdir=/tmp",
-        "--no-container-mount-home",
         "--container-writable",
     )
 

@@ -35,8 +35,6 @@ def srun_options(config: Config) -> tuple[str, ...]:
         f"--container-image={container.image}",
         f"--container-mounts={','.join(_mounts(config))}",
         f"--container-workdir={Path.cwd()}",
-        # A package below ~/.local or a cache there would make each user's environment another one.
-        "--no-container-mount-home",
         *container.options,
     )
 
@@ -61,7 +59,7 @@ def wrap(command: Sequence[str], config: Config) -> tuple[str, ...]:
     devices = ("--nv",) if config.hardware.device == "cuda" else ()
     binds = ("--bind", ",".join(_mounts(config)))
     folder = ("--pwd", str(Path.cwd()))
-    return ("apptainer", "exec", "--no-home", *devices, *binds, *folder, *container.options, container.image, *inside)
+    return ("apptainer", "exec", *devices, *binds, *folder, *container.options, container.image, *inside)
 
 
 def _mounts(config: Config) -> list[str]:
