@@ -1,4 +1,4 @@
-"""Check what must be there before work starts: disks, devices, interpreters, ports, the Hub."""
+"""Check what must be there before work starts: disks, devices, interpreters, ports, the Hub, a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
 from posttrain.cli import run
+from posttrain.launch.cluster_check import check_cluster
 from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.checks import check_everything
 from posttrain.preflight.report import print_findings, raise_problems
@@ -16,7 +17,8 @@ from posttrain.preflight.report import print_findings, raise_problems
 def main() -> None:
     """Run every check, show the findings, fail with all problems at once."""
     arguments = parse_arguments()
-    findings = check_everything(Paths(resolve(arguments.workflow, arguments.config_dir)))
+    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    findings = [*check_everything(paths), *check_cluster(paths.resolved.config)]
     print_findings(findings)
     raise_problems(findings)
     if arguments.output:

@@ -31,6 +31,8 @@ from tests.jobset_schema import check_jobset
 
 JOBSETS = re.compile(r"/apis/jobset\.x-k8s\.io/v1alpha2/namespaces/([^/]+)/jobsets(?:/([^/]+))?")
 PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)/log)?")
+API = "/apis/jobset.x-k8s.io/v1alpha2"
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 CUT = -1
 
 
@@ -46,6 +48,8 @@ class KubernetesServer(ThreadingHTTPServer):
         secrets: (Secret, key) -> value.
         answers: Statuses of the next answers, whatever is asked for; after CUT what was asked is done, and nobody told.
         is_admitting: Off: Kueue keeps new JobSets in their queue.
+        has_jobset: Off: nobody has installed it.
+        denied: (verb, resource) that the account may not.
     """
 
     daemon_threads = True
@@ -58,6 +62,8 @@ class KubernetesServer(ThreadingHTTPServer):
         self.secrets: dict[tuple[str, str], str] = {}
         self.answers: list[int] = []
         self.is_admitting = True
+        self.has_jobset = True
+        self.denied: set[tuple[str, str]] = set()
         self.created: list[dict[str, Any]] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._uids = count(1)
@@ -105,6 +111,18 @@ class KubernetesServer(ThreadingHTTPServer):
                 return 409, {"message": "the UID in the precondition does not match"}
             found["metadata"]["deletionTimestamp"] = _now()
         return 200, found
+
+    def resources(self) -> tuple[int, Any]:
+        """Say what JobSet's API group serves."""
+        served = {"name": "jobsets", "singularName": "jobset", "namespaced": True, "kind": "JobSet", "verbs": ["get"]}
+        found = {"kind": "APIResourceList", "groupVersion": "jobset.x-k8s.io/v1alpha2", "resources": [served]}
+        return (200, found) if self.has_jobset else (404, {"message": "NotFound"})
+
+    def review(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Say whether the account may do what it asks about."""
+        wanted = asked["spec"]["resourceAttributes"]
+        resource = "/".join(part for part in (wanted["resource"], wanted.get("subresource")) if part)
+        return {**asked, "status": {"allowed": (wanted["verb"], resource) not in self.denied}}
 
     def kill_pod(self, name: str, with_signal: int = signal.SIGKILL) -> None:
         """End a pod's process group."""
@@ -210,6 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = urlparse(self.path).path, parse_qs(urlparse(self.path).query)
         if self._is_refused():
             return
+        if path == API:
+            return self._answer(*self.server.resources())
         with self.server.lock:
             if (match := JOBSETS.fullmatch(path)) and match[2]:
                 found = self.server.jobsets.get(match[2])
@@ -224,9 +244,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self._is_refused():
             return
+        body = self._body()
+        if urlparse(self.path).path == REVIEWS:
+            return self._answer(201, self.server.review(body))
         match = JOBSETS.fullmatch(urlparse(self.path).path)
         assert match
-        self._answer(*self.server.create(match[1], self._body()))
+        self._answer(*self.server.create(match[1], body))
 
     def do_DELETE(self) -> None:
         if self._is_refused():

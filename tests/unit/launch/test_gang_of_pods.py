@@ -19,7 +19,6 @@ from tests.kubernetes_server import CUT, KubernetesServer
 
 from posttrain.config.load import dump_resolved, resolve
 from posttrain.config.schema import Config
-from posttrain.launch import cluster as cluster_module
 from posttrain.launch.cluster import Cluster
 from posttrain.launch.container import CLONE
 from posttrain.launch.gang_of_pods import run_to_end
@@ -171,13 +170,10 @@ def test_passing_faults_are_asked_again(
     assert any("503" in message and "asking again" in message for message in caplog.messages)
 
 
-def test_a_server_that_stays_away_is_given_up(
-    server: KubernetesServer, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_module, "PATIENCE_SECONDS", 0.3)
+def test_a_server_that_stays_away_is_given_up(server: KubernetesServer, tmp_path: Path) -> None:
     server.answers = [500] * 100
     with pytest.raises(RuntimeError, match="run the same command again to follow it"):
-        run_to_end(cluster, manifest_of(tmp_path, "true"))
+        run_to_end(Cluster(NAMESPACE, PAUSE_SECONDS, patience_seconds=0.3), manifest_of(tmp_path, "true"))
 
 
 @pytest.mark.parametrize(("status", "cause"), [(401, "credentials"), (403, "needs get, create and delete")])

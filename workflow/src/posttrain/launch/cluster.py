@@ -31,12 +31,15 @@ class Cluster:
     Args:
         namespace: Where they live.
         pause_seconds: Between two questions about the same thing.
+        patience_seconds: An API server that does not answer is asked again for so long.
 
     Raises:
         ConfigError: When the client is not installed, or finds no cluster.
     """
 
-    def __init__(self, namespace: str, pause_seconds: float):
+    def __init__(
+        self, namespace: str, pause_seconds: float = PAUSE_SECONDS, patience_seconds: float = PATIENCE_SECONDS
+    ):
         try:
             import kubernetes
         except ImportError as error:
@@ -46,9 +49,11 @@ class Cluster:
             ) from error
         client = _connect(kubernetes)
         self.pause_seconds = pause_seconds
+        self._patience_seconds = patience_seconds
         self._namespace = namespace
         self._jobsets = kubernetes.client.CustomObjectsApi(client)
         self._core = kubernetes.client.CoreV1Api(client)
+        self._access = kubernetes.client.AuthorizationV1Api(client)
         self._api_error = kubernetes.client.ApiException
         self._where = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
 
@@ -97,15 +102,31 @@ class Cluster:
         )
         return "(the node no longer has its log)" if said is None else said
 
+    def has_jobsets(self) -> bool:
+        """Tell whether the cluster serves JobSets of the version that we write."""
+        served = self._ask(
+            "list JobSet's resources", self._jobsets.get_api_resources, {NOT_FOUND}, group=GROUP, version=VERSION
+        )
+        return served is not None and any(resource.name == PLURAL for resource in served.resources)
+
+    def is_allowed(self, verb: str, group: str, resource: str) -> bool:
+        """Tell whether the account may do something in the namespace; a subresource is named as in `pods/log`."""
+        name, _, part = resource.partition("/")
+        wanted = {"namespace": self._namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        body = review | {"spec": {"resourceAttributes": wanted}}
+        said = self._ask("ask what is allowed", self._access.create_self_subject_access_review, set(), body=body)
+        return bool(said.status.allowed)
+
     def _ask(self, what: str, request: Callable[..., Any], expected: Set[int], **arguments: Any) -> Any:
         """Return the API server's answer; None for one of the expected refusals (there is none, there is one already).
 
         Raises:
-            RuntimeError: When it refuses otherwise, or has not answered for `PATIENCE_SECONDS`.
+            RuntimeError: When it refuses otherwise, or has not answered for `patience_seconds`.
         """
         from urllib3.exceptions import HTTPError
 
-        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        give_up_at = time.monotonic() + self._patience_seconds
         while True:
             try:
                 return request(_request_timeout=REQUEST_SECONDS, **arguments)
@@ -121,8 +142,8 @@ class Cluster:
                 reason = str(error)
             if time.monotonic() > give_up_at:
                 raise RuntimeError(
-                    f"Kubernetes has not answered for {PATIENCE_SECONDS:g} s ({what}: {reason}); what runs there goes "
-                    "on: run the same command again to follow it"
+                    f"Kubernetes has not answered for {self._patience_seconds:g} s ({what}: {reason}); what runs there "
+                    "goes on: run the same command again to follow it"
                 )
             log.warning("cannot %s: %s; asking again", what, reason)
             time.sleep(self.pause_seconds)

@@ -20,7 +20,7 @@ def check_devices(config: Config) -> Finding:
     wanted = config.hardware.gpus_per_node
     if config.hardware.device == "cpu":
         return ok("devices", f"CPU, {os.cpu_count()} cores, {wanted} trainer ranks")
-    if config.nodes > 1 and config.site.launcher != "local":
+    if config.site.launcher == "kubernetes" or (config.nodes > 1 and config.site.launcher != "local"):
         return skipped("devices", f"training runs elsewhere ({config.site.launcher})")
     import torch
 
@@ -34,6 +34,8 @@ def check_devices(config: Config) -> Finding:
 def check_engine_interpreter(config: Config) -> Finding:
     """Check that the engine's interpreter starts and can import the engine."""
     engine = config.engine
+    if config.site.launcher == "kubernetes" and engine.python:
+        return skipped("engine.python", f"{engine.python} is in the image of the pods")
     if engine.kind == "embedded":
         return check_interpreter("engine.python", engine.python or sys.executable, "posttrain.engines.embedded")
     return check_interpreter("engine.python", engine.python or sys.executable, "sglang")
