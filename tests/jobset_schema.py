@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def check_jobset(manifest: dict[str, Any]) -> None:
         jsonschema.Draft202012Validator(_schema_of(Path(crd))).validate(manifest)
 
 
+@lru_cache
 def _schema_of(crd: Path) -> dict[str, Any]:
     versions = yaml.safe_load(crd.read_text())["spec"]["versions"]
     return next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1alpha2")

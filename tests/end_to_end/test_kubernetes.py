@@ -1,4 +1,4 @@
-"""The whole training over a Kubernetes API server on loopback, whose pods are processes of this machine."""
+"""The whole chain over a Kubernetes API server on loopback, whose pods are processes of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.workflow_runs import FAST, ROOT, WorkflowFolder
 pytestmark = pytest.mark.slow
 
 
-def test_a_training_in_a_pod_has_the_bits_of_one_on_this_machine(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+def test_pods_give_the_bits_of_this_machine(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     pods = {
         "site.launcher": "kubernetes",
         "site.node_names": "[]",
@@ -22,10 +22,12 @@ def test_a_training_in_a_pod_has_the_bits_of_one_on_this_machine(undisturbed: Wo
     with KubernetesServer(tmp_path) as server:
         environment = {"KUBECONFIG": str(server.kubeconfig)}
         run = WorkflowFolder(tmp_path / "work", undisturbed.store, FAST | pods, environment)
-        done = run.results / undisturbed.run_folder.name / "train" / "done.json"
-        run.run(str(done))
-    (jobset,) = server.created
-    assert jobset["metadata"]["annotations"]["posttrain/run-folder"] == str(run.run_folder)
+        run.run()
+    owners = {made["metadata"]["annotations"]["posttrain/run-folder"] for made in server.created}
+    logs = {path.relative_to(run.folder / "logs").parts[0] for path in run.folder.glob("logs/*/*.node0.log")}
+    assert owners == {str(run.run_folder)}
+    assert len(server.jobsets) == len(server.created) == 3, "training, and the evaluations before and after it"
+    assert logs == {"train_grpo", "evaluate"}, "each node's log lies beside the rule's"
     assert run.metrics() == undisturbed.metrics()
-    assert done.read_text() == (undisturbed.run_folder / "train" / "done.json").read_text(), "the hash of every file"
-    assert list((run.folder / "logs" / "train_grpo").glob("*.node0.log")), "each node's log lies beside the rule's"
+    same = ("final_weights_sha256", "pass_rate_before", "pass_rate_after")
+    assert [run.summary[name] for name in same] == [undisturbed.summary[name] for name in same]

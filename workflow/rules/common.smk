@@ -48,6 +48,11 @@ CFG = RESOLVED.config
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
+# Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
+ON_PODS = f"python -m posttrain.launch.on_kubernetes --workflow {shlex.quote(WORKFLOW)} --config-dir {shlex.quote(CONFIG_DIR)}"
+HAS_PODS = CFG.site.launcher == "kubernetes"
+ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
+ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else ""
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.

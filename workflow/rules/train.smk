@@ -4,13 +4,6 @@
 # On one machine the first simulated node is this one. Not params, for which a finished run would be trained again.
 THIS_NODE = CFG.site.node_names[0] if CFG.site.node_names else "this_node"
 NODE_LOCAL = PATHS.node_local(THIS_NODE)
-# Where pods run the command, this machine applies their JobSet and follows it.
-ON_NODES = (
-    f"python -m posttrain.launch.on_kubernetes --config {shlex.quote(str(PATHS.config))}"
-    f" --run-folder {shlex.quote(str(PATHS.run))} -- "
-    if CFG.site.launcher == "kubernetes"
-    else ""
-)
 
 
 rule train_grpo:
@@ -41,7 +34,7 @@ rule train_grpo:
     message:
         f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
+        "POSTTRAIN_LOG={log:q} {ON_ALL_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
         " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"

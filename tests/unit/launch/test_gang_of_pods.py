@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
 import os
 import signal
@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from tests.kubernetes_server import CUT, KubernetesServer
 
-from posttrain.config.load import dump_resolved, resolve
-from posttrain.config.schema import Config
+from posttrain.config.load import resolve
 from posttrain.launch.cluster import Cluster
 from posttrain.launch.container import CLONE
 from posttrain.launch.gang_of_pods import run_to_end
@@ -27,6 +26,7 @@ from posttrain.launch.jobset import jobset_name, render
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 NAMESPACE = "training"
 PAUSE_SECONDS = 0.05
+LOG = Path("logs/train_grpo/run.log")
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def overrides(tmp_path: Path) -> str:
     )
 
 
-def resolved(tmp_path: Path) -> Any:
-    return resolve({"model": "tiny", "site": "local", "set": overrides(tmp_path)}, CONFIG_DIR)
+def choice(tmp_path: Path) -> dict[str, str]:
+    return {"model": "tiny", "site": "local", "run": "run", "set": overrides(tmp_path)}
 
 
 def manifest_of(tmp_path: Path, script: str, nodes: int = 1) -> dict[str, Any]:
-    config: Config = dataclasses.replace(resolved(tmp_path).config, nodes=nodes)
-    return render(config, tmp_path / "results" / "run", ("sh", "-c", script), Path("log"))
+    config = resolve(choice(tmp_path), CONFIG_DIR).config
+    return render(config, tmp_path / "results" / "run", LOG, ("sh", "-c", script), nodes)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -238,12 +238,12 @@ def test_why_a_pod_does_not_start_is_told(
 
 def start_driver(tmp_path: Path, script: str, mounted: Path | None = None) -> subprocess.Popen[str]:
     """Start the launcher as the rule does, in a folder of the "cluster"."""
-    (tmp_path / "config.resolved.yaml").write_text(dump_resolved(resolved(mounted or tmp_path)))
-    words = ["--config", "config.resolved.yaml", "--run-folder", "results/run", "--pause-seconds", str(PAUSE_SECONDS)]
+    words = ["--workflow", json.dumps(choice(mounted or tmp_path)), "--config-dir", str(CONFIG_DIR), "--num-nodes", "1"]
+    words += ["--pause-seconds", str(PAUSE_SECONDS)]
     return subprocess.Popen(
         [sys.executable, "-m", "posttrain.launch.on_kubernetes", *words, "--", "sh", "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "POSTTRAIN_LOG": "logs/train_grpo/run.log"},
+        env={**os.environ, "POSTTRAIN_LOG": str(LOG)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -258,7 +258,7 @@ def test_a_driver_that_dies_is_followed_by_the_next(server: KubernetesServer, tm
     first.kill()
     first.communicate()
     second = start_driver(tmp_path, script)
-    wait_until(lambda: "following it" in (tmp_path / "logs/train_grpo/run.log").read_text())
+    wait_until(lambda: "following it" in (tmp_path / LOG).read_text())
     go.touch()
     said, _ = second.communicate(timeout=30)
     assert second.returncode == 0, said
@@ -275,7 +275,7 @@ def test_only_the_users_interrupt_takes_the_gang_along(
     driver.send_signal(sent)
     driver.communicate(timeout=30)
     assert driver.returncode != 0
-    assert (jobset_name(tmp_path / "results" / "run") in server.jobsets) == is_left
+    assert (jobset_name(tmp_path / "results" / "run", LOG) in server.jobsets) == is_left
 
 
 def test_a_folder_that_pods_do_not_see_is_refused(server: KubernetesServer, tmp_path: Path) -> None:

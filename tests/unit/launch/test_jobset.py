@@ -17,6 +17,7 @@ from posttrain.launch.jobset import check_mounted, jobset_name, render
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 GOLDEN = Path(__file__).parent / "golden"
 COMMAND = ("python", "scripts/train_grpo.py", "--run-folder", "/shared/posttrain/results/r-1")
+LOG = Path("logs/train_grpo/GLM5_4layer.try-1a2b3c4d.log")
 IN_JOB = ("spec", "replicatedJobs", 0, "template", "spec")
 RUN = Path("/shared/posttrain/results/GLM5_4layer.try-1a2b3c4d")
 
@@ -26,7 +27,7 @@ def example(**choice: Any) -> Config:
 
 
 def manifest_of(config: Config, command: tuple[str, ...] = COMMAND) -> dict[str, Any]:
-    return render(config, RUN, command, Path("logs/train_grpo/r-1.log"))
+    return render(config, RUN, LOG, command, config.nodes)
 
 
 def with_kubernetes(config: Config, **changed: Any) -> Config:
@@ -83,13 +84,13 @@ def test_the_nodes_network_keeps_the_clusters_names() -> None:
 
 def test_every_node_finds_its_place() -> None:
     (container,) = pod_of(manifest_of(example(model="glm5")))["containers"]
-    name = jobset_name(RUN)
+    name = jobset_name(RUN, LOG)
     values = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert values["POSTTRAIN_NUM_NODES"] == "16"
     assert values["POSTTRAIN_HEAD_ADDRESS"] == f"{name}-nodes-0-0.{name}"
     order = [variable["name"] for variable in container["env"]]
     assert order.index("POSTTRAIN_NODE_RANK") < order.index("POSTTRAIN_LOG"), "it is used in that one's value"
-    assert values["POSTTRAIN_LOG"] == "logs/train_grpo/r-1.node$(POSTTRAIN_NODE_RANK).log"
+    assert values["POSTTRAIN_LOG"] == f"{LOG.with_suffix('')}.node$(POSTTRAIN_NODE_RANK).log"
 
 
 def test_words_of_the_command_are_no_variables() -> None:
@@ -97,17 +98,18 @@ def test_words_of_the_command_are_no_variables() -> None:
     assert container["command"] == ["python", "-c", "$$(HOME) $HOME"]
 
 
-def test_one_run_folder_has_one_name() -> None:
-    assert jobset_name(RUN) == jobset_name(Path(f"{RUN.parent}/x/../{RUN.name}"))
-    assert jobset_name(RUN) != jobset_name(Path("/other/results") / RUN.name)
-    assert jobset_name(RUN).startswith("glm5-4layer-try-1a2b3c4d-")
+def test_one_step_of_one_run_has_one_name() -> None:
+    name = jobset_name(RUN, LOG)
+    assert name.startswith("glm5-4layer-try-1a2b3c4d-train-grpo"[:34])
+    assert name == jobset_name(Path(f"{RUN.parent}/x/../{RUN.name}"), Path("/elsewhere") / LOG)
+    assert name != jobset_name(Path("/other/results") / RUN.name, LOG)
+    before, after = (Path(f"logs/evaluate/{RUN.name}.{when}.log") for when in ("before", "after"))
+    assert len({name, jobset_name(RUN, before), jobset_name(RUN, after)}) == 3
 
 
 @pytest.mark.parametrize("run", ["r", "R_.-_x-", "r" * 100, "glm5." * 20])
 def test_any_run_has_a_name_that_kubernetes_takes(run: str) -> None:
-    manifest = render(example(model="glm5"), Path("/shared") / run, COMMAND, Path("x.log"))
-    manifest["spec"]["replicatedJobs"][0]["template"]["spec"] |= {"completions": 1024, "parallelism": 1024}
-    check_jobset(manifest)
+    check_jobset(render(example(), Path("/shared") / run, Path(f"logs/train_grpo/{run}.log"), COMMAND, 1024))
 
 
 def test_a_folder_that_pods_do_not_see_is_refused() -> None:

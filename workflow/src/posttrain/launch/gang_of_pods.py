@@ -1,7 +1,7 @@
-"""One run's JobSet from its creation to its end: made once, followed by whoever asks, deleted only by its own name.
+"""One step's JobSet from its creation to its end: made once, followed by whoever asks, and no other is touched.
 
-A JobSet's name is the run's. Who finds one that runs follows it, so a driver that died, or a second one, never starts a
-second training. A driver that ends leaves it alone; the user's Ctrl-C deletes it.
+A JobSet's name is the step's and the run's. Who finds one that runs follows it, so a driver that died, or a second
+one, never starts a second training. A driver that ends leaves it alone; the user's Ctrl-C deletes it.
 """
 
 from __future__ import annotations

@@ -50,14 +50,19 @@ KEPT_SECONDS = 24 * 3600
 _LONGEST_NAME = 63 - len(f"-{JOB}-0-9999-abcde")
 
 
-def jobset_name(run_folder: Path) -> str:
-    """Return the name of a run's JobSet, so that one run folder has one JobSet, whoever starts it.
+def jobset_name(run_folder: Path, log_path: Path) -> str:
+    """Return the name of a step's JobSet, so that one step of one run has one JobSet, whoever starts it.
+
+    Args:
+        run_folder: Tells runs of the same name apart.
+        log_path: `logs/{rule}/{run}.log`, or `logs/{rule}/{run}.{part}.log`: it tells steps of a run apart.
 
     Example:
-        `/shared/results/glm5-1a2b3c4d` gives `glm5-1a2b3c4d-` and 8 digits of that path's digest.
+        `logs/train_grpo/glm5-1a2b3c4d.log` gives `glm5-1a2b3c4d-train-grpo-` and 8 digits of a digest.
     """
-    digest = digest8(os.path.abspath(run_folder))
-    words = re.sub(r"[^a-z0-9]+", "-", run_folder.name.lower())
+    step = f"{log_path.stem}-{log_path.parent.name}"
+    digest = digest8([os.path.abspath(run_folder), step])
+    words = re.sub(r"[^a-z0-9]+", "-", step.lower())
     return f"{words[: _LONGEST_NAME - 1 - len(digest)].rstrip('-')}-{digest}"
 
 
@@ -70,16 +75,18 @@ def check_mounted(folder: Path, config: Config) -> list[Problem]:
     return [Problem("site.kubernetes.volumes", ", ".join(volumes) or "none", f"one that holds {folder}", remedy)]
 
 
-def render(config: Config, run_folder: Path, command: Sequence[str], log_path: Path) -> dict[str, Any]:
-    """Return the JobSet of a run as plain types.
+def render(config: Config, run_folder: Path, log_path: Path, command: Sequence[str], num_nodes: int) -> dict[str, Any]:
+    """Return the JobSet of a step as plain types.
 
     Args:
         config: The resolved configuration.
-        run_folder: Gives the JobSet its name, and says whose it is.
-        command: What a pod runs, as words; its first one is found on the image's PATH.
+        run_folder: Says whose it is.
         log_path: The rule's log; each node writes one beside it.
+        command: What a pod runs, as words; its first one is found on the image's PATH.
+        num_nodes: Pods.
     """
-    kubernetes, name = config.site.kubernetes, jobset_name(run_folder)
+    kubernetes, name = config.site.kubernetes, jobset_name(run_folder, log_path)
+    pod = _pod(config, command, _environment(config, name, log_path, num_nodes))
     labels = {OWNER_LABEL: OWNER} | ({QUEUE_LABEL: kubernetes.queue} if kubernetes.queue else {})
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -101,20 +108,18 @@ def render(config: Config, run_folder: Path, command: Sequence[str], log_path: P
                     {"name": "refusal", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
                 ],
             },
-            "replicatedJobs": [
-                {"name": JOB, "replicas": 1, "template": {"spec": _job(config, name, command, log_path)}}
-            ],
+            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": _job(config, pod, num_nodes)}}],
         },
     }
 
 
-def _job(config: Config, name: str, command: Sequence[str], log_path: Path) -> dict[str, Any]:
+def _job(config: Config, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
     annotations = _pairs(config.site.kubernetes.annotations)
     metadata = {"labels": {OWNER_LABEL: OWNER}} | ({"annotations": annotations} if annotations else {})
     return {
         "completionMode": "Indexed",
-        "completions": config.nodes,
-        "parallelism": config.nodes,
+        "completions": num_nodes,
+        "parallelism": num_nodes,
         # A gang misses every pod: the first that is lost ends the job, and JobSet starts it again as a whole.
         "backoffLimit": 0,
         "podFailurePolicy": {
@@ -126,11 +131,11 @@ def _job(config: Config, name: str, command: Sequence[str], log_path: Path) -> d
                 },
             ]
         },
-        "template": {"metadata": metadata, "spec": _pod(config, name, command, log_path)},
+        "template": {"metadata": metadata, "spec": pod},
     }
 
 
-def _pod(config: Config, name: str, command: Sequence[str], log_path: Path) -> dict[str, Any]:
+def _pod(config: Config, command: Sequence[str], environment: list[dict[str, Any]]) -> dict[str, Any]:
     kubernetes = config.site.kubernetes
     volumes = [volume.partition("=")[::2] for volume in kubernetes.volumes]
     pod: dict[str, Any] = {
@@ -143,7 +148,7 @@ def _pod(config: Config, name: str, command: Sequence[str], log_path: Path) -> d
                 # Kubernetes would take $(NAME) for a variable.
                 "command": [word.replace("$(", "$$(") for word in command],
                 "workingDir": os.getcwd(),
-                "env": _environment(config, name, log_path),
+                "env": environment,
                 "resources": _resources(config),
                 "volumeMounts": [
                     {"name": f"volume-{index}", "mountPath": folder} for index, (folder, _) in enumerate(volumes)
@@ -167,10 +172,10 @@ def _pod(config: Config, name: str, command: Sequence[str], log_path: Path) -> d
     return pod
 
 
-def _environment(config: Config, name: str, log_path: Path) -> list[dict[str, Any]]:
+def _environment(config: Config, name: str, log_path: Path, num_nodes: int) -> list[dict[str, Any]]:
     rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     plain = {
-        NUM_NODES: str(config.nodes),
+        NUM_NODES: str(num_nodes),
         HEAD_ADDRESS: f"{name}-{JOB}-0-0.{name}",
         # Kubernetes puts in the values of variables that stand above.
         LOG_VARIABLE: str(log_path.with_suffix(f".node$({NODE_RANK}){log_path.suffix}")),
