@@ -29,6 +29,9 @@ ACCEPTED_LINTS = {
     # This node's disk: as a param, another node would train a finished run again.
     "Shell command directly uses variable NODE_LOCAL from outside of the rule",
     "Shell command directly uses variable THIS_NODE from outside of the rule",
+    # Who starts the command where: as a param, another cluster would train a finished run again.
+    "Shell command directly uses variable ON_ALL_NODES from outside of the rule",
+    "Shell command directly uses variable ON_ONE_NODE from outside of the rule",
 }
 
 
@@ -63,7 +66,8 @@ def test_a_rule_is_complete(name: str) -> None:
     assert re.search(r"^\s*message:$", text, re.MULTILINE)
     if name in WITHOUT_WORK:
         return
-    assert f'"POSTTRAIN_LOG={{log:q}} python {{SCRIPTS}}/{name}.py ' in text, "a rule runs the script of its name"
+    script = rf'"POSTTRAIN_LOG={{log:q}} ({{ON_(ALL_NODES|ONE_NODE)}})?python {{SCRIPTS}}/{name}\.py '
+    assert re.search(script, text), "a rule runs the script of its name"
     assert re.search(rf'^\s*log:\n\s+.*"{name}"', text, re.MULTILINE), "a rule's logs lie in the folder of its name"
     if name not in WITHOUT_BENCHMARK:
         assert re.search(r"^\s*benchmark:$", text, re.MULTILINE)
