@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.config.container import Container
+from posttrain.config.cluster import Container, Kubernetes
 from posttrain.config.document import _doc
 from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
-from posttrain.config.kubernetes import Kubernetes
 from posttrain.config.stage import Stage
 
 
