@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from posttrain.config.load import resolve
 from posttrain.config.site_rules import OUR_OPTIONS
 from posttrain.launch import slurm_job
+from posttrain.launch.slurm import SlurmAllocation
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
@@ -82,3 +84,13 @@ def test_a_job_that_trains_already_is_waited_for(
     (tmp_path / "epoch-000003.heartbeat").touch()
     monkeypatch.setattr(slurm_job, "job_is_alive", lambda job: alive if job == "slurm:41" else None)
     assert resources(tmp_path)["slurm_extra"] == f"--requeue --no-kill --exclusive{expected}"
+
+
+def test_a_gang_starts_in_the_sites_image(tmp_path: Path) -> None:
+    settings = "site.network_interface=lo site.container.runtime=apptainer site.container.image=/shared/cpu.sif"
+    config = resolve({"model": "tiny", "site": "example_slurm", "set": settings}, CONFIG_DIR).config
+    for names in (["n0"], ["n0", "n1"]):
+        words = SlurmAllocation("7", names, config).words(names, [sys.executable, "-m", "posttrain.launch.node"])
+        assert words[0] == "srun"
+        assert words[words.index("apptainer") + 1] == "exec"
+        assert words[-3:] == ["python", "-m", "posttrain.launch.node"]
