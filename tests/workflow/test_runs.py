@@ -59,3 +59,13 @@ def test_bad_forks_are_refused_by_the_dry_run(snakemake, tmp_path: Path) -> None
         assert expected in output
         assert "Traceback" not in output
     assert not (tmp_path / "results" / "new").exists()
+
+
+def test_a_damaged_receipt_of_a_fork_is_told_without_a_traceback(snakemake, tmp_path: Path) -> None:
+    receipt = tmp_path / "results" / "new" / "fork.receipt.json"
+    receipt.parent.mkdir()
+    receipt.write_text("{}")
+    code, output = snakemake("-n", run="new", fork="old@4")
+    assert code != 0
+    assert f"{receipt.relative_to(tmp_path)}: not a receipt" in output
+    assert "Traceback" not in output

@@ -16,7 +16,7 @@ from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
-from posttrain.errors import ConfigError, raise_if_any
+from posttrain.errors import CheckpointError, ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
 from posttrain.training.lineage import check_fork
@@ -46,7 +46,7 @@ try:
     # this, so what is asked for beside it passes here and is refused by resolve_config.
     if not PATHS.train_done.exists() and "plan" not in sys.argv and not ONLY_LOOKS:
         raise_if_any(find_problems(RESOLVED.config), hint="`snakemake plan` with the same --config draws all figures.")
-except ConfigError as error:
+except (CheckpointError, ConfigError) as error:
     # An exception would be shown with its place in this file, which is not where the mistake is.
     logger.error(str(error))
     sys.exit(1)

@@ -51,7 +51,8 @@ def check_fork(paths: Paths) -> list[Problem]:
     if paths.fork_receipt.exists():
         return list(_other_parent(paths))
     parent, _ = parent_of(paths)
-    if not parent.experiment.exists():
+    # The second of a run's two config files.
+    if not parent.config.exists():
         return [_no_such_run(paths, parent)]
     return [*_begun_otherwise(paths), *_bad_checkpoint(paths), *_unlike_parent(paths)]
 
@@ -67,7 +68,7 @@ def _other_parent(paths: Paths) -> Iterator[Problem]:
 
 def _no_such_run(paths: Paths, parent: Paths) -> Problem:
     results = parent.run.parent
-    known = sorted(path.parent.name for path in results.glob("*/experiment.yaml"))
+    known = sorted(path.parent.name for path in results.glob(f"*/{parent.config.name}"))
     remedy = did_you_mean(parent.run.name, known) or "`snakemake status --cores 1` shows all runs"
     return Problem("fork", paths.resolved.fork, ", ".join(known) or f"a run in {results}, which has none", remedy)
 
