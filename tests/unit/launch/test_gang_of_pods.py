@@ -136,6 +136,15 @@ def test_what_is_not_ours_is_left_alone(server: KubernetesServer, cluster: Clust
     assert "deletionTimestamp" not in server.jobsets[theirs["metadata"]["name"]]["metadata"]
 
 
+def test_what_runs_with_other_settings_is_not_taken_for_this(
+    server: KubernetesServer, cluster: Cluster, tmp_path: Path
+) -> None:
+    assert cluster.create(manifest_of(tmp_path, "sleep 60"))
+    with pytest.raises(RuntimeError, match="other settings"):
+        run_to_end(cluster, manifest_of(tmp_path, "true"))
+    assert len(server.created) == len(server.jobsets) == 1
+
+
 def test_a_deleted_gang_is_no_success(server: KubernetesServer, cluster: Cluster, tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, "sleep 60")
     name = manifest["metadata"]["name"]

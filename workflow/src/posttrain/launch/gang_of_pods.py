@@ -27,7 +27,7 @@ def run_to_end(cluster: Cluster, manifest: dict[str, Any]) -> None:
 
     Raises:
         RuntimeError: When it failed, with the pod that failed first and the end of its log; when somebody deleted it;
-            when its name is taken by what is not ours.
+            when its name is taken by what is not ours, or runs with other settings.
     """
     name = manifest["metadata"]["name"]
     _start(cluster, manifest)
@@ -47,6 +47,11 @@ def _start(cluster: Cluster, manifest: dict[str, Any]) -> None:
     if found is not None:
         _check_ours(found, manifest)
         if _end(found) is None and "deletionTimestamp" not in found["metadata"]:
+            if _command(found) != _command(manifest):
+                raise RuntimeError(
+                    f"JobSet {name} runs with other settings than these; let the command that started it follow it to "
+                    f"its end, or delete it: kubectl delete jobset {name}"
+                )
             log.info("JobSet %s runs already, with %d nodes; following it", name, _num_nodes(found))
             return
         log.info("removing JobSet %s, which has ended", name)
@@ -96,6 +101,10 @@ def _end(jobset: dict[str, Any]) -> str | None:
 
 def _num_nodes(jobset: dict[str, Any]) -> int:
     return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"]
+
+
+def _command(jobset: dict[str, Any]) -> list[str]:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
 def _describe(jobset: dict[str, Any], pods: list[Any]) -> str:
