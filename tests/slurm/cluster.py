@@ -55,6 +55,13 @@ class Cluster:
         """Return the numbers of the jobs that run or wait."""
         return self.ask("squeue", "--noheader", "--format", "%i").split()
 
+    def wait_until_queued(self, job: str, seconds: float = 120) -> None:
+        """Return when a job waits in the queue."""
+        deadline = time.monotonic() + seconds
+        while self.ask("squeue", "--noheader", "--jobs", job, "--format", "%T") != "PENDING":
+            assert time.monotonic() < deadline, self.ask("squeue")
+            time.sleep(0.2)
+
     def start_now(self, job: str) -> None:
         """Let a job that was put back into the queue start without the two minutes that SLURM waits."""
         time.sleep(5.0)  # sooner, the nodes refuse it: they have not forgotten its last run

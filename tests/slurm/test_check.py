@@ -24,7 +24,6 @@ def as_a_client(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_partition_that_is_large_enough() -> None:
     assert [finding.status for finding in findings()] == ["ok", "ok"]
-    assert [finding.status for finding in findings("site.slurm.partition=''")] == ["ok", "ok"]
 
 
 def test_what_the_partition_lacks_is_named() -> None:

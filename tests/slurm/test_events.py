@@ -89,10 +89,10 @@ def test_a_driver_that_dies_and_a_job_whose_time_is_over(
     first.wait_for_file(IN_FIRST_ROLLOUT)
     first.end(signal.SIGKILL)
     (job,) = cluster.jobs()
+    cluster.ask("scancel", "--signal=USR1", job)
+    cluster.wait_until_queued(job)
     second = start(two_nodes, "train_grpo")
     second.wait_until(lambda: len(cluster.jobs()) == 2)
-    cluster.ask("scancel", "--signal=USR1", job)
-    second.wait_until(lambda: cluster.ask("squeue", "--noheader", "--jobs", job, "--format", "%T") == "PENDING")
     cluster.start_now(job)
     output = finish(second)
     assert "is being trained by process" in output
@@ -118,7 +118,7 @@ def test_a_stopped_rank_and_no_spare_node(
     (job,), lost = cluster.jobs(), hung["nodes"][1]
     cluster.cut_power(lost)
     try:
-        driver.wait_until(lambda: cluster.ask("squeue", "--noheader", "--jobs", job, "--format", "%T") == "PENDING")
+        cluster.wait_until_queued(job)
         cluster.start_now(job)
         finish(driver)
     finally:

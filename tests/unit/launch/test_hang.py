@@ -55,7 +55,11 @@ def test_patience_follows_what_a_phase_has_taken() -> None:
 def test_stacks_name_the_collective_and_who_is_missing() -> None:
     waiting = stack_of_a_wait()
     assert waiting_in(waiting) == "barrier"
-    assert waiting_in('File "model.py", line 3 in forward') is None
+    exchange = (
+        'File "/p2p_communication.py", line 3 in _communicate\n  File "/p2p_communication.py", line 9 in send_forward'
+    )
+    assert waiting_in(exchange) == "send_forward"
+    assert waiting_in('File "/model.py", line 3 in forward') is None
     said = describe_stacks({0: waiting, 1: None, 2: waiting, 3: "in forward"}, {0: "a", 1: "a", 2: "b", 3: "b"})
     assert said == "ranks 0, 2 in barrier; rank 1 on a does not answer; rank 3 on b is in none"
 

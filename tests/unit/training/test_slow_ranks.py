@@ -26,6 +26,11 @@ def test_three_steps_in_a_row() -> None:
     assert [watch.look(seconds) for seconds in (slow, slow, well, slow, slow, slow)] == [{}, {}, {}, {}, {}, {2: 5.0}]
 
 
+def test_of_two_ranks_the_slower_one_is_found() -> None:
+    watch = SlowRanks()
+    assert [watch.look([1.0, 4.0]) for _ in range(3)][-1] == {1: 4.0}
+
+
 def test_a_rank_that_is_stopped_most_of_the_time() -> None:
     ranks = [subprocess.Popen([sys.executable, "-c", PROBES], stdin=-1, stdout=-1, text=True) for _ in range(3)]
     watch, named = SlowRanks(), {}

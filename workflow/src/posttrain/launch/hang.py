@@ -16,11 +16,9 @@ from posttrain.planner.phases import PHASES
 
 PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 60.0
 _ORDER = list(PHASES)
-# The innermost frame of torch's collectives in a stack that `faulthandler` wrote.
-_COLLECTIVE = re.compile(
-    r'File "[^"]*/torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", line \d+ in (\w+)'
-)
-_WRAPPERS = {"wrapper", "_call_impl"}
+# Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
+_COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
+_WRAPPER = "wrapper"
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,12 @@ class HangWatch:
 
 
 def waiting_in(stack: str) -> str | None:
-    """Return the collective that a stack of `faulthandler` waits in; None when it is in none.
+    """Return the collective or exchange that a stack waits in; None when it is in none.
 
     Args:
         stack: Text from "Current thread" on, the innermost frame first.
     """
-    return next((name for name in _COLLECTIVE.findall(stack) if name not in _WRAPPERS), None)
+    return next((name for name in _COLLECTIVE.findall(stack) if name != _WRAPPER), None)
 
 
 def describe_stacks(stacks: Mapping[int, str | None], node_of: Mapping[int, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_low
 
 import torch
 
@@ -46,7 +46,7 @@ class SlowRanks:
         Example:
             Probes of 1, 1, 5 and 1 seconds in three steps: {2: 5.0} after the third.
         """
-        usual = median(seconds)
+        usual = median_low(seconds)  # of two ranks, the faster one's
         slow = {rank: value / usual for rank, value in enumerate(seconds) if value > SLOW_FACTOR * usual}
         self._times_in_a_row = {rank: self._times_in_a_row.get(rank, 0) + 1 for rank in slow}
         return {rank: factor for rank, factor in slow.items() if self._times_in_a_row[rank] >= STEPS_IN_A_ROW}
