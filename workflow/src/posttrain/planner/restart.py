@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS
 from posttrain.config.schema import Config
 from posttrain.planner.duration import Bandwidths
 from posttrain.planner.goodput import RestartSeconds
@@ -59,7 +58,7 @@ def restart_parts(
     is_shared = config.stage.copy == "nothing"
     weights = config.nodes * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
     state = NUM_CHECKPOINT_READS * needed.training_checkpoint / rates.shared_storage
-    lost = HEARTBEAT_DEAD_SECONDS
+    lost = config.launch.node_silence_seconds
     return [
         RestartPart(
             "notice it, end what still runs",
