@@ -43,4 +43,4 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert 0 < summary["pass_rate_after"] < 1
     assert (on_slurm.run_folder / "report.html").exists()
     on_slurm.nodes = 2
-    assert "Nothing to be done" in on_slurm.run(), "what is trained stays, whatever the nodes"
+    assert "GRPO tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"

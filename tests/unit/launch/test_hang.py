@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
-from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress, report_progress
+from posttrain.observability.rank_progress import PROGRESS_VARIABLE, SHARE_ROLLOUT, read_progress, report_progress
 
 
 def at(step: int, phase: str, seconds: float) -> Position:
@@ -33,6 +33,12 @@ def test_a_rank_that_stays_behind_is_named() -> None:
         found
         == "rank 1 is still in phase old_logprobs of step 5, while others have been in phase train of step 5 for 101 s"
     )
+
+
+def test_a_rank_that_does_not_take_the_rollout() -> None:
+    found = HangWatch(100.0).look({0: at(0, SHARE_ROLLOUT, 101.0), 1: at(0, "rollout", 900.0)})
+    assert found is not None
+    assert found.startswith("rank 1 is still in phase rollout of step 1")
 
 
 def test_a_phase_that_nobody_leaves() -> None:

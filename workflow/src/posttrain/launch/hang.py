@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from posttrain.observability.rank_progress import SHARE_ROLLOUT
 from posttrain.planner.phases import PHASES
 
 PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 60.0
-_ORDER = list(PHASES)
+_ORDER = ["rollout", SHARE_ROLLOUT, *(name for name in PHASES if name != "rollout")]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
 _WRAPPER = "wrapper"

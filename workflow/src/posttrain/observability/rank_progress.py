@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
+# Rank 0 has the rollout, and the others are about to get it: no phase of its own, but a place where ranks can hang.
+SHARE_ROLLOUT = "share_rollout"
 _LINE_BYTES = 64
 
 

@@ -35,6 +35,7 @@ from posttrain.megatron_backend.ranks import (
     sum_over_data_parallel,
 )
 from posttrain.megatron_backend.weights import HubWeights
+from posttrain.observability.rank_progress import SHARE_ROLLOUT, report_progress
 from posttrain.observability.sinks import MetricSinks
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
@@ -149,6 +150,7 @@ class TrainingRun:
         shared: list[Any] = [None]
         if self._head:
             shared = [self._runner.run(self._head.coordinator.collect(step))]
+            report_progress(step, SHARE_ROLLOUT)
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(shared, src=0)
         return shared[0]
