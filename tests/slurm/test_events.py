@@ -13,7 +13,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
 TWO_RANKS = FAST | {
     "parallel.pipeline_model_parallel_size": 2,
