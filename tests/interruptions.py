@@ -48,7 +48,7 @@ OUTPUTS = {
     "quantize_rollout_fp8": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
     "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
     "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
-    "stage_to_node_local": ["tiny-*/node_local/*.json"],
+    "stage_to_node_local": ["tiny-*/node_local/*.json", "tiny-*/node_local.staged"],
     "export_hf": ["tiny-*/hf.parts/*.receipt.json"],
     "finalize_export_hf": ["tiny-*/hf.receipt.json"],
     "evaluate": ["tiny-*/evaluation/*.json"],
