@@ -267,9 +267,11 @@ def keep_rollouts(driver: Driver, folder: Path, until: str = "") -> None:
     folder.mkdir(exist_ok=True)
     results = driver.workflow.results
     while driver.process.poll() is None and not (until and any(results.glob(f"*/train/{until}"))):
-        for chunk in results.glob("*/train/rollouts/step_*/chunk_*.json"):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.link(chunk, folder / f"{chunk.parent.name}-{chunk.name}")
+        # A folder may go between its listing and a look into it.
+        with contextlib.suppress(FileNotFoundError):
+            for chunk in results.glob("*/train/rollouts/step_*/chunk_*.json"):
+                with contextlib.suppress(FileExistsError):
+                    os.link(chunk, folder / f"{chunk.parent.name}-{chunk.name}")
         time.sleep(POLL_SECONDS)
 
 

@@ -76,10 +76,18 @@ def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
     job = start_without_driver(workflow)
     while not list(workflow.results.glob("*/train/rollouts/step_*/*.json")):
         assert job.poll() is None
-    shown = workflow.run("attach")
-    assert f"attached to process {_supervisor_of(job)}" in shown
-    assert "is trained" in shown
+    # The last steps take less time than the start of `snakemake`.
+    processes = processes_of(workflow)
+    for process in processes:
+        process.suspend()
+    watcher = start(workflow, "attach")
+    watcher.wait_until(lambda: f"attached to process {_supervisor_of(job)}" in watcher.output)
+    for process in processes:
+        process.resume()
     assert job.wait(60) == 0
+    code, shown = watcher.finish()
+    assert code == 0
+    assert "is trained" in shown
     output = workflow.run()
     assert "rule train_grpo" not in output
     assert_same_training(workflow, undisturbed)
@@ -90,7 +98,6 @@ def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(work
     job = start_without_driver(workflow)
     while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
         assert job.poll() is None
-    # The last two steps take less time than the start of `snakemake`.
     for process in processes_of(workflow):
         process.suspend()
     watcher = start(workflow, "attach")

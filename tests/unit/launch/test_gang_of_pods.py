@@ -256,6 +256,8 @@ def start_driver(tmp_path: Path, script: str, mounted: Path | None = None) -> su
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # As in a terminal: whoever started the tests may have left the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
