@@ -30,12 +30,14 @@ def run_to_end(cluster: Cluster, manifest: dict[str, Any]) -> None:
             when its name is taken by what is not ours, or runs with other settings.
     """
     name = manifest["metadata"]["name"]
-    _start(cluster, manifest)
     try:
+        _start(cluster, manifest)
         _follow(cluster, name)
     except KeyboardInterrupt:
         found = cluster.read(name)
         if found is not None:
+            # An interrupt may come before anybody has looked whose it is.
+            _check_ours(found, manifest)
             log.warning("deleting JobSet %s", name)
             cluster.delete(found)
         raise
