@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "estimator that is not there": ({"set": "algorithm.advantage_estimator=gae"}, ("algorithm.advantage_estimator",)),
     "engine that is not there": ({"set": "engine.kind=vllm"}, ("engine.kind",)),
     "precision that is not there": ({"set": "trainer.params_dtype=fp16"}, ("trainer.params_dtype",)),
-    "launcher that is not there": ({"set": "site.launcher=slurm"}, ("site.launcher",)),
+    "launcher that is not there": ({"set": "site.launcher=pbs"}, ("site.launcher",)),
     # The model
     "model type that is not there": (glm5(f"{ARCH}.model_type=glm5"), (f"{ARCH}.model_type",)),
     "part of another family": (glm5(f"{ARCH}.head_dim=128"), (f"{ARCH}.head_dim",)),
