@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 from posttrain.artifacts import Paths
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.launch.attach import attach
 from posttrain.planner.layout_choice import resolve
 
@@ -21,8 +19,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     return parser.parse_args()
 
 

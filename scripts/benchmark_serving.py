@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from posttrain.artifacts import write_json
 from posttrain.checkpoint.node_local import require_content
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
@@ -54,8 +53,7 @@ async def measure(
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")

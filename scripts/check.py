@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.launch.cluster_check import check_cluster
 from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.checks import check_everything
@@ -28,8 +27,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--output", type=Path, help="JSON with the findings, written when all is well")
     return parser.parse_args()
 

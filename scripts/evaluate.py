@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.checkpoint.node_local import require_content
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
 from posttrain.planner.layout_choice import resolve
@@ -31,8 +31,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
     parser.add_argument("--checkpoint-receipt", required=True, type=Path)
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")

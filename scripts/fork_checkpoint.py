@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_receipt
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.layout_choice import resolve
 from posttrain.training.fork import begin_fork
@@ -27,8 +26,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--receipt", type=Path, required=True, help="receipt of the fork, written last")
     return parser.parse_args()
 

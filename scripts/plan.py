@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from posttrain.artifacts import write_json, write_text
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan import build_plan, plan_of_problems, render_plan
@@ -35,8 +34,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--jobs-at-once", type=int, help="jobs that run side by side; by default all of a rule")
     parser.add_argument("--json", type=Path, required=True, help="plan.json to write")
     parser.add_argument("--html", type=Path, required=True, help="plan.html to write")

@@ -6,12 +6,11 @@ The run is then a known user of its checkpoints in the store.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.references import register_run
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
@@ -48,8 +47,7 @@ def write_if_changed(path: Path, text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--experiment", type=Path, required=True, help="experiment.yaml to write")
     parser.add_argument("--resolved", type=Path, required=True, help="config.resolved.yaml to write")
     return parser.parse_args()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.artifacts import Paths
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
@@ -92,8 +91,7 @@ def show_queue(jobs: list[QueuedJob]) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     return parser.parse_args()
 
 

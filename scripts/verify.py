@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json
 from posttrain.checkpoint.verification import prove
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 from posttrain.planner.layout_choice import resolve
 
 
@@ -24,8 +23,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    add_configuration(parser)
     parser.add_argument("--output", type=Path, help="JSON with what was verified, written when all is well")
     parser.add_argument("--sizes-only", action="store_true", help="compare names and sizes, read no content")
     return parser.parse_args()

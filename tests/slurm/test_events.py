@@ -56,6 +56,15 @@ def finish(driver: Driver) -> str:
     return output
 
 
+def finish_without(node: str, driver: Driver, cluster: Cluster) -> None:
+    """Cut a node's power, and wait for the end all the same."""
+    cluster.cut_power(node)
+    try:
+        finish(driver)
+    finally:
+        cluster.bring_back(node)
+
+
 def test_a_killed_rank_and_a_lost_node(two_nodes: SlurmFolder, one_machine: WorkflowFolder, cluster: Cluster) -> None:
     """Training restarts inside its allocation, the second time on the spare node; a bystander on the nodes lives on."""
     two_nodes.settings |= {"site.slurm.spare_nodes": 1}
@@ -65,11 +74,7 @@ def test_a_killed_rank_and_a_lost_node(two_nodes: SlurmFolder, one_machine: Work
     rank_process(two_nodes, 1).kill()
     driver.wait_for_file(FIRST_CHECKPOINT)
     lost = attempts_of(two_nodes)[0]["nodes"][1]
-    cluster.cut_power(lost)
-    try:
-        finish(driver)
-    finally:
-        cluster.bring_back(lost)
+    finish_without(lost, driver, cluster)
     assert_same_training(two_nodes, one_machine)
     killed, cut, done = attempts_of(two_nodes)
     assert f"on {lost}: trainer rank 1 was ended by SIGKILL" in killed["reason"]
@@ -116,11 +121,7 @@ def test_a_stopped_rank_and_no_spare_node(
     driver.wait_for_file(FIRST_CHECKPOINT)
     (hung,) = attempts_of(two_nodes)
     lost = hung["nodes"][1]
-    cluster.cut_power(lost)
-    try:
-        finish(driver)
-    finally:
-        cluster.bring_back(lost)
+    finish_without(lost, driver, cluster)
     assert_same_training(two_nodes, one_machine)
     hung, cut, done = attempts_of(two_nodes)
     assert hung["reason"].startswith("training hangs: ")

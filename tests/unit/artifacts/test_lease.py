@@ -38,6 +38,16 @@ def start_holder(run_folder: Path, seconds: float = 60) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def held_on(root: Path, host: str, job: str = "") -> Path:
+    """Leave a lease as a holder on another host has it; returns its folder."""
+    with Lease(root, root / "lease", job) as lease:
+        folder = lease.folder
+    (folder / "epoch-000001.released").unlink()
+    row = json.loads((folder / "epoch-000001.json").read_text())
+    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": host}))
+    return folder
+
+
 def test_epochs_rise_and_a_released_lease_is_free(tmp_path: Path) -> None:
     with Lease(tmp_path, tmp_path / "lease") as first:
         assert first.epoch == 1
@@ -82,11 +92,7 @@ def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
 
 
 def test_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        folder = lease.folder
-    (folder / "epoch-000001.released").unlink()
-    row = json.loads((folder / "epoch-000001.json").read_text())
-    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "elsewhere"}))
+    folder = held_on(tmp_path, "elsewhere")
     heartbeat = folder / "epoch-000001.heartbeat"
     heartbeat.touch()
     with pytest.raises(RuntimeError, match="elsewhere"), Lease(tmp_path, tmp_path / "lease"):
@@ -105,22 +111,14 @@ def test_a_holder_in_a_job_is_judged_by_its_scheduler(
     tmp_path: Path, job: str, is_alive: bool | None, is_free: bool
 ) -> None:
     """Its next run takes over at once; for others the scheduler's word counts, and the heartbeat where it has none."""
-    with Lease(tmp_path, tmp_path / "lease", job="slurm:1") as lease:
-        folder = lease.folder
-    (folder / "epoch-000001.released").unlink()
-    row = json.loads((folder / "epoch-000001.json").read_text())
-    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "elsewhere"}))
+    held_on(tmp_path, "elsewhere", job="slurm:1")
     with contextlib.nullcontext() if is_free else pytest.raises(LeaseHeldError, match="in slurm:1"):  # noqa: SIM117
         with Lease(tmp_path, tmp_path / "lease", job, lambda asked: is_alive if asked == "slurm:1" else None) as second:
             assert second.epoch == 2
 
 
 def test_who_comes_in_a_dead_ones_place_waits_for_its_last_heartbeat(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        folder = lease.folder
-    (folder / "epoch-000001.released").unlink()
-    row = json.loads((folder / "epoch-000001.json").read_text())
-    (folder / "epoch-000001.json").write_text(json.dumps({**row, "host": "a-pod-that-is-gone"}))
+    folder = held_on(tmp_path, "a-pod-that-is-gone")
     almost_dead = time.time() - HEARTBEAT_DEAD_SECONDS + 2
     os.utime(folder / "epoch-000001.heartbeat", (almost_dead, almost_dead))
     with pytest.raises(RuntimeError, match="a-pod-that-is-gone"), Lease(tmp_path, tmp_path / "lease", wait_seconds=1):

@@ -5,18 +5,18 @@ import pytest
 from posttrain.launch.queue import QueuedJob, parse_squeue, queued_jobs
 
 LISTED = """\
-17|RUNNING|1:02:03|16|None|rule_train_grpo|/work/a
-18|PENDING|0:00|1|Resources|rule_export_hf_wildcards_0|/work/a
-19|RUNNING|5:00|4|None|rule_train_grpo|/work/b
+17|RUNNING|1:02:03|16|None|rule_train_grpo|/runs/a
+18|PENDING|0:00|1|Resources|rule_export_hf_wildcards_0|/runs/a
+19|RUNNING|5:00|4|None|rule_train_grpo|/runs/b
 """
 
 
 def test_only_the_jobs_of_this_folder_are_told():
-    assert parse_squeue(LISTED, Path("/work/a")) == [
+    assert parse_squeue(LISTED, Path("/runs/a")) == [
         QueuedJob("17", "RUNNING", "1:02:03", "16", "None", "rule_train_grpo"),
         QueuedJob("18", "PENDING", "0:00", "1", "Resources", "rule_export_hf_wildcards_0"),
     ]
-    assert parse_squeue("", Path("/work/a")) == []
+    assert parse_squeue("", Path("/runs/a")) == []
 
 
 def test_one_machine_has_no_queue_and_nothing_is_asked(monkeypatch, tmp_path):

@@ -6,16 +6,25 @@ exit code 1. Everything else keeps its traceback: it is a defect of ours, and th
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
 
 log = logging.getLogger(__name__)
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments from which a script resolves the configuration anew: `workflow` (a dict) and `config_dir`."""
+    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
+    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
 
 
 def run(main: Callable[[], None], role: str | None = None) -> None:

@@ -7,7 +7,6 @@ runs it as it is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -35,8 +34,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line that the rule writes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    cli.add_configuration(parser)
     parser.add_argument("--num-nodes", type=int, required=True, help="pods")
     parser.add_argument("--pause-seconds", type=float, default=PAUSE_SECONDS, help="between two looks at the JobSet")
     parser.add_argument("command", nargs="+", help="what each pod runs")
