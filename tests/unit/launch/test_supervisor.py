@@ -47,13 +47,23 @@ def nothing_is_left():
     assert not set(psutil.Process().children(recursive=True)) - before, "the supervisor left a process behind"
 
 
-def make_job(folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL) -> TrainingJob:
-    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files."""
+def make_job(
+    folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL, nodes: int = 1, more: str = ""
+) -> TrainingJob:
+    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files.
+
+    Args:
+        folder: Gets all of it.
+        engine: The script.
+        arguments: Of a rank.
+        nodes: That it trains on.
+        more: Further settings.
+    """
     script = folder / "engine"
     script.write_text(f"#!/bin/bash\ncd {folder}\n{engine}\n")
     script.chmod(0o755)
-    settings = f"engine.python={script}"
-    resolved = resolve({"model": "tiny", "site": "local", "set": settings}, CONFIG_DIR)
+    settings = f"engine.python={script} {more}"
+    resolved = resolve({"model": "tiny", "site": "local", "nodes": nodes, "set": settings}, CONFIG_DIR)
     (folder / "config.yaml").write_text(dump_resolved(resolved))
     weights, receipt = folder / "weights", folder / "weights.receipt.json"
     weights.mkdir()

@@ -24,6 +24,21 @@ class Launch:
         1800.0,
         exclusive_minimum=0,
     )
+    preflight: bool = _doc(
+        "Before nodes train for the first time in a job, look at their GPUs, disks, clocks, versions and links: a "
+        "spare node takes the place of one that is unfit. A single node without GPUs is not looked at",
+        True,
+    )
+    preflight_timeout_seconds: float = _doc(
+        "A node that has not answered after this is unfit", 120.0, exclusive_minimum=0
+    )
+    preflight_min_share: float = _doc(
+        "A node whose disk, processor or network reaches less than this share of the median of all nodes is unfit; 0: "
+        "any rate will do",
+        0.25,
+        minimum=0,
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel
 from posttrain.launch.hang import HangWatch, Position, describe_stacks
+from posttrain.launch.inspection import UnfitNodesError, inspect, must_inspect
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes
 
@@ -56,6 +57,10 @@ class AttemptFailedError(RuntimeError):
 
     def __str__(self) -> str:
         return self._reason + (f"; lost: {', '.join(self.lost_nodes)}" if self.lost_nodes else "")
+
+
+class HangError(AttemptFailedError):
+    """Ranks that did not move were ended."""
 
 
 class EndedEarlyError(RuntimeError):
@@ -95,13 +100,21 @@ class Gang:
         names: The nodes of this attempt, in the order of ranks.
         folder: Logs of the attempt.
         lease: Held by this process.
+        fit: Nodes that need no preflight; those that have passed it are added.
     """
 
     def __init__(
-        self, job: TrainingJob, config: Config, nodes: Nodes, names: Sequence[str], folder: Path, lease: Lease
+        self,
+        job: TrainingJob,
+        config: Config,
+        nodes: Nodes,
+        names: Sequence[str],
+        folder: Path,
+        lease: Lease,
+        fit: set[str],
     ):
         self._job, self._config, self._nodes, self._names = job, config, nodes, list(names)
-        self._folder, self._lease = folder, lease
+        self._folder, self._lease, self._fit = folder, lease, fit
         self._token = secrets.token_hex(16)
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._members: dict[str, Member] = {}
@@ -140,9 +153,13 @@ class Gang:
         Raises:
             AttemptFailedError: Something ended early.
             EndedEarlyError: The job's time is over; all is saved.
+            UnfitNodesError: Nodes should not train.
             CheckpointError: A node refuses what it should load; another attempt would not help.
         """
         self._gather()
+        if must_inspect(self._config, self._names) and not self._fit.issuperset(self._names):
+            self._inspect()
+            self._fit.update(self._names)
         self._assign()
         self._wait_for_all("engines")
         self._train()
@@ -150,7 +167,7 @@ class Gang:
         if any(member.news["done"]["saved"] for member in self._members.values()):
             raise EndedEarlyError("it was asked to end, and saved at the end of its step")
 
-    # ---- the four stages ----
+    # ---- the stages ----
 
     def _gather(self) -> None:
         deadline = time.monotonic() + self._config.launch.node_start_timeout_seconds
@@ -160,6 +177,23 @@ class Gang:
                 raise AttemptFailedError(f"supervisors of {', '.join(missing)} ended before they reported", missing)
             if time.monotonic() > deadline:
                 raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
+
+    def _inspect(self) -> None:
+        deadline = time.monotonic() + self._config.launch.preflight_timeout_seconds
+
+        def check_time(kind: str) -> None:
+            if time.monotonic() > deadline:
+                late = [name for name in self._names if not self._members[name].has_told(kind)]
+                limit = f"no answer within {self._config.launch.preflight_timeout_seconds:g} s ({kind})"
+                raise UnfitNodesError({name: [limit] for name in late})
+
+        def ask(kind: str, **content: Any) -> dict[str, dict[str, Any]]:
+            for member in self._members.values():
+                member.channel.send(kind, names=self._names, job=self._job.as_dict(), **content)
+            self._wait_for_all(kind, lambda: check_time(kind))
+            return {name: self._members[name].news[kind] for name in self._names}
+
+        inspect(ask, self._config, {name: self._members[name].address for name in self._names}, self._folder)
 
     def _assign(self) -> None:
         members = [self._members[name] for name in self._names]
@@ -189,7 +223,7 @@ class Gang:
         told = [m.news["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
         if found := self._hang_watch.look(positions):
-            raise AttemptFailedError(f"training hangs: {found}; waiting: {self._ask_for_stacks()}")
+            raise HangError(f"training hangs: {found}; waiting: {self._ask_for_stacks()}")
 
     def _ask_for_stacks(self) -> str:
         """Return in which collective each rank waits, for people."""

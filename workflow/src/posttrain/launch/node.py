@@ -1,7 +1,8 @@
 """The supervisor of one node: `python -m posttrain.launch.node`, started by the head of the gang.
 
-It makes sure that the node's own copy is right, starts the node's engines and trainer ranks, tells the head when
-anything of them ends, and alone ends them: when the head says so, and when the head is gone. Its life is one attempt.
+It answers the preflight's questions, makes sure that the node's own copy is right, starts the node's engines and
+trainer ranks, tells the head when anything of them ends, and alone ends them: when the head says so, and when the head
+is gone. Its life is one attempt.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from posttrain.engines.process import EngineProcess, choose_free_ports, engine_p
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
 from posttrain.launch.job import TrainingJob
+from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
@@ -227,8 +229,10 @@ def main() -> None:
     head = Head(channel)
     try:
         with told_to(head):
-            while (order := head.order(POLL_SECONDS)) is None:
-                continue
+            inspection = NodeInspection(arguments.name, channel.own_address, arguments.log_folder, head.order)
+            while (order := head.order(POLL_SECONDS)) is None or order["kind"] != "assign":
+                if order:
+                    head.tell(order["kind"], **inspection.answer(order))
             NodeSupervisor(head, order).run()
     except EndedByHead:
         channel.close()

@@ -50,6 +50,9 @@ class Nodes(Protocol):
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which of these nodes do not answer, and do not choose them again."""
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Do not choose these nodes again, although they answer."""
+
     def job_is_alive(self, job: str) -> bool | None:
         """Tell whether the scheduler runs a job or will; None where it cannot tell."""
 
@@ -74,11 +77,17 @@ class ThisMachine:
     address, job, first_port = LOOPBACK, "", 0
 
     def __init__(self, name: str):
-        self._name = name
+        self._name, self._is_left_out = name, False
 
     def choose(self, count: int) -> list[str]:
-        """Return this machine."""
+        """Return this machine.
+
+        Raises:
+            NodesLostError: It was left out.
+        """
         assert count == 1, f"{count} nodes on one machine"
+        if self._is_left_out:
+            raise NodesLostError("there is no other machine")
         return [self._name]
 
     def start(
@@ -95,6 +104,10 @@ class ThisMachine:
     def check(self, names: Sequence[str]) -> list[str]:
         """Return nothing: this machine answers."""
         return []
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Choose nothing any more."""
+        self._is_left_out = True
 
     def job_is_alive(self, job: str) -> None:
         """Return None: there is no scheduler."""

@@ -115,6 +115,10 @@ class SlurmAllocation:
         self._lost.update(lost)
         return lost
 
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Do not choose these nodes again, although they answer."""
+        self._lost.update(names)
+
     def job_is_alive(self, job: str) -> bool | None:
         """Tell whether SLURM runs a job or will; None where it cannot be told."""
         return job_is_alive(job)

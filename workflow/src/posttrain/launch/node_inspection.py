@@ -1,0 +1,132 @@
+"""The preflight on one node: its answers to the questions of `launch.inspection`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.load import load_resolved
+from posttrain.config.schema import Config
+from posttrain.engines.process import choose_free_ports
+from posttrain.launch.channel import POLL_SECONDS
+from posttrain.launch.child import die_with_parent
+from posttrain.launch.inspection import CLOCK, FACTS, LINKS, REACH
+from posttrain.launch.job import TrainingJob
+from posttrain.planner.flag import as_environment
+from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.preflight.node import inspect_node
+
+CONNECT_SECONDS = 10.0
+NUM_CONNECTORS = 16
+
+
+class NodeInspection:
+    """Answers what the head asks.
+
+    Args:
+        name: This node's.
+        address: Where others reach it.
+        log_folder: Of the attempt, seen by all nodes.
+        order: `head.order`: the next order within some seconds; raises when the attempt is over.
+    """
+
+    def __init__(self, name: str, address: str, log_folder: Path, order: Callable[[float], dict[str, Any] | None]):
+        self._name, self._address, self._log_folder, self._order = name, address, log_folder, order
+        self._listener: socket.socket | None = None
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of an answer."""
+        answers = {CLOCK: self._clock, FACTS: self._facts, REACH: self._reach, LINKS: self._links}
+        return answers[question["kind"]](question)
+
+    def _clock(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"seconds": time.time()}
+
+    def _facts(self, question: dict[str, Any]) -> dict[str, Any]:
+        job = TrainingJob.from_dict(question["job"])
+        node_local = Path(str(job.node_local).format(node=self._name))
+        facts = inspect_node(load_resolved(job.config_path), node_local, self._log_folder)
+        # Nobody accepts: that a connection is made is all that the others want to know.
+        self._listener = socket.create_server((self._address, 0), backlog=len(question["names"]))
+        port = self._listener.getsockname()[1]
+        (rendezvous,) = choose_free_ports(1, self._address)
+        return {"facts": facts.as_dict(), "port": port, "rendezvous": rendezvous}
+
+    def _reach(self, question: dict[str, Any]) -> dict[str, Any]:
+        with ThreadPoolExecutor(NUM_CONNECTORS) as pool:
+            reached = list(pool.map(_can_connect, question["places"]))
+        return {"unreachable": [name for name, ok in zip(question["names"], reached, strict=True) if not ok]}
+
+    def _links(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Run this node's processes to their end; what one has printed before it broke off counts."""
+        assert self._listener, "facts come first"
+        self._listener.close()
+        config = load_resolved(TrainingJob.from_dict(question["job"]).config_path)
+        with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+            processes = self._start(config, question, Path(folder))
+            try:
+                while any(process.poll() is None for process in processes):
+                    self._order(POLL_SECONDS)  # the head ends what takes too long
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            results = [_read(Path(folder) / str(place)) for place in range(len(processes))]
+        return {"results": results}
+
+    def _start(self, config: Config, question: dict[str, Any], folder: Path) -> list[subprocess.Popen]:
+        """Start one process per GPU, on CPUs one; the rates of one core are all that is asked for there."""
+        names, is_gpu = question["names"], config.hardware.device == "cuda"
+        count = config.hardware.gpus_per_node if is_gpu else 1
+        command = [sys.executable, "-m", "posttrain.preflight.links", "--device", config.hardware.device]
+        command += ["--num-nodes", str(len(names))]
+        shared = {
+            **os.environ,
+            **as_environment(trainer_environment(config)),
+            "WORLD_SIZE": str(count * len(names)),
+            "MASTER_ADDR": question["address"],
+            "MASTER_PORT": str(question["rendezvous"]),
+        }
+        processes = []
+        for place in range(count):
+            own = {"RANK": str(names.index(self._name) * count + place), "LOCAL_RANK": str(place)}
+            with (
+                open(folder / str(place), "wb") as results,
+                open(self._log_folder / f"preflight-{self._name}.log", "ab") as errors,
+            ):
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=shared | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=results,
+                        stderr=errors,
+                        preexec_fn=partial(die_with_parent, os.getpid()),
+                    )
+                )
+        return processes
+
+
+def _can_connect(place: Sequence[Any]) -> bool:
+    host, port = place
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of JSON of a process; libraries may have printed others."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

@@ -1,0 +1,125 @@
+"""What a node of a gang finds out about itself before it trains: GPUs, disks, versions.
+
+Whatever is wrong is returned in words, not raised: the head compares all nodes before it decides.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.preflight.versions import installed_versions, is_too_old
+
+NVIDIA_SMI = "nvidia-smi"
+_GPU_FIELDS = ("index", "name", "driver_version", "memory.used", "ecc.errors.uncorrected.volatile.total")
+QUERY_SECONDS = 60.0
+# A GPU that holds more than this before anything was started is used by somebody else, or by what they left.
+USED_MIB = 4096
+WRITE_BYTES, NUM_WRITES = 16 << 20, 3
+DISKS = {"node-local disk": "site.node_local", "shared storage": "site.results"}
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself.
+
+    Args:
+        problems: Why it cannot train, for people; none when it can.
+        versions: Of packages and of the driver.
+        rates: MB/s of each disk.
+    """
+
+    problems: list[str]
+    versions: dict[str, str]
+    rates: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain types."""
+        return asdict(self)
+
+
+def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
+    """Return what this node is like.
+
+    Args:
+        config: The resolved configuration.
+        node_local: Where its own copies go.
+        shared: A folder that all nodes see.
+    """
+    problems, versions, rates = [], installed_versions(config), {}
+    if config.hardware.device == "cuda":
+        found, driver = check_gpus(config.hardware.gpus_per_node)
+        problems += found
+        versions |= {"driver": driver} if driver else {}
+    for name, folder in zip(DISKS, (node_local, shared), strict=True):
+        try:
+            rates[name] = write_rate(folder)
+        except OSError as error:
+            problems.append(f"{name} ({DISKS[name]}): {folder}: {error.strerror or error}")
+    return NodeFacts(problems, versions, rates)
+
+
+def check_gpus(wanted: int) -> tuple[list[str], str]:
+    """Return what is wrong with this node's GPUs, and the driver's version.
+
+    Args:
+        wanted: GPUs that training uses.
+    """
+    command = [NVIDIA_SMI, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"{NVIDIA_SMI}: {error}"], ""
+    if done.returncode:
+        return [f"{NVIDIA_SMI}: {(done.stdout + done.stderr).strip()}"], ""
+    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+    problems = [problem for row in rows for problem in _problems_of_gpu(row)]
+    if len(rows) < wanted:
+        problems.insert(0, f"{len(rows)} GPUs, {wanted} are used (hardware.gpus_per_node)")
+    driver = rows[0][2] if rows else ""
+    if driver and is_too_old(driver):
+        problems.append(f"driver {driver} is too old for torch's CUDA")
+    return problems, driver
+
+
+def _problems_of_gpu(row: Sequence[str]) -> list[str]:
+    index, name, _, used, errors = row
+    problems = []
+    if used.isdigit() and int(used) > USED_MIB:
+        problems.append(f"GPU {index} ({name}): {used} MiB are in use by somebody else")
+    if errors.isdigit() and int(errors) > 0:
+        problems.append(f"GPU {index} ({name}): {errors} memory errors that could not be corrected")
+    return problems
+
+
+def write_rate(folder: Path) -> float:
+    """Return how fast a file is written and synced, MB/s, the best of a few times; what is read back must be the same.
+
+    Raises:
+        OSError: The folder cannot be written, or gives back other bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".preflight-{os.uname().nodename}-{os.getpid()}"
+    content = os.urandom(WRITE_BYTES)
+    try:
+        seconds = [_write(path, content) for _ in range(NUM_WRITES)]
+        if path.read_bytes() != content:
+            raise OSError(0, "other bytes are read than were written")
+    finally:
+        path.unlink(missing_ok=True)
+    return WRITE_BYTES / 1e6 / min(seconds)
+
+
+def _write(path: Path, content: bytes) -> float:
+    started = time.monotonic()
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.monotonic() - started
