@@ -11,6 +11,7 @@ import sys
 
 from posttrain.config.schema import Config
 from posttrain.preflight.report import Finding, failed, ok, skipped
+from posttrain.preflight.versions import installed_versions, pinned_versions, untested
 
 IMPORT_TIMEOUT_SECONDS = 300.0
 
@@ -29,6 +30,17 @@ def check_devices(config: Config) -> Finding:
         return ok("devices", f"{found} CUDA devices, first {torch.cuda.get_device_name(0)}")
     remedy = "run on a machine with GPUs, or choose hardware=cpu with a small model"
     return failed("devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy)
+
+
+def check_versions(config: Config) -> Finding:
+    """Check that trainer and engine are a set of versions that was tested together."""
+    if config.site.launcher == "kubernetes" or config.site.container.runtime != "none":
+        return skipped("versions", "an image has them; its nodes tell theirs before they train")
+    installed = installed_versions(config)
+    if others := untested(installed, pinned_versions(config)):
+        remedy = "install the pins of envs/, or go on and be the one who tests this set"
+        return failed("versions", "envs", ", ".join(others), "versions that were tested together", remedy)
+    return ok("versions", ", ".join(f"{name} {version}" for name, version in installed.items()))
 
 
 def check_engine_interpreter(config: Config) -> Finding:

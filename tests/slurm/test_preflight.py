@@ -1,0 +1,46 @@
+"""A node with a slow network is found before training, and a spare one trains in its place; on a real SLURM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from tests.slurm.cluster import Cluster
+from tests.slurm.slurm_folder import SlurmFolder
+from tests.workflow_runs import FAST
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+FOUR_RANKS = FAST | {
+    "parallel.pipeline_model_parallel_size": 2,
+    "engine.num_threads": 1,
+    "engine.groups_per_request": 1,
+    "training.num_steps": 1,
+    "site.slurm.spare_nodes": 1,
+}
+
+
+@pytest.fixture
+def slow_node(cluster: Cluster) -> Iterator[str]:
+    """A node that sends and gets 20 Mbit/s, where the others have no limit."""
+    name = "n1"
+    limit = ("tbf", "rate", "20mbit", "burst", "64kb", "latency", "400ms")
+    subprocess.run(["tc", "qdisc", "add", "dev", f"ve{name}", "root", *limit], check=True)
+    yield name
+    subprocess.run(["tc", "qdisc", "del", "dev", f"ve{name}", "root"], check=True)
+
+
+def test_a_node_with_a_slow_network(on_slurm: SlurmFolder, slow_node: str) -> None:
+    on_slurm.nodes, on_slurm.settings = 4, dict(FOUR_RANKS)
+    on_slurm.run("train_grpo")
+    attempts = on_slurm.run_folder / "train" / "attempts"
+    unfit, done = map(json.loads, (attempts.parent / "attempts.jsonl").read_text().splitlines())
+    assert unfit["reason"].startswith(f"{slow_node} is unfit: the network: ")
+    assert slow_node in unfit["nodes"]
+    assert slow_node not in done["nodes"]
+    assert (done["reason"], done["job"]) == ("done", unfit["job"])
+    assert unfit["ended_unix"] - unfit["started_unix"] < 120
+    found = json.loads((attempts / "002" / "preflight.json").read_text())
+    assert set(found["links"]) == set(done["nodes"])
