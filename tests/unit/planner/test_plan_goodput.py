@@ -28,9 +28,30 @@ def test_a_restart_is_the_sum_of_its_parts(plan):
     for kind, seconds in goodput["restart_seconds"].items():
         assert seconds == pytest.approx(sum(part["seconds"][kind] for part in goodput["restart_parts"]))
     state = next(part for part in goodput["restart_parts"] if "training state" in part["part"])
-    assert state["seconds"]["in_place"] == pytest.approx(2 * plan["durations_seconds"]["step_save"], rel=1e-4)
+    assert state["seconds"]["in_place"] == pytest.approx(plan["durations_seconds"]["step_save"], rel=1e-4)
     kinds = goodput["restart_seconds"]
     assert kinds["in_place"] < kinds["on_spare"] < kinds["requeued"]
+
+
+def test_a_state_that_does_not_fit_into_the_nodes_memory_is_read_twice(plan):
+    small = resolve_model("glm5", nodes=32, set="site.host_memory_gib=1024")
+    (found,) = (part for part in parts_of(small) if "training state" in part["part"])
+    (usual,) = (part for part in plan["goodput"]["restart_parts"] if "training state" in part["part"])
+    assert found["seconds"]["in_place"] == pytest.approx(2 * usual["seconds"]["in_place"])
+    assert "read twice" in found["note"]
+
+
+def test_spare_nodes_are_those_that_the_site_asks_for():
+    for spares in (0, 3):
+        resolved = resolve_model("glm5", nodes=32, site="example_slurm", set=f"site.slurm.spare_nodes={spares}")
+        goodput = build_plan(resolved, {})["goodput"]
+        names = [row["what"] for row in goodput["rates"][0]["features"]]
+        assert goodput["spares"] == spares
+        assert ("3 spare nodes in the allocation" in names) == bool(spares)
+
+
+def parts_of(resolved):
+    return build_plan(resolved, {})["goodput"]["restart_parts"]
 
 
 def test_a_step_without_its_rollout_is_what_is_done_again(plan):

@@ -107,3 +107,22 @@ def test_damage_is_named_by_one_of_the_ranks(tmp_path: Path, name: str, damage: 
     assert refusals
     assert str(path) in refusals[0]
     assert f"rm -r {checkpoints.path(2)}" in refusals[0]
+
+
+def test_in_the_layout_of_the_save_a_rank_reads_what_it_wrote(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    damaged = write(checkpoints, 2) / "__1_0.distcp"
+    damaged.write_bytes(b"other" + damaged.read_bytes()[5:])
+    checkpoints.check_content(2, 0, num_ranks=2)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
+        checkpoints.check_content(2, 1, num_ranks=2)
+    found = [rank for rank in range(5) if is_refused(checkpoints, rank, num_ranks=5)]
+    assert len(found) == 1, "in another layout some rank reads it"
+
+
+def is_refused(checkpoints: CheckpointFolder, rank: int, num_ranks: int) -> bool:
+    try:
+        checkpoints.check_content(2, rank, num_ranks)
+    except CheckpointError:
+        return True
+    return False

@@ -24,7 +24,7 @@ from posttrain.planner.goodput import (
 )
 from posttrain.planner.plan_rules import counted
 from posttrain.planner.plan_time import IN_EVERY_STEP
-from posttrain.planner.restart import NUM_CHECKPOINT_READS, STATE, WEIGHTS, RestartPart, restart_parts, total
+from posttrain.planner.restart import STATE, WEIGHTS, RestartPart, checkpoint_reads, restart_parts, total
 from posttrain.planner.storage import Storage
 
 GOAL = 0.95
@@ -95,7 +95,7 @@ def goodput_part(
         "nodes_per_spare": NODES_PER_SPARE,
         "restart_seconds": dataclasses.asdict(total(parts)),
         "restart_parts": [dataclasses.asdict(part) for part in parts],
-        "rates": [_rate_part(config, rate, scenario, parts) for rate in RATES],
+        "rates": [_rate_part(config, rate, scenario, parts, checkpoint_reads(config, needed)) for rate in RATES],
     }
 
 
@@ -109,7 +109,7 @@ def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str,
         save_interval=config.trainer.save_interval,
         failures_per_second=RATES[0].per_second(config.nodes * config.hardware.gpus_per_node),
         node_loss_share=NODE_LOSS_SHARE,
-        spares=spares_for(config.nodes),
+        spares=config.site.slurm.spare_nodes if config.site.launcher == "slurm" else spares_for(config.nodes),
         restart=restart,
     )
 
@@ -142,12 +142,14 @@ def goodput_chart(goodput: Mapping[str, Any]) -> Chart:
     )
 
 
-def _rate_part(config: Config, rate: FailureRate, run: Scenario, parts: Sequence[RestartPart]) -> dict[str, Any]:
-    """Return what is known at one rate of failures."""
+def _rate_part(
+    config: Config, rate: FailureRate, run: Scenario, parts: Sequence[RestartPart], reads: int
+) -> dict[str, Any]:
+    """Return what is known at one rate of failures; `reads` of the training state at a restart."""
     per_node = rate.per_second(config.hardware.gpus_per_node)
     run = dataclasses.replace(run, failures_per_second=per_node * config.nodes)
     (best,) = _best([run])
-    features, missing = _features(run), _what_is_missing(run, parts)
+    features, missing = _features(run), _what_is_missing(run, parts, reads)
     shares = effective_shares(list(features.values()))
     found = {name: (run.save_interval, share) for name, share in zip(features, shares, strict=True)}
     by_interval = effective_shares(with_intervals(run, INTERVALS))
@@ -196,24 +198,28 @@ def _features(run: Scenario) -> dict[str, Scenario]:
     requeued = RestartSeconds(*[run.restart.requeued] * 3)
     bare = dataclasses.replace(run, restart=requeued, spares=0, redone_step=run.step)
     inside = dataclasses.replace(bare, restart=run.restart)
+    with_spares = {
+        f"{counted(run.spares, 'spare node')} in the allocation": dataclasses.replace(inside, spares=run.spares)
+    }
     return {
         "every failure requeued, all steps since the last checkpoint done again": bare,
         "restart inside the allocation": inside,
-        f"{counted(run.spares, 'spare node')} in the allocation": dataclasses.replace(inside, spares=run.spares),
+        **(with_spares if run.spares else {}),
         "replay of finished groups": run,
     }
 
 
-def _what_is_missing(run: Scenario, parts: Sequence[RestartPart]) -> dict[str, Scenario]:
+def _what_is_missing(run: Scenario, parts: Sequence[RestartPart], reads: int) -> dict[str, Scenario]:
     """Return what the run could be with more than there is today, one thing more each."""
-    state, reads = parts[STATE].seconds, NUM_CHECKPOINT_READS
+    state = parts[STATE].seconds
     background = dataclasses.replace(run, save=0.0)
+    missing = {"steps go on while a checkpoint is written (at most)": background}
     once = _faster(background, state, 1 - 1 / reads)
+    if reads > 1:
+        missing["nodes with the memory to read the training state once"] = once
     no_weights = _faster(once, parts[WEIGHTS].seconds, 1.0)
-    return {
-        "steps go on while a checkpoint is written (at most)": background,
-        "a restart reads the training state once": once,
-        "it does not read the engines' weights again": no_weights,
+    return missing | {
+        "a restart does not read the engines' weights again": no_weights,
         "it finds the training state in the nodes' memory (at most)": _faster(no_weights, state, 1 / reads),
     }
 

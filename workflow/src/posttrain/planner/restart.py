@@ -22,8 +22,9 @@ END_SECONDS = 1.3
 # it has not, the reading of weights left out: SGLang 0.5.10 with a model of 122B in FP8 on B200, 88 s, and 695 s less
 # 531 s (fergusfinn.com/blog/fast-sglang-starts). Trainer ranks start at the same time.
 WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS = 88.0, 695.0 - 531.0
-# A checkpoint is read to compare its hashes, then to load it.
-NUM_CHECKPOINT_READS = 2
+# A checkpoint is read to compare its hashes, then to load it: the second time from the nodes' memory, where this share
+# of it holds what the ranks of a node read. The rest is for the processes.
+FREE_MEMORY_SHARE = 0.25
 # Places in `restart_parts`.
 WEIGHTS, STATE = 2, 4
 
@@ -57,7 +58,8 @@ def restart_parts(
     engine_bytes = needed.rollout_fp8 or needed.hf
     is_shared = config.stage.copy == "nothing"
     weights = config.nodes * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
-    state = NUM_CHECKPOINT_READS * needed.training_checkpoint / rates.shared_storage
+    reads = checkpoint_reads(config, needed)
+    state = reads * needed.training_checkpoint / rates.shared_storage
     lost = config.launch.node_silence_seconds
     return [
         RestartPart(
@@ -79,10 +81,17 @@ def restart_parts(
         RestartPart(
             "check and load the training state",
             RestartSeconds(state, state, state),
-            f"{needed.training_checkpoint / 1e12:.3g} TB, read twice, at the assumed rate of shared storage",
+            f"{needed.training_checkpoint / 1e12:.3g} TB, read {'once' if reads == 1 else 'twice'}, at the assumed "
+            "rate of shared storage",
         ),
         RestartPart("weights to the engines", _always(durations["step_weight_sync"]), "as in a step"),
     ]
+
+
+def checkpoint_reads(config: Config, needed: Storage) -> int:
+    """Return how often a restart on the same layout reads the training state from shared storage: once or twice."""
+    memory = config.site.host_memory_gib or config.hardware.host_memory_gib
+    return 1 if needed.training_checkpoint / config.nodes <= FREE_MEMORY_SHARE * memory * 2**30 else 2
 
 
 def total(parts: Sequence[RestartPart]) -> RestartSeconds:

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from posttrain import artifacts
@@ -139,11 +139,18 @@ def check_sizes(folder: Path) -> list[str]:
 def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) -> list[str]:
     """Compare a rank's share of a checkpoint with the manifest; see `artifacts.check_files`."""
     try:
-        rows = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        share = Receipt("train_grpo", tuple(FileRecord(**row) for row in rows[rank::num_ranks]), {}, {})
+        rows = [FileRecord(**row) for row in json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))]
+        share = Receipt("train_grpo", tuple(_share(rows, rank, num_ranks)), {}, {})
         return artifacts.check_files(folder, share, content)
     except (OSError, ValueError, TypeError) as error:
         return [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
+
+
+def _share(rows: Sequence[FileRecord], rank: int, num_ranks: int) -> Sequence[FileRecord]:
+    """Return what a rank reads: in the layout of the save what it wrote, which it loads next, from memory by then."""
+    if max((_writer_of(row.path) for row in rows), default=0) + 1 == num_ranks:
+        return [row for row in rows if _writer_of(row.path) == rank]
+    return rows[rank::num_ranks]
 
 
 def _writer_of(name: str) -> int:
