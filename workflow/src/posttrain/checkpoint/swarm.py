@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "connections_limit": 2000,
     "min_reconnect_time": 1,
     "connection_speed": 100,
-    "alert_mask": 0,
+    "alert_mask": libtorrent.alert.category_t.storage_notification,
 }
 
 
@@ -55,6 +55,8 @@ class Swarm:
         self._handles: dict[str, Any] = {}
         self._connected: dict[str, set[tuple[str, int]]] = {}
         self._seen_bytes: dict[str, int] = {}
+        self._flushing: set[str] = set()
+        self._flushed: set[str] = set()
 
     def __enter__(self) -> Swarm:
         # With port 0 it would listen at another one on each network.
@@ -127,11 +129,20 @@ class Swarm:
         return status.total_done > before
 
     def is_complete(self, content: str) -> bool:
-        """Tell whether all pieces of a download are here and written."""
-        return bool(self._handles[content].status().is_seeding)
+        """Tell whether all pieces of a download are here and written; asked again until they are."""
+        # libtorrent counts a piece when its hash is right, which may be before its bytes are in the file.
+        if content not in self._flushing and self._handles[content].status().is_seeding:
+            self._handles[content].flush_cache()
+            self._flushing.add(content)
+        for alert in self._session.pop_alerts():
+            if isinstance(alert, libtorrent.cache_flushed_alert):
+                self._flushed.add(alert.torrent_name)
+        return content in self._flushing & self._flushed
 
     def drop(self, content: str) -> None:
         """End a download; what is here of it stays for the next."""
+        self._flushing.discard(content)
+        self._flushed.discard(content)
         self._session.remove_torrent(self._handles.pop(content))
 
     def _add(self, content: str, torrent: Path, flags: int) -> None:
