@@ -138,7 +138,7 @@ def test_a_slow_rank(disturb: Disturb, one_machine: WorkflowFolder, faults: Faul
 def filled(path: Path) -> Iterator[None]:
     """Leave no room in a file system, what only root may use included."""
     with open(path, "wb", buffering=0) as file:
-        for size in (1 << 20, 4096):
+        for size in (1 << 20, 1024):
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
