@@ -20,7 +20,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.5
 REACH_SECONDS = 240.0
 # A pipeline stage and an engine on each of two nodes. They are not looked at first, which would make every start longer
 # and the time of a restart, held against it, look shorter.
