@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tests.workflow_runs import ROOT
@@ -35,7 +35,7 @@ class FaultRecord:
         )
 
     def add_counts(self, kind: str, counts: dict[str, int], seconds: float) -> None:
-        """Count something else: "crash_images", "bit_flips".
+        """Count something else: "crash_images", "bit_flips", "cluster_events".
 
         Args:
             kind: Its key in the summary.
@@ -46,13 +46,24 @@ class FaultRecord:
             row = {"kind": kind, "killed": f"{kind}: {where}", "count": count, "seconds": round(seconds, 1)}
             self.rows.append(row)
 
+    def add_events(self, events: Mapping[str, int], seconds: float, **figures: float) -> None:
+        """Count what went wrong on a cluster.
+
+        Args:
+            events: How often, by kind.
+            seconds: For all together.
+            figures: What was measured.
+        """
+        self.add_counts("cluster_events", dict(events), seconds)
+        self.rows[-len(events) :] = [row | figures for row in self.rows[-len(events) :]]
+
     def write(self) -> None:
         """Join the rows with those of other tests."""
         RESULTS.parent.mkdir(exist_ok=True)
         mine = {row["killed"]: {**row, "equal": self.equal} for row in self.rows}
         others = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
         rows = [row for row in others if row["killed"] not in mine] + list(mine.values())
-        counts = dict.fromkeys(("kills", "crash_images", "bit_flips"), 0)
+        counts = dict.fromkeys(("kills", "crash_images", "bit_flips", "cluster_events"), 0)
         for row in rows:
             counts[row.get("kind", "kills")] += row["count"]
         summary = {**counts, "all_equal": all(row["equal"] for row in rows)}

@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).with_name("slurm_localhost.sh")
@@ -27,9 +29,16 @@ class Cluster:
 
     Args:
         folder: Its files.
+        cut_nodes: Nodes whose power was cut since somebody has emptied this.
     """
 
     folder: Path
+    cut_nodes: set[str] = field(default_factory=set)
+
+    @property
+    def nodes(self) -> list[str]:
+        """All nodes, those without power too."""
+        return sorted(set(self.ask("sinfo", "--noheader", "--Node", "--format", "%N").split()))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -38,11 +47,36 @@ class Cluster:
 
     def cut_power(self, node: str) -> None:
         """End all processes of a node at once, SLURM's own included."""
+        self.cut_nodes.add(node)
         self._run("kill", node)
 
     def bring_back(self, node: str) -> None:
         """Start a node whose power was cut."""
         self._run("start", node)
+
+    @contextmanager
+    def without(self, node: str) -> Iterator[None]:
+        """Cut a node's power, and bring it back at the end of the block."""
+        self.cut_power(node)
+        try:
+            yield
+        finally:
+            self.bring_back(node)
+
+    def start_on(self, node: str, *command: object) -> subprocess.Popen:
+        """Start a program on a node, beside SLURM: it sees the node's disk, network and processes."""
+        (shell,) = psutil.Process(int((self.folder / f"run/slurmd-{node}.pid").read_text())).children()
+        inside = ["nsenter", "--target", str(shell.pid), "--mount", "--net", "--uts", "--pid"]
+        return subprocess.Popen([*inside, *map(str, command)], stdin=subprocess.DEVNULL)
+
+    def call_on(self, node: str, *command: object) -> None:
+        """Run a program on a node."""
+        assert self.start_on(node, *command).wait(60) == 0, command
+
+    def wipe(self, node: str) -> None:
+        """Delete everything on a node's own disk."""
+        for path in (self.folder / "nodes" / node / "local_nvme").iterdir():
+            shutil.rmtree(path)
 
     def ask(self, *command: str) -> str:
         """Return what a command of SLURM prints."""
@@ -55,17 +89,36 @@ class Cluster:
         """Return the numbers of the jobs that run or wait."""
         return self.ask("squeue", "--noheader", "--format", "%i").split()
 
-    def wait_until_queued(self, job: str, seconds: float = 120) -> None:
-        """Return when a job waits in the queue."""
+    def state(self, job: str) -> str:
+        """Return SLURM's word for where a job is."""
+        return self.ask("squeue", "--noheader", "--states", "all", "--jobs", job, "--format", "%T")
+
+    def end_in(self, job: str, seconds: float) -> None:
+        """Move the end of a job's time."""
+        end = datetime.now() + timedelta(seconds=seconds)
+        self.ask("scontrol", "update", f"JobId={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
+
+    def wait_until(self, condition: Callable[[], object], seconds: float = 120) -> None:
+        """Return when something holds that SLURM is asked about."""
         deadline = time.monotonic() + seconds
-        while self.ask("squeue", "--noheader", "--jobs", job, "--format", "%T") != "PENDING":
-            assert time.monotonic() < deadline, self.ask("squeue")
-            time.sleep(0.2)
+        while not condition():
+            assert time.monotonic() < deadline, self.ask("squeue") + self.ask("sinfo")
+            time.sleep(0.5)
+
+    def wait_until_queued(self, job: str) -> None:
+        """Return when a job waits in the queue."""
+        self.wait_until(lambda: self.state(job) == "PENDING")
+
+    def wait_until_idle(self) -> None:
+        """Return when no node has a job or is away."""
+        states = ("sinfo", "--noheader", "--Node", "--format", "%T")
+        self.wait_until(lambda: set(self.ask(*states).split()) == {"idle"})
 
     def start_now(self, job: str) -> None:
         """Let a job that was put back into the queue start without the two minutes that SLURM waits."""
         time.sleep(5.0)  # sooner, the nodes refuse it: they have not forgotten its last run
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        if self.state(job) == "PENDING":
+            self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def _run(self, *words: str) -> None:
         environment = {**os.environ, "SLURM_LOCALHOST": str(self.folder), "PATH": _path()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import multiprocessing
 import os
@@ -13,7 +14,14 @@ import pytest
 
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
-from posttrain.observability.rank_progress import PROGRESS_VARIABLE, SHARE_ROLLOUT, read_progress, report_progress
+from posttrain.observability import rank_progress
+from posttrain.observability.rank_progress import (
+    PROGRESS_VARIABLE,
+    ROLLOUT,
+    SHARE_ROLLOUT,
+    read_progress,
+    report_progress,
+)
 
 
 def at(step: int, phase: str, seconds: float) -> Position:
@@ -23,7 +31,7 @@ def at(step: int, phase: str, seconds: float) -> Position:
 def test_ranks_that_move_do_not_hang() -> None:
     watch = HangWatch(100.0)
     assert watch.look({}) is None
-    assert watch.look({0: at(0, "rollout", 5000.0), 1: at(0, "rollout", 5000.0)}) is None, "engines have deadlines"
+    assert watch.look({0: at(0, "rollout", 5.0), 1: at(0, "rollout", 5000.0)}) is None, "engines have deadlines"
     assert watch.look({0: at(0, "train", 99.0), 1: at(0, "old_logprobs", 300.0)}) is None
 
 
@@ -47,15 +55,50 @@ def test_a_phase_that_nobody_leaves() -> None:
 
 
 def test_patience_follows_what_a_phase_has_taken() -> None:
-    """Ten times the longest, at least a minute, at most the limit."""
+    """Ten times the longest, at least a minute and a half, at most the limit."""
     watch = HangWatch(1000.0)
     for step in range(2):
-        watch.look({0: at(step, "train", 8.0)})
+        watch.look({0: at(step, "train", 12.0)})
         watch.look({0: at(step, "save", 1.0)})
-    assert watch.look({0: at(2, "train", 79.0)}) is None
-    assert watch.look({0: at(2, "train", 81.0)})
-    assert watch.look({0: at(2, "save", 59.0)}) is None
-    assert watch.look({0: at(2, "save", 61.0)})
+    assert watch.look({0: at(2, "train", 119.0)}) is None
+    assert watch.look({0: at(2, "train", 121.0)})
+    assert watch.look({0: at(2, "save", 89.0)}) is None
+    assert watch.look({0: at(2, "save", 91.0)})
+
+
+def test_a_phase_too_short_to_be_seen_is_known_after_a_step() -> None:
+    watch = HangWatch(1000.0)
+    watch.look({0: at(0, "train", 1.0)})
+    assert watch.look({0: at(0, "weight_sync", 91.0)}) is None, "the first one may take long"
+    watch.look({0: at(1, "rollout", 1.0)})
+    assert watch.look({0: at(1, "old_logprobs", 89.0)}) is None
+    assert watch.look({0: at(1, "old_logprobs", 91.0)})
+    assert watch.look({0: at(1, "save", 991.0)}) is None, "a step that saves is not one that does not"
+
+
+def test_a_rank_that_falls_silent_in_a_rollout() -> None:
+    found = HangWatch(1000.0).look({0: at(0, "rollout", 91.0), 1: at(0, "rollout", 93.0)})
+    assert found == "no rank has left phase rollout of step 1 for 91 s"
+
+
+def test_a_waiting_process_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank"
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(path))
+    monkeypatch.setattr(rank_progress, "BEAT_SECONDS", 0.01)
+
+    async def wait() -> list[float]:
+        alive, seen = asyncio.create_task(rank_progress.keep_reporting(3, ROLLOUT)), []
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            progress = read_progress(path)
+            assert progress is not None
+            assert (progress.step, progress.phase) == (3, ROLLOUT)
+            seen.append(progress.since)
+        alive.cancel()
+        return seen
+
+    first, second, third = asyncio.run(wait())
+    assert first < second < third
 
 
 def test_stacks_name_the_collective_and_who_is_missing() -> None:

@@ -40,13 +40,21 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
     }
 
 
+def test_only_a_job_with_spare_nodes_outlives_a_lost_one(tmp_path: Path) -> None:
+    """Of any other one SLURM itself sees to it that it starts again, also where its first node is lost."""
+    asked = resources(tmp_path, "site.slurm.spare_nodes=0", model="glm5", nodes=16)
+    assert asked["nodes"] == 16
+    assert asked["slurm_extra"] == "--requeue --exclusive --gpus-per-node=8"
+
+
 def test_one_node_is_a_plain_job(tmp_path: Path) -> None:
     """The executor starts it in a step of its own, inside which no other step starts unless it overlaps."""
-    asked = resources(tmp_path, "site.slurm.spare_nodes=0 site.slurm.requeue=false site.slurm.constraint=nvme")
+    asked = resources(tmp_path, "site.slurm.requeue=false site.slurm.constraint=nvme")
+    assert asked["nodes"] == 1, "with its only node the job is lost, and a spare one does not help"
     assert "mpi" not in asked
     assert "tasks" not in asked
     assert asked["constraint"] == "nvme"
-    assert asked["slurm_extra"] == "--no-requeue --no-kill --exclusive"
+    assert asked["slurm_extra"] == "--no-requeue --exclusive"
 
 
 def test_the_executor_takes_what_is_asked_for(tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ def test_a_job_that_trains_already_is_waited_for(
     (tmp_path / "epoch-000003.json").write_text(json.dumps(holder))
     (tmp_path / "epoch-000003.heartbeat").touch()
     monkeypatch.setattr(slurm_job, "job_is_alive", lambda job: alive if job == "slurm:41" else None)
-    assert resources(tmp_path)["slurm_extra"] == f"--requeue --no-kill --exclusive{expected}"
+    assert resources(tmp_path)["slurm_extra"] == f"--requeue --exclusive{expected}"
 
 
 def test_a_gang_starts_in_the_sites_image(tmp_path: Path) -> None:

@@ -12,6 +12,11 @@ def world_size(config: Config) -> int:
     return config.nodes * config.hardware.gpus_per_node
 
 
+def nodes_with_spares(config: Config) -> int:
+    """Return the nodes of the training job; on one node there is nobody left who could go on with a spare one."""
+    return config.nodes + (config.site.slurm.spare_nodes if config.nodes > 1 else 0)
+
+
 def model_parallel_size(config: Config) -> int:
     """Return the ranks that hold one copy of the dense weights: TP x PP x CP."""
     parallel = config.parallel

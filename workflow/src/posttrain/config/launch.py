@@ -61,7 +61,7 @@ class Slurm:
     )
     extra_options: list[str] = _doc("More words for training's sbatch: --reservation=..., --switches=1, ...", [])
     spare_nodes: int = _doc(
-        "Nodes asked for beyond those that train: one of them takes a lost node's place", 0, minimum=0
+        "Nodes asked for beyond those that train on several: one of them takes a lost node's place", 0, minimum=0
     )
     requeue: bool = _doc(
         "The job may be put back into the queue, under the same id, after node loss or time limit", True

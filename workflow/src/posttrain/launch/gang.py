@@ -119,6 +119,8 @@ class Gang:
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._members: dict[str, Member] = {}
         self._is_ending = False
+        # When the first step began, to within two seconds; None before.
+        self.first_step_unix: float | None = None
         self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
 
     def __enter__(self) -> Gang:
@@ -222,6 +224,8 @@ class Gang:
         self._end_in_time()
         told = [m.news["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
+        if positions and self.first_step_unix is None:
+            self.first_step_unix = time.time() - max(position.seconds for position in positions.values())
         if found := self._hang_watch.look(positions):
             raise HangError(f"training hangs: {found}; waiting: {self._ask_for_stacks()}")
 
@@ -275,7 +279,8 @@ class Gang:
     def _check_silence(self) -> None:
         limit = self._config.launch.node_silence_seconds
         silent = [m.name for m in self._members.values() if time.monotonic() - m.heard > limit]
-        if silent:
+        # Where this process itself stood still, what was said meanwhile has yet to be taken.
+        if silent and self._inbox.empty():
             raise AttemptFailedError(f"nothing was heard of {', '.join(silent)} for {limit:g} s", silent)
 
     def _raise_cause(self) -> None:

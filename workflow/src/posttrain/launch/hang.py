@@ -2,8 +2,9 @@
 
 All ranks of a step go through the same phases and meet in collectives, so that one that stops holds the others up:
 those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
-took, and a minute in any case, but never longer than `launch.hang_timeout_seconds`. The rollout is left out: engines
-and graders have deadlines of their own.
+took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. A rollout may take as
+long as it likes, because engines and graders have deadlines of their own; the rank that waits for them says again and
+again that it lives.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from posttrain.observability.rank_progress import SHARE_ROLLOUT
+from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT
 from posttrain.planner.phases import PHASES
 
-PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 60.0
-_ORDER = ["rollout", SHARE_ROLLOUT, *(name for name in PHASES if name != "rollout")]
+# Longer than a shared file system that stands still for a minute.
+PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 90.0
+_ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT)]
+_IN_EVERY_STEP = [name for name in _ORDER if name != "save"]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
 _WRAPPER = "wrapper"
@@ -64,6 +67,9 @@ class HangWatch:
             before = self._last.get(rank)
             if before and before.place != position.place:
                 self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.seconds)
+            if before and before.step < position.step:
+                # What was passed between two looks took no longer than the time between them.
+                self._longest = dict.fromkeys(_IN_EVERY_STEP, 0.0) | self._longest
         self._last = dict(positions)
         if not positions:
             return None
@@ -73,11 +79,13 @@ class HangWatch:
         waited = min(position.seconds for position in leading)
         if behind and waited > self._patience(leading[0].phase):
             return f"{_list_of(behind)}, while others have been in {_name(leading[0])} for {waited:.0f} s"
-        if not behind and leading[0].phase != "rollout" and waited > self._patience(leading[0].phase):
+        if not behind and waited > self._patience(leading[0].phase):
             return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
         return None
 
     def _patience(self, phase: str) -> float:
+        if phase == ROLLOUT:
+            return min(self.limit_seconds, SHORTEST_PATIENCE_SECONDS)
         if phase not in self._longest:
             return self.limit_seconds
         return min(self.limit_seconds, max(SHORTEST_PATIENCE_SECONDS, PATIENCE_FACTOR * self._longest[phase]))

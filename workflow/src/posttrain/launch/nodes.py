@@ -59,8 +59,11 @@ class Nodes(Protocol):
     def end_is_near(self) -> bool:
         """Tell whether the scheduler ends the job so soon that training has to save now; asked all the time."""
 
-    def requeue(self) -> None:
+    def requeue(self, after: str = "") -> None:
         """Give the nodes back and have the job started again later; does not return.
+
+        Args:
+            after: Another job that has to end first, as its lease names it.
 
         Raises:
             RuntimeError: The site does not allow it, with what to do instead.
@@ -116,6 +119,6 @@ class ThisMachine:
         """Return False: nobody ends it."""
         return False
 
-    def requeue(self) -> None:
+    def requeue(self, after: str = "") -> None:
         """Raise: there is no queue."""
         raise RuntimeError("run the same command again to go on")

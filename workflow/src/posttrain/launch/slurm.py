@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.container import srun_options, wrap
@@ -30,6 +33,8 @@ ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NO
 QUERY_SECONDS = 60.0
 END_QUERY_SECONDS = 20.0
 PROBE_SECONDS = 15.0
+# Enough that one of them is not lost together with the first node.
+NUM_STAND_INS = 2
 # Ports below the range from which systems take those of outgoing connections (32768 on Linux); a block for each job.
 FIRST_PORT, PORT_BLOCKS, PORTS_PER_BLOCK = 20000, 120, 100
 
@@ -46,6 +51,7 @@ class SlurmAllocation:
     def __init__(self, job_id: str, names: Sequence[str], config: Config):
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
+        self._stand_ins: subprocess.Popen | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
@@ -84,6 +90,7 @@ class SlurmAllocation:
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> subprocess.Popen:
         """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
+        self._stand_in()
         with open(log_path, "ab") as sink:
             return subprocess.Popen(
                 self.words(names, command),
@@ -137,18 +144,37 @@ class SlurmAllocation:
             return False
         return datetime.fromisoformat(end).timestamp() - time.time() < self._config.site.slurm.signal_seconds
 
-    def requeue(self) -> None:
+    def requeue(self, after: str = "") -> None:
         """Have the job started again later, under the same id.
+
+        Args:
+            after: Another job of ours that has to end first.
 
         Raises:
             RuntimeError: The site does not allow it.
         """
         if not self._config.site.slurm.requeue:
             raise RuntimeError("site.slurm.requeue is false: give the same command again, it goes on where this ended")
-        log.warning("job %s goes back into the queue", self._job_id)
+        log.warning("job %s goes back into the queue%s", self._job_id, f", behind {after}" if after else "")
+        if after:  # which SLURM takes only of a job in the queue, where it also ends this process
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ask("scontrol", "requeue", self._job_id)
+        if after:
+            ask("scontrol", "update", f"JobId={self._job_id}", f"Dependency=afterany:{job_number(after)}")
+            sys.exit(1)
         while True:  # SLURM ends this process with the job
             time.sleep(QUERY_SECONDS)
+
+    def _stand_in(self) -> None:
+        """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
+        others = [name for name in self._names[1:] if name not in self._lost][-NUM_STAND_INS:]
+        runs = self._stand_ins is not None and self._stand_ins.poll() is None
+        if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
+            return
+        command = [sys.executable, "-m", "posttrain.launch.stand_in", "--job", self._job_id]
+        self._stand_ins = subprocess.Popen(
+            [*self._srun(others), *command], stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid())
+        )
 
     def _srun(self, names: Sequence[str]) -> list[str]:
         """Return srun with its options: one task on each of the nodes, beside whatever else runs in the job."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.lease import living_holder
+from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config, Site
 from posttrain.launch.slurm import job_is_alive, job_number
 
@@ -39,7 +40,7 @@ def resources_of_training(config: Config, lease_folder: Path) -> dict[str, Any]:
     slurm = config.site.slurm
     if config.site.launcher != "slurm":
         return {"nodes": config.nodes}
-    count = config.nodes + slurm.spare_nodes
+    count = nodes_with_spares(config)
     return {
         "nodes": count,
         "runtime": slurm.time_limit,
@@ -52,7 +53,10 @@ def resources_of_training(config: Config, lease_folder: Path) -> dict[str, Any]:
 
 def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
     slurm = config.site.slurm
-    words = ["--requeue" if slurm.requeue else "--no-requeue", "--no-kill", *slurm.extra_options]
+    words = ["--requeue" if slurm.requeue else "--no-requeue"]
+    # Of a job that outlives a lost node SLURM itself starts nothing again: only where there is a spare one.
+    words += ["--no-kill"] if nodes_with_spares(config) > config.nodes else []
+    words += slurm.extra_options
     words += ["--exclusive"] if slurm.exclusive else []
     if config.hardware.device == "cuda" and slurm.gpu_option:
         words.append(slurm.gpu_option.format(gpus=config.hardware.gpus_per_node))

@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain import artifacts
-from posttrain.artifacts.lease import HEARTBEAT_DEAD_SECONDS, HEARTBEAT_SECONDS, Lease
+from posttrain.artifacts.lease import (
+    HEARTBEAT_DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
+    Lease,
+    LeaseHeldError,
+    living_holder,
+)
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain.launch.gang import AttemptFailedError, EndedEarlyError, Gang, HangError
@@ -40,8 +46,17 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
     """
     # A pod comes when those before it are gone, which may not have had the time to release the lease.
     wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
-    with Lease(job.run_folder, job.run_folder / "lease", nodes.job, nodes.job_is_alive, wait_seconds) as lease:
-        _Supervision(job, config, nodes, lease).run()
+    folder = job.run_folder / "lease"
+    try:
+        with Lease(job.run_folder, folder, nodes.job, nodes.job_is_alive, wait_seconds) as lease:
+            _Supervision(job, config, nodes, lease).run()
+    except LeaseHeldError:
+        # Two drivers have submitted before either job ran. What is left to do after the other job, this one does.
+        holder = living_holder(folder, nodes.job_is_alive)
+        if config.site.slurm.requeue and holder and holder.job != nodes.job and nodes.job_is_alive(holder.job):
+            log.warning("%s is being trained by %s", job.run_folder.parent, holder)
+            nodes.requeue(after=holder.job)
+        raise
 
 
 class _Supervision:
@@ -111,8 +126,9 @@ class _Supervision:
         row = {"attempt": number, "epoch": self._lease.epoch, "started_unix": time.time(), "nodes": list(names)}
         row |= {"job": self._nodes.job} if self._nodes.job else {}
         reason = "the supervisor was ended"
+        gang = Gang(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
         try:
-            with Gang(self._job, self._config, self._nodes, names, folder, self._lease, self._fit) as gang:
+            with gang:
                 gang.run()
             reason = "done"
         except AttemptFailedError as failure:
@@ -124,6 +140,8 @@ class _Supervision:
             raise
         finally:
             row |= {"ended_unix": time.time(), "reason": reason}
+            if gang.first_step_unix:
+                row["first_step_seconds"] = round(gang.first_step_unix - row["started_unix"], 1)
             artifacts.append_json_line(self._job.run_folder / "attempts.jsonl", row)
 
 

@@ -5,12 +5,16 @@ A rank that hangs can tell nobody. What it last wrote stays, and the stacks of a
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
+ROLLOUT = "rollout"
+# How often a rank that waits for engines says that it lives.
+BEAT_SECONDS = 5.0
 # Rank 0 has the rollout, and the others are about to get it: no phase of its own, but a place where ranks can hang.
 SHARE_ROLLOUT = "share_rollout"
 _LINE_BYTES = 64
@@ -23,7 +27,7 @@ class RankProgress:
     Args:
         step: From 0.
         phase: Name of the phase that it has entered last.
-        since: When, in seconds of the node's monotonic clock.
+        since: When it did, or last said so again, in seconds of the node's monotonic clock.
     """
 
     step: int
@@ -43,6 +47,13 @@ def report_progress(step: int, phase: str) -> None:
         os.pwrite(descriptor, line, 0)
     finally:
         os.close(descriptor)
+
+
+async def keep_reporting(step: int, phase: str) -> None:
+    """Write where this process is again and again, as long as its event loop turns; ends when it is cancelled."""
+    while True:
+        report_progress(step, phase)
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 def read_progress(path: Path) -> RankProgress | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.observability.report_charts import Chart, Series
 from posttrain.planner.duration import Bandwidths
@@ -109,7 +110,9 @@ def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str,
         save_interval=config.trainer.save_interval,
         failures_per_second=RATES[0].per_second(config.nodes * config.hardware.gpus_per_node),
         node_loss_share=NODE_LOSS_SHARE,
-        spares=config.site.slurm.spare_nodes if config.site.launcher == "slurm" else spares_for(config.nodes),
+        spares=nodes_with_spares(config) - config.nodes
+        if config.site.launcher == "slurm"
+        else spares_for(config.nodes),
         restart=restart,
     )
 

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 
+from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.preflight.report import Finding, failed, ok, skipped
 
@@ -47,7 +48,7 @@ def _check_partition(config: Config) -> Finding:
     for line in done.stdout.splitlines():
         name, _, count = line.rpartition(" ")
         sizes[name] = sizes.get(name, 0) + int(count)
-    wanted, name = config.nodes + slurm.spare_nodes, slurm.partition or "the default"
+    wanted, name = nodes_with_spares(config), slurm.partition or "the default"
     if not sizes:
         return failed(key, key, repr(slurm.partition), "a partition that SLURM knows", "`sinfo` lists them")
     if max(sizes.values()) < wanted:

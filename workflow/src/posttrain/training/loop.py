@@ -56,9 +56,9 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:
             run.publish(finished)
-    with clock.phase("save"):
         is_due = run.checkpoint_is_due(finished)
-        if is_due:
+    if is_due:
+        with clock.phase("save"):
             run.write_checkpoint(finished)
     metrics = run.log_step(step, rollout, updates, statistics, mismatch, clock)
     if is_due:

@@ -35,7 +35,7 @@ from posttrain.megatron_backend.ranks import (
     sum_over_data_parallel,
 )
 from posttrain.megatron_backend.weights import HubWeights
-from posttrain.observability.rank_progress import SHARE_ROLLOUT, report_progress
+from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
 from posttrain.observability.sinks import MetricSinks
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
@@ -149,7 +149,7 @@ class TrainingRun:
         """Return the rollout of a step, the same on every rank."""
         shared: list[Any] = [None]
         if self._head:
-            shared = [self._runner.run(self._head.coordinator.collect(step))]
+            shared = [self._runner.run(_collect(self._head.coordinator, step))]
             report_progress(step, SHARE_ROLLOUT)
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(shared, src=0)
@@ -260,6 +260,14 @@ class TrainingRun:
         # Tensor-parallel ranks hold the same values: one of them reports.
         gathered = _from_all_ranks(pairs if is_first_of_tensor_parallel() else [])
         return compare_logprobs(torch.cat([t for t, _ in gathered]), torch.cat([e for _, e in gathered]))
+
+
+async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:
+    alive = asyncio.create_task(keep_reporting(step, ROLLOUT))
+    try:
+        return await coordinator.collect(step)
+    finally:
+        alive.cancel()
 
 
 def _from_all_ranks(mine: list[Item]) -> list[Item]:

@@ -1,0 +1,137 @@
+"""What schedulers and drivers do to a training, on a real SLURM: the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.fault_record import FaultRecord
+from tests.interruptions import assert_same_training, check_claims, start
+from tests.slurm.cluster import Cluster
+from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
+from tests.slurm.slurm_folder import SlurmFolder
+from tests.workflow_runs import WorkflowFolder
+
+from posttrain.artifacts.lease import read_holder
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+Disturb = Callable[..., DisturbedRun]
+ROLLING_OUT = "rollouts/step_000000/chunk_0000.json"
+SAVING = "checkpoints/step_000002.partial"
+
+
+def test_scancel(disturb: Disturb, one_machine: WorkflowFolder, cluster: Cluster, faults: FaultRecord) -> None:
+    run = disturb()
+    for moment, point in (("rolling out", ROLLING_OUT), ("saving", SAVING)):
+        run.reach(point)
+        run.happens(f"scancel while {moment}")
+        cluster.ask("scancel", run.job)
+        run.fail()
+        run.start_driver()
+    run.finish()
+    run.check(one_machine, faults)
+
+
+def test_the_end_of_a_jobs_time(
+    disturb: Disturb, one_machine: WorkflowFolder, cluster: Cluster, faults: FaultRecord
+) -> None:
+    """Seen in time, training saves and the job is requeued; a rank that stands still cannot, and the job is ended."""
+    run = disturb()
+    run.reach("attempts/001")
+    job = run.job
+    run.happens("time limit near")
+    cluster.end_in(job, 58)
+    cluster.wait_until_queued(job)
+    cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    cluster.start_now(job)
+    run.reach("rollouts/step_000002/chunk_0000.json")
+    assert run.job == job
+    run.rank(1).suspend()
+    run.happens("time limit over")
+    cluster.end_in(job, 5)
+    run.fail()
+    assert cluster.state(job) == "TIMEOUT"
+    run.start_driver()
+    run.finish()
+    run.check(one_machine, faults)
+    assert "asked to end" in run.rows()[0]["reason"]
+
+
+def test_killed_drivers(disturb: Disturb, one_machine: WorkflowFolder, cluster: Cluster, faults: FaultRecord) -> None:
+    """The job lives on; the next drivers' jobs wait for it in the queue and train nothing again."""
+    run = disturb()
+    run.reach(ROLLING_OUT)
+    job = run.job
+    run.happens("driver killed while rolling out")
+    run.driver.end(signal.SIGKILL)
+    run.start_driver()
+    run.wait_for_jobs(2)
+    output = run.driver.output
+    assert "is being trained by process" in output
+    assert f"in slurm:{job}" in output
+    run.happens("driver killed while its job waits")
+    run.driver.end(signal.SIGKILL)
+    run.start_driver()
+    run.finish()
+    run.check(one_machine, faults)
+    (done,) = run.rows()
+    assert done["job"] == f"slurm:{job}"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["both live", "the first is cancelled"])
+def test_two_drivers_at_once(
+    disturb: Disturb, one_machine: WorkflowFolder, cluster: Cluster, faults: FaultRecord, is_cancelled: bool
+) -> None:
+    """Both submit before either job runs: the second job goes behind the first, and does what is left."""
+    run = disturb()
+    other = start(run.workflow, "train_grpo")
+    run.reach("rollouts/step_000001/chunk_0000.json")
+    holder = read_holder(run.train / "lease")
+    assert holder is not None
+    first = holder.job.removeprefix("slurm:")
+    run.wait_for_jobs(2)
+    (second,) = set(cluster.jobs()) - {first}
+    run.happens(f"two drivers at once, {'the first cancelled' if is_cancelled else 'both live'}")
+    cluster.wait_until(lambda: f"Dependency=afterany:{first}" in cluster.ask("scontrol", "show", "job", second))
+    if is_cancelled:
+        cluster.ask("scancel", first)
+    cluster.wait_until(lambda: first not in cluster.jobs())
+    cluster.start_now(second)
+    codes = sorted(driver.finish()[0] for driver in (run.driver, other))
+    assert codes == [0, int(is_cancelled)]
+    run.check(one_machine, faults)
+    assert [row["job"] for row in run.rows()][-1] == f"slurm:{second if is_cancelled else first}"
+
+
+def test_two_users_on_one_store(
+    cluster: Cluster,
+    store: Path,
+    one_machine: WorkflowFolder,
+    tmp_path: Path,
+    faults: FaultRecord,
+    bystanders: None,
+) -> None:
+    """Each with a driver and a folder of their own, under one user id: everything is built once, and both train."""
+    shutil.copytree(store / "made", tmp_path / "store" / "made")
+    started = time.monotonic()
+    folders = [
+        SlurmFolder(tmp_path / name, tmp_path / "store", dict(TWO_RANKS), cluster.environment, nodes=2)
+        for name in ("first", "second")
+    ]
+    for driver in [start(folder, "train_grpo") for folder in folders]:
+        code, output = driver.finish(timeout=600)
+        assert code == 0, output[-4000:]
+    histories = list((tmp_path / "store").rglob("*.history.jsonl"))
+    assert {len(path.read_text().splitlines()) for path in histories} == {1}
+    for folder in folders:
+        assert check_claims(folder)
+        assert_same_training(folder, one_machine)
+    events = ["two users build on one store", "two users train from one store"]
+    faults.add_events(Counter(events), time.monotonic() - started)
+    faults.equal = True
