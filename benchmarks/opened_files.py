@@ -85,7 +85,7 @@ def main() -> None:
 
 def missing_strace() -> str:
     """Return why nothing can be traced; empty where it can."""
-    return "" if shutil.which("strace") else "strace is missing: apt-get install strace"
+    return "" if shutil.which("strace") else "strace is missing: make env-strace"
 
 
 def most_shared(counts: list[tuple[str, Counter[str], Counter[str]]]) -> int:

@@ -6,6 +6,7 @@ is asked of SLURM itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -84,6 +85,8 @@ class SlurmAllocation:
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> subprocess.Popen:
         """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
+        if self._config.site.container.runtime != "none":
+            self._make_node_local(names)
         with open(log_path, "ab") as sink:
             return subprocess.Popen(
                 self.words(names, command),
@@ -145,6 +148,13 @@ class SlurmAllocation:
         ask("scontrol", "requeue", self._job_id)
         while True:  # SLURM ends this process with the job
             time.sleep(QUERY_SECONDS)
+
+    def _make_node_local(self, names: Sequence[str]) -> None:
+        """Make the folder on the nodes' own disks: no runtime shows one that is not there."""
+        # A node that does not answer now does not start anything afterwards, which the gang tells.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            words = [*self._srun(names), "mkdir", "-p", self._config.site.node_local]
+            subprocess.run(words, timeout=PROBE_SECONDS, check=False)
 
     def _srun(self, names: Sequence[str]) -> list[str]:
         """Return srun with its options: one task on each of the nodes, beside whatever else runs in the job."""

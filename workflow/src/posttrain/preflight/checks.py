@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from posttrain.artifacts import Paths
 from posttrain.config.rules import check_trainable
-from posttrain.preflight.machine import check_broadcast, check_devices, check_engine_interpreter, check_ports
+from posttrain.preflight.machine import (
+    check_broadcast,
+    check_devices,
+    check_engine_interpreter,
+    check_image,
+    check_ports,
+)
 from posttrain.preflight.report import Finding
 from posttrain.preflight.scheduler import check_scheduler
 from posttrain.preflight.services import check_hub_sources, check_wandb
@@ -24,6 +30,7 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_scheduler(config),
         check_devices(config),
         check_engine_interpreter(config),
+        check_image(config),
         check_broadcast(config),
         *check_ports(config),
         *check_hub_sources(paths),
