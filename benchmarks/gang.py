@@ -4,8 +4,8 @@ The gang adds under 10 s to a bare `srun` of the same engines and trainer ranks,
 its end: two steps and a checkpoint. The bare job has no lease, copies nothing to its nodes, and nobody watches it; both
 end with the same metrics, bit for bit.
 
-A job of another rule runs its command under 2 s after its first process. SLURM's executor starts Snakemake twice in a
-job, and each reads the workflow anew; a workflow of one rule, which shows what is Snakemake's own, stands beside it.
+A job of another rule is read under 2 s: SLURM's executor starts Snakemake twice in a job, and each reads the workflow
+anew before the command runs. A workflow of one rule shows what of it is Snakemake's own.
 
 All are interleaved. Run as root (see tests/slurm/slurm_localhost.sh) from the repository's root:
 
@@ -38,7 +38,7 @@ from posttrain.planner.flag import as_environment
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.megatron_flags import trainer_environment
 
-GANG_GOAL, START_GOAL, REPEATS = 10.0, 2.0, 5
+GANG_GOAL, READ_GOAL, REPEATS = 10.0, 2.0, 5
 JOB_SECONDS = 300.0
 NODES = ("n0", "n1")
 ENGINE_PORT, MEETING_PORT = 20000, 20090
@@ -53,6 +53,7 @@ SRUN = "srun --overlap --mem 0 --cpu-bind none"
 NAP = "3.14159"
 ONE_RULE = f'rule all:\n    output:\n        "done",\n    shell:\n        "sleep {NAP} && touch {{output}}"\n'
 RULE, SCRIPT = "download_dataset", "scripts/download_dataset.py"
+OURS, ONE = "remote job until its command", "the same, workflow of one rule"
 
 
 def main() -> None:
@@ -72,7 +73,9 @@ def main() -> None:
         print(f"{what:32} {statistics.median(times):6.2f} s  ({min(times):.2f} to {max(times):.2f})")
     added = statistics.median(trainings["gang"]) - statistics.median(trainings["bare srun"])
     report("seconds that the gang adds to a bare srun of the same engines and ranks", added, GANG_GOAL)
-    report("seconds from a remote job's start to its command", statistics.median(starts["job start"]), START_GOAL)
+    read = statistics.median(starts[OURS]) - statistics.median(starts[ONE])
+    report("seconds that reading this workflow adds to a remote job beside a workflow of one rule", read, READ_GOAL)
+    report("seconds from a remote job's first process to its command", statistics.median(starts[OURS]), READ_GOAL)
 
 
 # ---- the gang ----
@@ -194,13 +197,13 @@ def text(path: Path) -> str:
 def measure_starts(cluster: Cluster, folder: Path, repeats: int) -> dict[str, list[float]]:
     """Return the seconds from a remote job's first process to its command, ours and of a workflow of one rule."""
     (folder / "one_rule.smk").write_text(ONE_RULE)
-    seconds: dict[str, list[float]] = {"job start": [], "job start, one rule": []}
+    one_rule = ["--snakefile", str(folder / "one_rule.smk"), "--workflow-profile", str(PROFILE)]
+    seconds: dict[str, list[float]] = {OURS: [], ONE: []}
     for repeat in range(repeats):
-        workflow = SlurmFolder(folder / f"ours{repeat}", folder / f"store{repeat}", environment=cluster.environment)
-        seconds["job start"].append(start_seconds(workflow, workflow.command(RULE), SCRIPT))
+        ours = SlurmFolder(folder / f"ours{repeat}", folder / f"store{repeat}", environment=cluster.environment)
+        seconds[OURS].append(start_seconds(ours, ours.command(RULE), SCRIPT))
         one = SlurmFolder(folder / f"one{repeat}", folder / "store", environment=cluster.environment)
-        words = ["--snakefile", str(folder / "one_rule.smk"), "--workflow-profile", str(PROFILE)]
-        seconds["job start, one rule"].append(start_seconds(one, [sys.executable, "-m", "snakemake", *words], NAP))
+        seconds[ONE].append(start_seconds(one, [sys.executable, "-m", "snakemake", *one_rule], NAP))
     return seconds
 
 
