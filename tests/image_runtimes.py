@@ -78,9 +78,10 @@ class ImageRuntime:
         return {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def calls(self) -> list[list[str]]:
-        """Return the words of each call that names the image, in order."""
+        """Return the words of each call that starts something in the image, in order."""
         lines = self._notes.read_text().splitlines() if self._notes.exists() else []
-        return [shlex.split(line) for line in lines if str(self.image) in line]
+        starts = {str(self.image), f"--container-image={self.image}"}
+        return [words for line in lines if starts & set(words := shlex.split(line))]
 
     @property
     def _notes(self) -> Path:

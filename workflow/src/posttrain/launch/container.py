@@ -4,7 +4,8 @@
     srun OPTIONS --container-image=image.sqsh ... env ... python -m posttrain.launch.node ...
 
 So start the supervisors of a gang, and all that they start. The command of any other job starts in the image, too,
-behind the `srun` of Snakemake's executor or one of its own; nodes need no environment but Snakemake's.
+behind the `srun` of Snakemake's executor or one of its own; nodes need no environment but Snakemake's. A rule's
+`container:` would not do: it knows no Pyxis, and takes in what the driver runs by itself.
 
 The image holds the environment, as one file; the workflow's own code comes from the folder of its clone, so that what
 runs is what was planned. Variables of the job, the secrets among them, pass through both runtimes as they are: they
