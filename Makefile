@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-faults env env-sglang env-network env-slurm lint clean
+.PHONY: help demo test test-faults env env-sglang env-network env-slurm env-strace lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,9 @@ env-network: ## what simulated nodes with networks of their own need (Debian, as
 env-slurm: ## a real SLURM of several nodes on this machine (Debian, as root)
 	apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
 
+env-strace: ## what counts the files that a training opens (Debian, as root)
+	apt-get install --yes --no-install-recommends strace
+
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
 endif
@@ -45,6 +48,9 @@ test: env-network
 endif
 ifneq (,$(findstring slurm,$(REQUIRE)))
 test: env-slurm
+endif
+ifneq (,$(findstring strace,$(REQUIRE)))
+test: env-strace
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults'

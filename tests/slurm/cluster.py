@@ -128,12 +128,17 @@ class Cluster:
         assert done.returncode == 0, (self.folder / "script.log").read_text()[-2000:]
 
 
+def missing_slurm() -> str:
+    """Return why the cluster cannot run here; empty where it can."""
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
+    if missing:
+        return f"missing {', '.join(missing)}: make env-slurm"
+    return "" if os.geteuid() == 0 else "nodes with networks of their own need root"
+
+
 def require_slurm() -> None:
     """Skip the test where the cluster cannot run; fail it where REQUIRE asks for it."""
-    missing = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
-    reason = f"missing {', '.join(missing)}: make env-slurm" if missing else ""
-    reason = reason or ("" if os.geteuid() == 0 else "nodes with networks of their own need root")
-    if reason:
+    if reason := missing_slurm():
         pytest.fail(reason) if "slurm" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
 
 

@@ -31,6 +31,7 @@ ACCEPTED_LINTS = {
     # Who starts the command where: as a param, another cluster would train a finished run again.
     "Shell command directly uses variable ON_ALL_NODES from outside of the rule",
     "Shell command directly uses variable ON_ONE_NODE from outside of the rule",
+    "Shell command directly uses variable IN_IMAGE from outside of the rule",
 }
 
 
@@ -65,7 +66,7 @@ def test_a_rule_is_complete(name: str) -> None:
     assert re.search(r"^\s*message:$", text, re.MULTILINE)
     if name in WITHOUT_WORK:
         return
-    script = rf'"POSTTRAIN_LOG={{log:q}} ({{ON_(ALL_NODES|ONE_NODE)}})?python {{SCRIPTS}}/{name}\.py '
+    script = rf'"POSTTRAIN_LOG={{log:q}} ({{(ON_ALL_NODES|ON_ONE_NODE|IN_IMAGE)}})?python {{SCRIPTS}}/{name}\.py '
     assert re.search(script, text), "a rule runs the script of its name"
     assert re.search(rf'^\s*log:\n\s+.*"{name}"', text, re.MULTILINE), "a rule's logs lie in the folder of its name"
     if name not in WITHOUT_BENCHMARK:

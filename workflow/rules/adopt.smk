@@ -22,6 +22,6 @@ if CFG.download.torch_dist_folder:
         message:
             f"adopt {{params.adopted}} after comparing it with the source{NEEDS.message('adopt_torch_dist')}"
         shell:
-            "POSTTRAIN_LOG={log:q} python {SCRIPTS}/adopt_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
+            "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/adopt_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
             " --adopted {params.adopted:q} --folder {params.folder:q} --architecture {params.architecture:q}"
             " --threads {threads} --receipt {output:q}"

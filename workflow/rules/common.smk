@@ -18,6 +18,7 @@ from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
+from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
 from posttrain.training.lineage import check_fork
 
@@ -72,7 +73,9 @@ ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 ON_PODS = f"python -m posttrain.launch.on_kubernetes --workflow {shlex.quote(WORKFLOW)} --config-dir {shlex.quote(CONFIG_DIR)}"
 HAS_PODS = CFG.site.launcher == "kubernetes"
 ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
-ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else ""
+# Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.
+IN_IMAGE = prefix_of_jobs(CFG)
+ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else IN_IMAGE
 PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.

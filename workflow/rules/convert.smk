@@ -19,7 +19,7 @@ rule convert_hf_to_torch_dist:
     message:
         f"convert part {{wildcards.part}} of {{params.num_parts}} to torch_dist{NEEDS.message('convert_hf_to_torch_dist')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}"
         " --num-parts {params.num_parts} --receipt {output:q}"
 
@@ -42,6 +42,6 @@ rule finalize_torch_dist:
     message:
         f"join the parts of the torch_dist checkpoint and check that no tensor is missing{NEEDS.message('finalize_torch_dist')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}"
         " --receipt {output:q}"

@@ -30,7 +30,7 @@ if CFG.model.source.kind == "made":
         message:
             f"make a GLM-5 of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
         shell:
-            "POSTTRAIN_LOG={log:q} python {SCRIPTS}/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
+            "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
             " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
 
 
@@ -91,7 +91,7 @@ rule download_hf_checkpoint:
     message:
         f"fetch part {{wildcards.part}} of {{params.num_parts}} of {SIZE} ({CFG.model.source.kind}), verify every file{NEEDS.message('download_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_hf_checkpoint.py --manifest {input:q} --folder {params.folder:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/download_hf_checkpoint.py --manifest {input:q} --folder {params.folder:q}"
         " --part {wildcards.part} --num-parts {params.num_parts} --num-workers {resources.num_workers}"
         " --num-retries {resources.num_retries} --xet {resources.xet} --receipt {output:q}"
 
@@ -112,7 +112,7 @@ rule finalize_hf_checkpoint:
     message:
         f"join the parts of {SIZE}, check its layout{NEEDS.message('finalize_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_hf_checkpoint.py --manifest {input.manifest:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_hf_checkpoint.py --manifest {input.manifest:q}"
         " --part-receipts {input.parts:q} --folder {params.folder:q} --receipt {output:q}"
 
 
@@ -134,5 +134,5 @@ rule download_dataset:
     message:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
         " --num-retries {resources.num_retries} --receipt {output:q}"

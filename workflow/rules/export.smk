@@ -27,7 +27,7 @@ rule export_hf:
     message:
         f"export part {{wildcards.part}} of {{params.num_parts}} of the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q}"
         + TRAIN_RECEIPT
         + " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
         " --destination {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
@@ -50,5 +50,5 @@ rule finalize_export_hf:
     message:
         f"join the parts of the exported model: index, config, tokenizer{NEEDS.message('finalize_export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_export_hf.py --origin {params.origin:q} --origin-receipt {input.origin:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_export_hf.py --origin {params.origin:q} --origin-receipt {input.origin:q}"
         " --part-receipts {input.parts:q} --destination {params.destination:q} --receipt {output:q}"

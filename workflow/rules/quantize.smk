@@ -21,7 +21,7 @@ rule quantize_rollout_fp8:
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8, a scale per {CFG.quantize.strategy}{NEEDS.message('quantize_rollout_fp8')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
         " --threads {threads} --receipt {output:q}"
 
@@ -44,7 +44,7 @@ rule finalize_rollout_fp8:
     message:
         f"join the FP8 parts: index and config{NEEDS.message('finalize_rollout_fp8')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
 
 
@@ -66,7 +66,7 @@ rule verify_rollout_weights:
     message:
         "measure what FP8 did to the weights"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
         " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
         " --threads {threads} --report {output:q}"
 
@@ -90,7 +90,7 @@ rule quantize_serving:
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to {CFG.serving.format}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/quantize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
         " --threads {threads} --receipt {output:q}"
 
@@ -114,7 +114,7 @@ rule finalize_serving:
     message:
         f"join the {CFG.serving.format} parts: index and config"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
 
 
@@ -135,7 +135,7 @@ rule cast_to_bf16:
     message:
         "cast part {wildcards.part} of {params.num_parts} of the quantised source to BF16"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/cast_to_bf16.py --source {params.source:q} --source-receipt {input:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/cast_to_bf16.py --source {params.source:q} --source-receipt {input:q}"
         " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
         " --threads {threads} --receipt {output:q}"
 
@@ -157,5 +157,5 @@ rule finalize_bf16:
     message:
         "join the BF16 parts: index and config"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/finalize_bf16.py --source {params.source:q} --source-receipt {input.source:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_bf16.py --source {params.source:q} --source-receipt {input.source:q}"
         " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"

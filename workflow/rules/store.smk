@@ -15,7 +15,7 @@ rule verify:
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"
 
 
 # Before training, or without: the checkpoints that the run begins with.
@@ -33,7 +33,7 @@ rule verify_store:
     message:
         "prove where every byte of the checkpoints came from"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/verify_store.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_store.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
 
 
 rule gc:
@@ -51,4 +51,5 @@ rule gc:
 
 
 onstart:
+    make_shared_roots(CFG)
     share_store(PATHS.store, CFG.site.store_group)

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.load import resolve
 from posttrain.config.schema import Config
-from posttrain.launch.container import CLONE, CODE, srun_options, wrap
+from posttrain.launch.container import CLONE, CODE, make_shared_roots, prefix_of_jobs, srun_options, wrap
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 COMMAND = (sys.executable, "scripts/train_grpo.py", "--node", "a b")
@@ -27,16 +27,17 @@ def test_without_a_runtime_nothing_changes() -> None:
     config = config_with("none")
     assert wrap(COMMAND, config) == COMMAND
     assert srun_options(config) == ()
+    assert prefix_of_jobs(config) == ""
 
 
-def test_apptainer_stands_behind_srun_and_before_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/tmp")
+def test_apptainer_stands_behind_srun_and_before_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     mounts = ["/etc/libibverbs.d:/etc/libibverbs.d:ro", "/data"]
     config = config_with("apptainer", "cuda", image="/shared/gpu.sif", mounts=mounts, options=["--writable-tmpfs"])
-    binds = ",".join(f"{folder}:{folder}" for folder in ("/tmp", CLONE, "/shared/store", "/shared/results", "/nvme"))
+    binds = ",".join(f"{folder}:{folder}" for folder in (tmp_path, CLONE, "/shared/store", "/shared/results", "/nvme"))
     assert srun_options(config) == ()
     assert wrap(COMMAND, config) == (
-        *("apptainer", "exec", "--nv", "--bind", f"{binds},{mounts[0]},/data:/data", "--pwd", "/tmp"),
+        *("apptainer", "exec", "--nv", "--bind", f"{binds},{mounts[0]},/data:/data", "--pwd", str(tmp_path)),
         *("--writable-tmpfs", "/shared/gpu.sif", "env", f"PYTHONPATH={CODE}"),
         *("python", "scripts/train_grpo.py", "--node", "a b"),
     )
@@ -46,17 +47,50 @@ def test_apptainer_shows_gpus_only_where_there_are_some() -> None:
     assert "--nv" not in wrap(COMMAND, config_with("apptainer", image="/shared/cpu.sif"))
 
 
-def test_pyxis_is_options_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/tmp")
+def test_pyxis_is_options_of_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     config = config_with("pyxis", image="/shared/gpu.sqsh", options=["--container-writable"])
     assert wrap(COMMAND, config) == ("env", f"PYTHONPATH={CODE}", "python", *COMMAND[1:])
     assert srun_options(config) == (
         "--container-image=/shared/gpu.sqsh",
-        f"--container-mounts=/tmp:/tmp,{CLONE}:{CLONE},"
+        f"--container-mounts={tmp_path}:{tmp_path},{CLONE}:{CLONE},"
         "/shared/store:/shared/store,/shared/results:/shared/results,/nvme:/nvme",
-        "--container-workdir=/tmp",
+        f"--container-workdir={tmp_path}",
         "--container-writable",
     )
+
+
+def test_a_folder_in_a_shown_one_has_no_mount_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hard links from the source of the model to the store would be impossible between mounts."""
+    monkeypatch.chdir(tmp_path)
+    config = config_with("apptainer", image="/shared/cpu.sif", mounts=["/shared"])
+    source = dataclasses.replace(config.model.source, kind="folder", folder="/shared/models/mine")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, source=source))
+    words = wrap(COMMAND, config)
+    shown = [f"{folder}:{folder}" for folder in (tmp_path, CLONE, "/nvme", "/shared")]
+    assert words[words.index("--bind") + 1] == ",".join(shown)
+
+
+def test_what_the_configuration_names_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_with("apptainer", image="/shared/cpu.sif")
+    data = dataclasses.replace(config.data, kind="jsonl", train_file="/prompts/a.jsonl", heldout_file="b.jsonl")
+    serving = dataclasses.replace(config.serving, calibration=["/runs/calibration.json"])
+    download = dataclasses.replace(config.download, torch_dist_folder="/other/torch_dist")
+    words = prefix_of_jobs(dataclasses.replace(config, data=data, serving=serving, download=download)).split()
+    shown = words[words.index("--bind") + 1].split(",")
+    assert shown[-3:] == [
+        f"{path}:{path}" for path in ("/prompts/a.jsonl", "/other/torch_dist", serving.calibration[0])
+    ]
+    assert not [mount for mount in shown if "nvme" in mount], "jobs of no gang use no node's own disk"
+
+
+def test_shared_roots_are_made_for_an_image_only(tmp_path: Path) -> None:
+    for runtime, is_made in (("none", False), ("apptainer", True)):
+        config = config_with(runtime, image="/shared/cpu.sif")
+        site = dataclasses.replace(config.site, store=str(tmp_path / "a/store"), results=str(tmp_path / "results"))
+        make_shared_roots(dataclasses.replace(config, site=site))
+        assert (tmp_path / "a/store").is_dir() is (tmp_path / "results").is_dir() is is_made
 
 
 def test_another_program_keeps_its_name() -> None:

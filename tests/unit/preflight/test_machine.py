@@ -11,6 +11,7 @@ from posttrain.preflight.machine import (
     check_broadcast,
     check_devices,
     check_engine_interpreter,
+    check_image,
     check_interpreter,
     check_port,
     check_ports,
@@ -57,6 +58,17 @@ def test_the_engine_kind_decides_what_must_be_importable():
     assert finding.name == "engine.python imports sglang"
 
 
+def test_what_an_image_holds_is_not_looked_for_here(tmp_path):
+    image = tmp_path / "cpu.sif"
+    on_slurm = "site.launcher=slurm site.node_names=[] engine.python=/opt/engine/bin/python"
+    config = config_of("tiny", f"{on_slurm} site.container.runtime=apptainer site.container.image={image}")
+    assert check_engine_interpreter(config).status == "skipped"
+    assert check_image(config).problem.value == f"{image}: no such file"
+    image.touch()
+    assert check_image(config).status == "ok"
+    assert check_image(config_of("tiny")).status == "skipped"
+
+
 def test_a_busy_port_is_a_problem_and_a_free_one_is_not():
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -84,6 +96,12 @@ def test_missing_gpus_are_a_problem():
     assert finding.problem.allowed == "at least 8"
 
 
+def test_gpus_of_a_cluster_are_not_looked_for_here():
+    config = config_of("glm5")
+    site = dataclasses.replace(config.site, launcher="slurm")
+    assert check_devices(dataclasses.replace(config, site=site)).status == "skipped"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
 def test_present_gpus_pass():
@@ -97,5 +115,8 @@ def test_a_broadcast_needs_its_library(monkeypatch):
     asked = dataclasses.replace(config, stage=dataclasses.replace(config.stage, broadcast="bittorrent"))
     assert check_broadcast(asked).status == "ok"
     assert check_broadcast(config).status == "skipped"
+    container = dataclasses.replace(config.site.container, runtime="pyxis", image="/shared/gpu.sqsh")
+    in_image = dataclasses.replace(asked, site=dataclasses.replace(config.site, container=container))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_broadcast(asked).problem.key == "stage.broadcast"
+    assert check_broadcast(in_image).status == "skipped"

@@ -1,4 +1,4 @@
-"""The sections `site.container` and `site.kubernetes`: what a gang's processes start in, and what pods get."""
+"""The sections `site.container` and `site.kubernetes`: what jobs start in, and what pods get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.config.document import _doc
 
 @dataclass(frozen=True)
 class Container:
-    """The image that a gang's processes start in, behind `srun`."""
+    """The image that jobs and the processes of a gang start in, behind `srun`."""
 
     runtime: str = _doc(
         "none: the environment of the nodes themselves; apptainer: `apptainer exec`; pyxis: srun's `--container-image`",

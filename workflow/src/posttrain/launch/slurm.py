@@ -6,6 +6,7 @@ is asked of SLURM itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -91,6 +92,8 @@ class SlurmAllocation:
     ) -> subprocess.Popen:
         """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
         self._stand_in()
+        if self._config.site.container.runtime != "none":
+            self._make_node_local(names)
         with open(log_path, "ab") as sink:
             return subprocess.Popen(
                 self.words(names, command),
@@ -175,6 +178,13 @@ class SlurmAllocation:
         self._stand_ins = subprocess.Popen(
             [*self._srun(others), *command], stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid())
         )
+
+    def _make_node_local(self, names: Sequence[str]) -> None:
+        """Make the folder on the nodes' own disks: no runtime shows one that is not there."""
+        # A node that does not answer now does not start anything afterwards, which the gang tells.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            words = [*self._srun(names), "mkdir", "-p", self._config.site.node_local]
+            subprocess.run(words, timeout=PROBE_SECONDS, check=False)
 
     def _srun(self, names: Sequence[str]) -> list[str]:
         """Return srun with its options: one task on each of the nodes, beside whatever else runs in the job."""

@@ -8,6 +8,7 @@ from posttrain.preflight.machine import (
     check_broadcast,
     check_devices,
     check_engine_interpreter,
+    check_image,
     check_ports,
     check_versions,
 )
@@ -31,6 +32,7 @@ def check_everything(paths: Paths) -> list[Finding]:
         check_devices(config),
         check_engine_interpreter(config),
         check_versions(config),
+        check_image(config),
         check_broadcast(config),
         *check_ports(config),
         *check_hub_sources(paths),

@@ -21,7 +21,7 @@ def check_devices(config: Config) -> Finding:
     wanted = config.hardware.gpus_per_node
     if config.hardware.device == "cpu":
         return ok("devices", f"CPU, {os.cpu_count()} cores, {wanted} trainer ranks")
-    if config.site.launcher == "kubernetes" or (config.nodes > 1 and config.site.launcher != "local"):
+    if config.site.launcher != "local":
         return skipped("devices", f"training runs elsewhere ({config.site.launcher})")
     import torch
 
@@ -48,9 +48,21 @@ def check_engine_interpreter(config: Config) -> Finding:
     engine = config.engine
     if config.site.launcher == "kubernetes" and engine.python:
         return skipped("engine.python", f"{engine.python} is in the image of the pods")
+    if config.site.container.runtime != "none":
+        return skipped("engine.python", f"{engine.python or 'python'} is in {config.site.container.image}")
     if engine.kind == "embedded":
         return check_interpreter("engine.python", engine.python or sys.executable, "posttrain.engines.embedded")
     return check_interpreter("engine.python", engine.python or sys.executable, "sglang")
+
+
+def check_image(config: Config) -> Finding:
+    """Check that the image is there; whether a node can start it, only a node can tell."""
+    key, container = "site.container.image", config.site.container
+    if container.runtime == "none":
+        return skipped(key, "the nodes' own environment is used")
+    if os.path.isfile(container.image):
+        return ok(key, f"{container.image}, started by {container.runtime}")
+    return failed(key, key, f"{container.image}: no such file", "a file that every node sees", "see envs/README.md")
 
 
 def check_interpreter(key: str, python: str, module: str) -> Finding:
@@ -82,6 +94,8 @@ def check_broadcast(config: Config) -> Finding:
     """Check that what passes files from node to node is installed, where it is asked for."""
     if config.stage.broadcast == "none":
         return skipped("stage.broadcast", "each node reads shared storage for itself")
+    if config.site.container.runtime != "none":
+        return skipped("stage.broadcast", f"libtorrent is in {config.site.container.image}")
     if importlib.util.find_spec("libtorrent"):
         return ok("stage.broadcast", "libtorrent is installed")
     remedy = "pip install 'posttrain[broadcast]', or set='stage.broadcast=none'"

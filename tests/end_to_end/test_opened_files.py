@@ -1,0 +1,23 @@
+"""A start is kind to the shared file system; benchmarks/opened_files.py prints the whole table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from benchmarks.opened_files import ENVIRONMENT, GOAL, ONE_STEP, before_first_step, missing_strace, most_shared
+from tests.workflow_runs import WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+
+def test_few_shared_files_are_opened_before_the_first_step(store: Path, tmp_path: Path) -> None:
+    if reason := missing_strace():
+        pytest.fail(reason) if "strace" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    counts = before_first_step(WorkflowFolder(tmp_path / "work", store, ONE_STEP))
+    assert [program for program, _, _ in counts] == ["head", "node", "trainer rank", "trainer rank", "engine"]
+    for program, opened, _ in counts:
+        assert opened["clone"], f"the {program} imports modules of ours"
+        assert opened[ENVIRONMENT], f"the {program} imports modules of others"
+    assert most_shared(counts) <= GOAL
