@@ -203,6 +203,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         glm5("engine.mem_fraction_static=0.95"),
         ("engine.mem_fraction_static",),
     ),
+    "time limit shorter than a step with its checkpoint": (
+        {**glm5("site.slurm.time_limit=20m site.slurm.signal_seconds=60"), "site": "example_slurm"},
+        ("site.slurm.time_limit",),
+    ),
     "layout that does not fit": (glm5(f"{PIPELINE}=1 {LAST}=0"), ("parallel",)),
 }
 

@@ -67,7 +67,8 @@ class Slurm:
         "The job may be put back into the queue, under the same id, after node loss or time limit", True
     )
     signal_seconds: int = _doc(
-        "Before the time limit, training saves at the end of its step and is requeued: longer than a step with a save",
+        "So long before the time limit at least training is told to save at the end of its step, and is requeued; "
+        "sooner where the plan or the steps so far say that a step with its save takes longer",
         600,
         minimum=60,
     )

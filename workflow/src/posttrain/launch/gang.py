@@ -29,6 +29,7 @@ from posttrain.launch.hang import HangWatch, Position, describe_stacks
 from posttrain.launch.inspection import UnfitNodesError, inspect, must_inspect
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes
+from posttrain.launch.time_to_save import TimeToSave
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Gang:
         # When the first step began, to within two seconds; None before.
         self.first_step_unix: float | None = None
         self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
+        self._time_to_save = TimeToSave(config)
 
     def __enter__(self) -> Gang:
         self._listener = socket.create_server((self._nodes.address, 0), backlog=len(self._names))
@@ -224,6 +226,8 @@ class Gang:
         self._end_in_time()
         told = [m.news["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
+        if positions:
+            self._time_to_save.look(max(position.step for position in positions.values()))
         if positions and self.first_step_unix is None:
             self.first_step_unix = time.time() - max(position.seconds for position in positions.values())
         if found := self._hang_watch.look(positions):
@@ -245,7 +249,7 @@ class Gang:
         if self._is_ending:
             return
         asked = any(member.has_told("asked_to_end") for member in self._members.values())
-        if asked or self._nodes.end_is_near():
+        if asked or self._nodes.end_is_near(self._time_to_save.seconds):
             log.warning(
                 "training is asked to save and end: %s", "by a signal" if asked else "the job's time is over soon"
             )

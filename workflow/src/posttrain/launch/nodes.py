@@ -56,8 +56,8 @@ class Nodes(Protocol):
     def job_is_alive(self, job: str) -> bool | None:
         """Tell whether the scheduler runs a job or will; None where it cannot tell."""
 
-    def end_is_near(self) -> bool:
-        """Tell whether the scheduler ends the job so soon that training has to save now; asked all the time."""
+    def end_is_near(self, seconds: float) -> bool:
+        """Tell whether the scheduler ends the job within so many seconds; asked all the time."""
 
     def requeue(self, after: str = "") -> None:
         """Give the nodes back and have the job started again later; does not return.
@@ -115,7 +115,7 @@ class ThisMachine:
     def job_is_alive(self, job: str) -> None:
         """Return None: there is no scheduler."""
 
-    def end_is_near(self) -> bool:
+    def end_is_near(self, seconds: float) -> bool:
         """Return False: nobody ends it."""
         return False
 

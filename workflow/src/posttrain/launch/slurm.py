@@ -133,8 +133,11 @@ class SlurmAllocation:
         """Tell whether SLURM runs a job or will; None where it cannot be told."""
         return job_is_alive(job)
 
-    def end_is_near(self) -> bool:
-        """Tell whether it is time to save; SLURM is asked now and then, because an administrator may move the end."""
+    def end_is_near(self, seconds: float) -> bool:
+        """Tell whether the job ends within so many seconds.
+
+        SLURM is asked now and then, because an administrator may move the end.
+        """
         if time.monotonic() < self._next_query:
             return False
         self._next_query = time.monotonic() + END_QUERY_SECONDS
@@ -145,7 +148,7 @@ class SlurmAllocation:
             return False
         if end in ("", "N/A", "NONE", "Unknown"):
             return False
-        return datetime.fromisoformat(end).timestamp() - time.time() < self._config.site.slurm.signal_seconds
+        return datetime.fromisoformat(end).timestamp() - time.time() < seconds + END_QUERY_SECONDS
 
     def requeue(self, after: str = "") -> None:
         """Have the job started again later, under the same id.

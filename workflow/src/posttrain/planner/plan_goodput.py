@@ -24,8 +24,8 @@ from posttrain.planner.goodput import (
     with_intervals,
 )
 from posttrain.planner.plan_rules import counted
-from posttrain.planner.plan_time import IN_EVERY_STEP
 from posttrain.planner.restart import STATE, WEIGHTS, RestartPart, checkpoint_reads, restart_parts, total
+from posttrain.planner.step_time import IN_EVERY_STEP
 from posttrain.planner.storage import Storage
 
 GOAL = 0.95

@@ -11,9 +11,7 @@ from typing import Any
 from posttrain.config.derived import prefill_gpus
 from posttrain.config.schema import Config
 from posttrain.planner.published import TOLERANCE
-from posttrain.planner.step_time import Workload, best_split, engine_of, rollout_of, workload
-
-IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
+from posttrain.planner.step_time import IN_EVERY_STEP, Workload, best_split, engine_of, rollout_of, workload
 
 
 def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | None:

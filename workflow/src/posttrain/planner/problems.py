@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
+from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
 from posttrain.planner.capacity import check_declared, check_typical
+from posttrain.planner.duration import Bandwidths
 from posttrain.planner.engine import engine_memory
 from posttrain.planner.layout import propose_layouts
 from posttrain.planner.layout_choice import requests_that_fit
 from posttrain.planner.made_model import check_made
 from posttrain.planner.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
+from posttrain.planner.step_time import step_with_save_seconds
 from posttrain.planner.storage import storage
 
 
@@ -30,6 +33,7 @@ def find_problems(config: Config) -> list[Problem]:
         # What is too large by itself needs no second problem for the phases in which it meets the other.
         *(() if alone else _check_shared(config, phases)),
         *_check_engine_count(config),
+        *_check_time_limit(config),
         *check_declared(config, storage(config), _host_gib(config, phases)),
     ]
 
@@ -81,6 +85,15 @@ def _check_engine_count(config: Config) -> Iterator[Problem]:
     if config.hardware.device == "cuda" and wanted > existing:
         found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
         yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
+
+
+def _check_time_limit(config: Config) -> Iterator[Problem]:
+    """Yield that a job would have to save as soon as it has started."""
+    needed = step_with_save_seconds(config, Bandwidths().shared_storage)
+    limit = config.site.slurm.time_limit
+    if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
+        allowed = f"more than {needed / 60:,.0f}m, which a step with its checkpoint takes by the plan"
+        yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:

@@ -53,6 +53,8 @@ NOT_MODELLED = (
     "counted, as a sparse kernel computes it",
 )
 
+IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -153,6 +155,12 @@ def workload(config: Config) -> Workload:
     )
 
 
+def step_with_save_seconds(config: Config, shared_storage: float) -> float:
+    """Return how long a step takes that ends with a checkpoint; 0 for a machine without GPUs."""
+    seconds = step_durations(config, shared_storage)
+    return sum(seconds[f"step_{phase}"] for phase in (*IN_EVERY_STEP, "save")) if seconds else 0.0
+
+
 def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     """Return "step" and "step_{phase}" -> seconds, and those of the rules that train and evaluate.
 
@@ -178,7 +186,7 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     }
     phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
     steps, saves = config.training.num_steps, config.training.num_steps // config.trainer.save_interval
-    step = sum(phases[name] for name in ("rollout", "old_logprobs", "train", "weight_sync"))
+    step = sum(phases[name] for name in IN_EVERY_STEP)
     total = steps * step + saves * phases["save"]
     seconds = {"step": total / steps, **{f"step_{name}": value for name, value in phases.items()}}
     rules = {"train_grpo": total} | dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))

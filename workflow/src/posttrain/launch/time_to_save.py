@@ -1,0 +1,45 @@
+"""How long before its end a job has to be told to save: a step that has just begun ends first, then it is saved."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from posttrain.config.schema import Config
+from posttrain.planner.duration import Bandwidths
+from posttrain.planner.step_time import step_with_save_seconds
+
+# Steps are not all alike, and the longest may be yet to come.
+MEASURED_FACTOR = 1.5
+
+
+@dataclass
+class TimeToSave:
+    """The longest of what the site asks for, what the plan expects, and what steps have taken so far.
+
+    Args:
+        config: The resolved configuration.
+    """
+
+    config: Config
+    _step: int = -1
+    _since: float = 0.0
+    _longest: float = 0.0
+    _planned: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._planned = step_with_save_seconds(self.config, Bandwidths().shared_storage)
+
+    def look(self, step: int) -> None:
+        """Take note of the step that is being trained now."""
+        if step == self._step:
+            return
+        now = time.monotonic()
+        if self._step >= 0:
+            self._longest = max(self._longest, now - self._since)
+        self._step, self._since = step, now
+
+    @property
+    def seconds(self) -> float:
+        """Time that has to be left, seconds."""
+        return max(self.config.site.slurm.signal_seconds, self._planned, MEASURED_FACTOR * self._longest)
