@@ -10,6 +10,7 @@ from pathlib import Path
 from posttrain.artifacts import write_json
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
+from posttrain.config.derived import serving_on_one_node
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
@@ -22,7 +23,7 @@ from posttrain.planner.layout_choice import resolve
 def main() -> None:
     """Serve the checkpoint, measure every concurrency, print the table and write it."""
     args = parse_arguments()
-    config = resolve(args.workflow, args.config_dir).config
+    config = serving_on_one_node(resolve(args.workflow, args.config_dir).config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
     rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)

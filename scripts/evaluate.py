@@ -9,6 +9,7 @@ from pathlib import Path
 from posttrain.artifacts import require_files, write_json
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
+from posttrain.config.derived import serving_on_one_node
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
 from posttrain.planner.layout_choice import resolve
@@ -17,7 +18,7 @@ from posttrain.planner.layout_choice import resolve
 def main() -> None:
     """Check what is measured and on what, measure, write the result last."""
     args = parse_arguments()
-    config = resolve(args.workflow, args.config_dir).config
+    config = serving_on_one_node(resolve(args.workflow, args.config_dir).config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
     prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)

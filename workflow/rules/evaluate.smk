@@ -17,6 +17,8 @@ rule evaluate:
     benchmark:
         PATHS.run_log("evaluate", ".{when}").with_suffix(".benchmark.tsv")
     threads: 2
+    resources:
+        **resources_of_serving(CFG),
     params:
         format_version=FORMAT_VERSIONS["evaluate"],
         evaluation=json.dumps(dataclasses.asdict(CFG.evaluation)),
@@ -42,6 +44,8 @@ rule benchmark_serving:
     benchmark:
         PATHS.run_log("benchmark_serving").with_suffix(".benchmark.tsv")
     threads: 2
+    resources:
+        **resources_of_serving(CFG),
     params:
         checkpoint=PATHS.hf_export,
         dataset=PATHS.dataset,

@@ -15,7 +15,7 @@ from posttrain.config.load import resolve
 from posttrain.config.site_rules import OUR_OPTIONS
 from posttrain.launch import slurm_job
 from posttrain.launch.slurm import SlurmAllocation
-from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_training
+from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 
@@ -38,6 +38,13 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
         "mem_mb": 0,
         "slurm_extra": "--requeue --no-kill --exclusive --gpus-per-node=8",
     }
+
+
+def test_an_evaluation_asks_for_the_gpus_of_one_node() -> None:
+    config = resolve({"model": "glm5", "nodes": 16, "site": "example_slurm"}, CONFIG_DIR).config
+    assert resources_of_serving(config) == {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
+    for choice in ({"model": "tiny", "site": "example_slurm"}, {"model": "glm5", "nodes": 16, "site": "local"}):
+        assert resources_of_serving(resolve(choice, CONFIG_DIR).config) == {}
 
 
 def test_only_a_job_with_spare_nodes_outlives_a_lost_one(tmp_path: Path) -> None:

@@ -118,14 +118,18 @@ def test_bars_add_up_and_stand_against_the_capacity(plan_of):
 def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
     assert [found["key"] for found in plan_of("tiny")["warnings"]] == []
     # The local site names two nodes.
-    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names"]
+    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names", "engine.gpus_per_engine"]
     small = "hardware.host_memory_gib=512"
     plan = plan_of("glm5", set=small)
-    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", "site.node_names"]
+    assert [found["key"] for found in plan["warnings"]] == [
+        "hardware.host_memory_gib",
+        "site.node_names",
+        "engine.gpus_per_engine",
+    ]
     assert plan["problems"] == []
-    assert "2 warnings</h3>" in render_plan(plan, resolved("glm5", set=small))
+    assert "3 warnings</h3>" in render_plan(plan, resolved("glm5", set=small))
     print_plan(plan)
-    assert capsys.readouterr().out.count("\nwarning ") == 2
+    assert capsys.readouterr().out.count("\nwarning ") == 3
 
 
 def test_more_engines_than_gpus_is_a_problem(plan_of):

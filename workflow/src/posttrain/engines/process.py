@@ -116,9 +116,18 @@ def running_engines(
     Raises:
         ConfigError: Something else listens on a port that the configuration fixes.
     """
-    count = config.engine.num_engines
+    count, size = config.engine.num_engines, config.engine.gpus_per_engine
+    has_gpus = config.hardware.device == "cuda"
     commands = {
-        index: render_engine_command(config, index, model_folder, LOOPBACK, port, merge_requests=merge_requests)
+        index: render_engine_command(
+            config,
+            index,
+            model_folder,
+            LOOPBACK,
+            port,
+            merge_requests=merge_requests,
+            gpus=range(index * size, (index + 1) * size) if has_gpus else (),
+        )
         for index, port in enumerate(engine_ports(config, range(count)))
     }
     with started_engines(commands, log_folder) as engines:

@@ -51,15 +51,34 @@ def resources_of_training(config: Config, lease_folder: Path) -> dict[str, Any]:
     }
 
 
+def resources_of_serving(config: Config) -> dict[str, Any]:
+    """Return what a job asks for that serves a model on one node: its GPUs. On CPUs it is a job like any other."""
+    if config.site.launcher != "slurm" or config.hardware.device != "cuda":
+        return {}
+    slurm = config.site.slurm
+    return {
+        "mem_mb": 0,  # what the site gives with the node
+        **({"constraint": slurm.constraint} if slurm.constraint else {}),
+        "slurm_extra": shlex.join(_whole_nodes(config)),
+    }
+
+
+def _whole_nodes(config: Config) -> list[str]:
+    """Return the words that ask for nodes with all their GPUs."""
+    slurm = config.site.slurm
+    words = ["--exclusive"] if slurm.exclusive else []
+    if config.hardware.device == "cuda" and slurm.gpu_option:
+        words.append(slurm.gpu_option.format(gpus=config.hardware.gpus_per_node))
+    return words
+
+
 def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
     slurm = config.site.slurm
     words = ["--requeue" if slurm.requeue else "--no-requeue"]
     # Of a job that outlives a lost node SLURM itself starts nothing again: only where there is a spare one.
     words += ["--no-kill"] if nodes_with_spares(config) > config.nodes else []
     words += slurm.extra_options
-    words += ["--exclusive"] if slurm.exclusive else []
-    if config.hardware.device == "cuda" and slurm.gpu_option:
-        words.append(slurm.gpu_option.format(gpus=config.hardware.gpus_per_node))
+    words += _whole_nodes(config)
 
     def extra(wildcards: object) -> str:
         return shlex.join([*words, *_dependency(lease_folder)])

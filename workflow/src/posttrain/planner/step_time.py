@@ -26,6 +26,7 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
+    serving_on_one_node,
     world_size,
 )
 from posttrain.config.schema import Architecture, Config, Hardware
@@ -246,7 +247,8 @@ def evaluation_seconds(config: Config) -> float:
     """Return the time of one evaluation of the held-out prompts."""
     samples = config.data.num_heldout_prompts * config.evaluation.num_samples_per_prompt
     work = Workload(samples, PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
-    return rollout_of(engine_of(config), config.engine.num_engines, work).seconds
+    served = serving_on_one_node(config)
+    return rollout_of(engine_of(served), served.engine.num_engines, work).seconds
 
 
 def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
