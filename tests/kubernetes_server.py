@@ -171,7 +171,7 @@ class KubernetesServer(ThreadingHTTPServer):
                     stderr=sink,
                     start_new_session=True,
                 )
-            self.pods[pod_name] = _pod(pod_name, name, container, {"running": {"startedAt": _now()}})
+            self.pods[pod_name] = _pod(pod_name, name, index, container, {"running": {"startedAt": _now()}})
             names.append(pod_name)
         return names
 
@@ -198,8 +198,7 @@ class KubernetesServer(ThreadingHTTPServer):
         for variable in variables:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:
-                assert "job-completion-index" in source["fieldRef"]["fieldPath"]
-                value = str(index)
+                value = _fields(index)[source["fieldRef"]["fieldPath"]]
             elif "secretKeyRef" in source:
                 value = self.secrets[source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]]
             else:
@@ -299,11 +298,20 @@ def _is_deleted(jobset: dict[str, Any]) -> bool:
     return "deletionTimestamp" in jobset["metadata"]
 
 
-def _pod(name: str, jobset: str, container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def _fields(index: int) -> dict[str, str]:
+    """Return what a pod may learn of itself: each has a node of its own, and all share one network."""
+    return {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+        "spec.nodeName": f"node-{index}",
+        "status.podIP": "127.0.0.1",
+    }
+
+
+def _pod(name: str, jobset: str, index: int, container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     about = {"name": container["name"], "image": container["image"], "imageID": "", "ready": True, "restartCount": 0}
     return {
         "metadata": {"name": name, "labels": {"jobset.sigs.k8s.io/jobset-name": jobset}},
-        "spec": {"nodeName": "node-a", "containers": [{"name": container["name"]}]},
+        "spec": {"nodeName": _fields(index)["spec.nodeName"], "containers": [{"name": container["name"]}]},
         "status": {"phase": "Running", "containerStatuses": [{**about, "state": state}]},
     }
 

@@ -44,14 +44,18 @@ class Channel:
             return False
         return True
 
+    def set_patience(self, seconds: float | None) -> None:
+        """Count a side that says nothing for so long as gone; None: wait for ever."""
+        self._connection.settimeout(seconds)
+
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what comes in until the other side is gone."""
+        """Yield what comes in until the other side is gone, or says what is no message of ours."""
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
                     if line.endswith(b"\n"):
-                        yield json.loads(line)
-        except OSError:
+                        yield dict(json.loads(line))
+        except (OSError, ValueError, TypeError):
             return
 
     def close(self) -> None:
