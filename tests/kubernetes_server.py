@@ -139,10 +139,9 @@ class KubernetesServer(ThreadingHTTPServer):
                 time.sleep(0.02)
             else:
                 self._attempt(jobset)
-        name = jobset["metadata"]["name"]
         with self.lock:
-            self.pods = {pod: what for pod, what in self.pods.items() if not pod.startswith(f"{name}-")}
-            del self.jobsets[name]
+            self._remove_pods(jobset)
+            del self.jobsets[jobset["metadata"]["name"]]
 
     def _attempt(self, jobset: dict[str, Any]) -> None:
         """Run the pods once; then the JobSet has ended, or they are to start again."""
@@ -154,7 +153,13 @@ class KubernetesServer(ThreadingHTTPServer):
         elif jobset["status"]["restarts"] == jobset["spec"]["failurePolicy"]["maxRestarts"]:
             _finish(jobset, "Failed", "jobset failed due to reaching max number of restarts")
         else:
+            self._remove_pods(jobset)
             jobset["status"]["restarts"] += 1
+
+    def _remove_pods(self, jobset: dict[str, Any]) -> None:
+        prefix = f"{jobset['metadata']['name']}-"
+        with self.lock:
+            self.pods = {name: pod for name, pod in self.pods.items() if not name.startswith(prefix)}
 
     def _start_pods(self, jobset: dict[str, Any]) -> list[str]:
         job = jobset["spec"]["replicatedJobs"][0]

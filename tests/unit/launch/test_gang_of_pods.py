@@ -134,12 +134,13 @@ def test_what_is_not_ours_is_left_alone(server: KubernetesServer, cluster: Clust
     assert "deletionTimestamp" not in server.jobsets[theirs["metadata"]["name"]]["metadata"]
 
 
+@pytest.mark.parametrize(("script", "nodes"), [("true", 1), ("sleep 60", 2)])
 def test_what_runs_with_other_settings_is_not_taken_for_this(
-    server: KubernetesServer, cluster: Cluster, tmp_path: Path
+    server: KubernetesServer, cluster: Cluster, tmp_path: Path, script: str, nodes: int
 ) -> None:
     assert cluster.create(manifest_of(tmp_path, "sleep 60"))
     with pytest.raises(RuntimeError, match="other settings"):
-        run_to_end(cluster, manifest_of(tmp_path, "true"))
+        run_to_end(cluster, manifest_of(tmp_path, script, nodes))
     assert len(server.created) == len(server.jobsets) == 1
 
 

@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.kubernetes_server import KubernetesServer
 from tests.small_job import ENDS_WELL, attempts_of, make_job, required_arguments
 
 from posttrain.artifacts import FileRecord, Receipt, write_receipt
@@ -25,9 +27,19 @@ from posttrain.artifacts.lease import Lease
 from posttrain.config.load import load_resolved
 from posttrain.launch import pods
 from posttrain.launch.channel import connect
+from posttrain.launch.cluster import Cluster
+from posttrain.launch.gang_of_pods import run_to_end
 from posttrain.launch.invitation import Invitation
 from posttrain.launch.job import TrainingJob
-from posttrain.launch.jobset import EXIT_OF_A_REFUSAL, EXIT_TO_START_AGAIN, NODE_NAME, NODE_RANK, NUM_NODES, POD_ADDRESS
+from posttrain.launch.jobset import (
+    EXIT_OF_A_REFUSAL,
+    EXIT_TO_START_AGAIN,
+    NODE_NAME,
+    NODE_RANK,
+    NUM_NODES,
+    POD_ADDRESS,
+    render,
+)
 from posttrain.launch.nodes import NodesLostError
 from posttrain.launch.pods import Pods
 from posttrain.launch.site import find_nodes, invitation_path
@@ -61,9 +73,9 @@ def environment_of(rank: int) -> dict[str, str]:
     return {NODE_RANK: str(rank), NUM_NODES: "2", NODE_NAME: f"node-{rank}", POD_ADDRESS: "127.0.0.1"}
 
 
-def make_pods_job(folder: Path, arguments: tuple[str, ...] = ENDS_WELL) -> TrainingJob:
-    settings = (
-        f"engine.num_engines=2 site.launcher=kubernetes site.node_names=[] site.node_local={folder}"
+def make_pods_job(folder: Path, arguments: tuple[str, ...] = ENDS_WELL, settings: str = "") -> TrainingJob:
+    settings += (
+        f" engine.num_engines=2 site.launcher=kubernetes site.node_names=[] site.node_local={folder}"
         f" site.kubernetes.volumes=['{folder}=pvc:shared'] site.kubernetes.image=registry.example/posttrain:0.1.0"
     )
     return make_job(folder, ENGINE, arguments, nodes=2, settings=settings)
@@ -117,6 +129,10 @@ def ranks_run(job: TrainingJob, attempt: int) -> bool:
 def supervisor_in(pod: subprocess.Popen) -> psutil.Process:
     (found,) = (child for child in psutil.Process(pod.pid).children() if "posttrain.launch.node" in child.cmdline())
     return found
+
+
+def is_rank(process: psutil.Process, rank: str) -> bool:
+    return "posttrain.launch.trainer_rank" in process.cmdline() and process.environ()["RANK"] == rank
 
 
 def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
@@ -188,6 +204,29 @@ def test_a_pod_without_a_head_ends_with_the_training(tmp_path: Path, start: Call
     finally:
         pod.kill()
         pod.wait()
+
+
+def test_a_jobset_goes_on_after_a_lost_pod_and_ends_with_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_pods_job(tmp_path, waiting_ranks(tmp_path), "launch.max_idle_attempts=1")
+    command = ("python", "-c", POD, json.dumps(job.as_dict()))
+    log = tmp_path / "logs/train_grpo/run.log"
+    with KubernetesServer(tmp_path) as server, ThreadPoolExecutor() as pool:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        manifest = render(load_resolved(job.config_path), tmp_path, log, command, 2)
+        end = pool.submit(run_to_end, Cluster("default", 0.05), manifest)
+        wait_until(lambda: ranks_run(job, 1))
+        pod = f"{manifest['metadata']['name']}-nodes-0-1-00000"
+        server.kill_pod(pod)
+        wait_until(lambda: ranks_run(job, 2))
+        (rank,) = (child for child in psutil.Process().children(recursive=True) if is_rank(child, "1"))
+        rank.kill()
+        error = end.exception(SECONDS)
+    assert "exit code 1 (Error)" in str(error)
+    assert "without progress, the last time because on node-1: trainer rank 1 was ended by SIGKILL" in str(error)
+    assert server.jobsets[manifest["metadata"]["name"]]["status"]["restarts"] == 1
+    assert [row["epoch"] for row in attempts_of(tmp_path)] == [2], "of the pods that came in their place"
 
 
 # ---- the two sides in one process ----
