@@ -14,6 +14,9 @@ from typing import Any
 # A node shows with it that it was started by the head.
 TOKEN_VARIABLE = "POSTTRAIN_GANG_TOKEN"
 CONNECT_SECONDS = 30.0
+# An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed: after two
+# minutes (seconds idle, seconds between probes, probes without an answer).
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 POLL_SECONDS = 0.2
 
 
@@ -26,6 +29,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection = connection
         self._lock = threading.Lock()
 
