@@ -77,6 +77,8 @@ class KubernetesServer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
+        for name in list(self.jobsets):
+            self.delete(name, None)
         for name in list(self._processes):
             self.kill_pod(name)
 

@@ -19,13 +19,21 @@ STAYS = "exec sleep 600"
 
 
 def make_job(
-    folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL, nodes: int = 1, settings: str = ""
+    folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL, nodes: int = 1, more: str = ""
 ) -> TrainingJob:
-    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files."""
+    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files.
+
+    Args:
+        folder: Gets all of it.
+        engine: The script.
+        arguments: Of a rank.
+        nodes: That it trains on.
+        more: Further settings.
+    """
     script = folder / "engine"
     script.write_text(f"#!/bin/bash\ncd {folder}\n{engine}\n")
     script.chmod(0o755)
-    choice = {"model": "tiny", "site": "local", "nodes": nodes, "set": f"engine.python={script} {settings}"}
+    choice = {"model": "tiny", "site": "local", "nodes": nodes, "set": f"engine.python={script} {more}"}
     (folder / "config.yaml").write_text(dump_resolved(resolve(choice, ROOT / "config")))
     weights, receipt = folder / "weights", folder / "weights.receipt.json"
     weights.mkdir()

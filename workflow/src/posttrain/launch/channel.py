@@ -14,8 +14,8 @@ from typing import Any
 # A node shows with it that it was started by the head.
 TOKEN_VARIABLE = "POSTTRAIN_GANG_TOKEN"
 CONNECT_SECONDS = 30.0
-# An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed: after two
-# minutes (seconds idle, seconds between probes, probes without an answer).
+# An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed after two
+# minutes: seconds idle, seconds between probes, probes without an answer.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 POLL_SECONDS = 0.2
 

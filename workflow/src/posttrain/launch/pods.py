@@ -147,9 +147,9 @@ class Pods:
             self._invitation.write(self._path)
             self._wait_for_all()
             self._name_all()
-        gone = [name for name, pod in self._by_name.items() if name in self._lost or not pod.is_here]
-        if gone:
-            raise NodesLostError(f"training needs all {count} pods; gone: {', '.join(gone)}")
+        self._lost.update(name for name, pod in self._by_name.items() if not pod.is_here)
+        if self._lost:
+            raise NodesLostError(f"training needs all {count} pods, and has lost {', '.join(sorted(self._lost))}")
         return self._names
 
     def start(
@@ -170,6 +170,10 @@ class Pods:
         lost = [name for name, pod in asked.items() if not pod.answers(deadline)]
         self._lost.update(lost)
         return lost
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Do not choose nodes again: there are no others."""
+        self._lost.update(names)
 
     def job_is_alive(self, job: str) -> None:
         """Return None: the API server is not asked from inside of a pod."""
