@@ -130,15 +130,14 @@ def ranks_run(job: TrainingJob, attempt: int) -> bool:
 
 def supervisors() -> dict[str, psutil.Process]:
     """Return the supervisors below this process by the names of their nodes."""
-    found = [process for process in psutil.Process().children(recursive=True) if is_supervisor(process)]
-    # Parents come first in that list; a child that is just being made looks like its parent.
-    return {process.cmdline()[-1]: process for process in reversed(found)}
-
-
-def is_supervisor(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "posttrain.launch.node" in process.cmdline()
-    return False
+    found = {}
+    # Parents come first in the list, and win: a child that is just being made looks like its parent.
+    for process in reversed(psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if "posttrain.launch.node" in words:
+                found[words[-1]] = process
+    return found
 
 
 def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
