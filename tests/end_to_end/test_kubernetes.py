@@ -13,6 +13,7 @@ from tests.workflow_runs import FAST, ROOT, WorkflowFolder
 pytestmark = pytest.mark.slow
 
 TWO_RANKS = FAST | {
+    "launch.preflight": "false",
     "parallel.pipeline_model_parallel_size": 2,
     "engine.num_engines": 2,
     "engine.num_threads": 1,

@@ -65,8 +65,10 @@ def main():
 
 cli.run(main)
 """
-# As engines do, it ends with its supervisor.
-ENGINE = f"exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
+# It has no versions to tell the preflight, and ends with its supervisor, as engines do.
+ENGINE = (
+    f"[[ $1 == -c ]] && exit 1; exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
+)
 SECONDS = 60.0
 
 
@@ -74,13 +76,13 @@ def environment_of(rank: int) -> dict[str, str]:
     return {NODE_RANK: str(rank), NUM_NODES: "2", NODE_NAME: f"node-{rank}", POD_ADDRESS: "127.0.0.1"}
 
 
-def make_pods_job(folder: Path, arguments: tuple[str, ...] = ENDS_WELL, settings: str = "") -> TrainingJob:
-    settings += (
-        f" engine.num_engines=2 launch.preflight=false site.launcher=kubernetes site.node_names=[]"
+def make_pods_job(folder: Path, arguments: tuple[str, ...] = ENDS_WELL, more: str = "") -> TrainingJob:
+    settings = (
+        "engine.num_engines=2 launch.preflight=false site.launcher=kubernetes site.node_names=[]"
         f" site.node_local={folder} site.kubernetes.volumes=['{folder}=pvc:shared']"
         " site.kubernetes.image=registry.example/posttrain:0.1.0"
     )
-    return make_job(folder, ENGINE, arguments, nodes=2, more=settings)
+    return make_job(folder, ENGINE, arguments, nodes=2, more=f"{settings} {more}")
 
 
 def start_pod(job: TrainingJob, rank: int) -> subprocess.Popen:
@@ -141,11 +143,12 @@ def supervisors() -> dict[str, psutil.Process]:
 
 
 def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
-    job = make_pods_job(tmp_path)
+    job = make_pods_job(tmp_path, more="launch.preflight=true")
     head, other = start(job)
     assert (head.wait(SECONDS), other.wait(SECONDS)) == (0, 0)
     (row,) = attempts_of(tmp_path)
     assert (row["reason"], row["nodes"]) == ("done", ["node-0", "node-1"])
+    assert set(json.loads((tmp_path / "attempts/001/preflight.json").read_text())["links"]) == set(row["nodes"])
     for rank in (0, 1):
         assert "usage: trainer_rank.py" in (tmp_path / f"attempts/001/trainer{rank}.log").read_text()
         assert (tmp_path / f"attempts/001/engine{rank}.log").exists()

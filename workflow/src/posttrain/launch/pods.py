@@ -182,8 +182,11 @@ class Pods:
         """Return False: a pod has no time limit."""
         return False
 
-    def requeue(self) -> None:
+    def requeue(self, after: str = "") -> None:
         """End so that JobSet starts all pods again.
+
+        Args:
+            after: Nothing here: there are no other jobs.
 
         Raises:
             SystemExit: Always.
