@@ -17,6 +17,10 @@ from pathlib import Path
 from posttrain.artifacts.durable import write_atomic
 
 HEAD = "head"
+# Who connects and does not show in this time who it is, is sent away.
+GREETING_SECONDS = 30.0
+# Who waits for the other side says so, this often.
+REMIND_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.config.schema import Config
 from posttrain.launch.channel import POLL_SECONDS, Channel
-from posttrain.launch.invitation import HEAD, Invitation, make_challenge
+from posttrain.launch.invitation import GREETING_SECONDS, HEAD, REMIND_SECONDS, Invitation, make_challenge
 from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, POD_ADDRESS
 from posttrain.launch.nodes import (
     FIRST_PORT,
@@ -32,9 +32,7 @@ from posttrain.planner.sglang_flags import nodes_per_engine
 
 log = logging.getLogger(__name__)
 
-GREETING_SECONDS = 30.0
 PROBE_SECONDS = 15.0
-REMIND_SECONDS = 60.0
 
 
 class Pod:
@@ -178,7 +176,7 @@ class Pods:
     def job_is_alive(self, job: str) -> None:
         """Return None: the API server is not asked from inside of a pod."""
 
-    def end_is_near(self) -> bool:
+    def end_is_near(self, seconds: float) -> bool:
         """Return False: a pod has no time limit."""
         return False
 
@@ -224,7 +222,8 @@ class Pods:
         messages, challenge = channel.messages(), make_challenge()
         hello = next(messages, {})
         channel.send("head", proof=self._invitation.proof(HEAD, str(hello.get("challenge"))), challenge=challenge)
-        rank, proof = hello.get("rank"), next(messages, {}).get("proof")
+        rank: Any = hello.get("rank")
+        proof = next(messages, {}).get("proof")
         is_ours = rank in range(1, self._count) and self._invitation.is_proof(proof, str(rank), challenge)
         if not is_ours or (rank in self._others and self._others[rank].is_here):
             log.warning("a connection that is no pod of this gang was refused")

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.launch.channel import Channel, connect
-from posttrain.launch.invitation import HEAD, Invitation, make_challenge
+from posttrain.launch.invitation import GREETING_SECONDS, HEAD, REMIND_SECONDS, Invitation, make_challenge
 from posttrain.launch.jobset import NODE_NAME, NODE_RANK
 from posttrain.launch.nodes import LocalProcess, start_here
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-REMIND_SECONDS = 60.0
-GREETING_SECONDS = 30.0
 
 
 def lend_this_pod(invitation_path: Path, done: Path) -> None:
