@@ -77,8 +77,9 @@ class KubernetesServer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
-        for name in list(self.jobsets):
-            self.delete(name, None)
+        for name, jobset in list(self.jobsets.items()):
+            if "conditions" not in jobset["status"]:
+                self.delete(name, None)
         for name in list(self._processes):
             self.kill_pod(name)
 
