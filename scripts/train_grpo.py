@@ -1,5 +1,7 @@
 """GRPO training: one job that resumes where it was.
 
+In a pod that is not the first of its gang: do what the first one asks for. Elsewhere:
+
 1. Supervise engines and trainer ranks on all nodes until the last step is committed. Before each start, every node
    reads what it will load, and repairs its own copy file by file where it is not right.
 2. Write the receipt that names the final checkpoint.
@@ -15,8 +17,9 @@ from posttrain.artifacts import Receipt, read_receipt, record_files, require_fil
 from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
-from posttrain.launch.site import find_nodes
+from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
+from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.preflight.report import raise_problems
 from posttrain.preflight.services import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
@@ -26,6 +29,9 @@ def main() -> None:
     """Train, or find that all is done."""
     arguments = parse_arguments()
     started = time.time()
+    if is_waiting_pod():
+        lend_this_pod(invitation_path(arguments.run_folder), arguments.done)
+        return
     config = load_resolved(arguments.config)
     raise_problems([check_wandb(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
@@ -55,7 +61,7 @@ def main() -> None:
         inputs["fork"] = read_receipt(arguments.fork).digest
     begun_from = checkpoints.begun_from(inputs)
     if checkpoints.newest_step() < config.training.num_steps:
-        supervise(job, config, find_nodes(config))
+        supervise(job, config, find_nodes(config, arguments.run_folder))
     final = checkpoints.path(config.training.num_steps)
     receipt = Receipt(
         step="train_grpo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -217,6 +219,17 @@ def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
 def find_processes(workflow: WorkflowFolder, word: str) -> list[psutil.Process]:
     """Return the Python processes of a workflow whose command line holds a word, a script or a module."""
     return _without_forks([process for process in processes_of(workflow) if _runs(process, word)])
+
+
+def rank_process(workflow: WorkflowFolder, rank: int) -> psutil.Process:
+    """Return the process of a trainer rank."""
+    (found,) = (p for p in find_processes(workflow, TRAINER) if p.environ()["RANK"] == str(rank))
+    return found
+
+
+def attempts_of(workflow: WorkflowFolder) -> list[dict[str, Any]]:
+    """Return the ended attempts of a workflow's training."""
+    return [json.loads(line) for line in (workflow.run_folder / "train" / "attempts.jsonl").read_text().splitlines()]
 
 
 def assert_gone(workflow: WorkflowFolder, seconds: float = GONE_SECONDS) -> None:

@@ -77,6 +77,9 @@ class KubernetesServer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
+        for name, jobset in list(self.jobsets.items()):
+            if "conditions" not in jobset["status"]:
+                self.delete(name, None)
         for name in list(self._processes):
             self.kill_pod(name)
 
@@ -139,10 +142,9 @@ class KubernetesServer(ThreadingHTTPServer):
                 time.sleep(0.02)
             else:
                 self._attempt(jobset)
-        name = jobset["metadata"]["name"]
         with self.lock:
-            self.pods = {pod: what for pod, what in self.pods.items() if not pod.startswith(f"{name}-")}
-            del self.jobsets[name]
+            self._remove_pods(jobset)
+            del self.jobsets[jobset["metadata"]["name"]]
 
     def _attempt(self, jobset: dict[str, Any]) -> None:
         """Run the pods once; then the JobSet has ended, or they are to start again."""
@@ -154,7 +156,13 @@ class KubernetesServer(ThreadingHTTPServer):
         elif jobset["status"]["restarts"] == jobset["spec"]["failurePolicy"]["maxRestarts"]:
             _finish(jobset, "Failed", "jobset failed due to reaching max number of restarts")
         else:
+            self._remove_pods(jobset)
             jobset["status"]["restarts"] += 1
+
+    def _remove_pods(self, jobset: dict[str, Any]) -> None:
+        prefix = f"{jobset['metadata']['name']}-"
+        with self.lock:
+            self.pods = {name: pod for name, pod in self.pods.items() if not name.startswith(prefix)}
 
     def _start_pods(self, jobset: dict[str, Any]) -> list[str]:
         job = jobset["spec"]["replicatedJobs"][0]
@@ -171,7 +179,7 @@ class KubernetesServer(ThreadingHTTPServer):
                     stderr=sink,
                     start_new_session=True,
                 )
-            self.pods[pod_name] = _pod(pod_name, name, container, {"running": {"startedAt": _now()}})
+            self.pods[pod_name] = _pod(pod_name, name, index, container, {"running": {"startedAt": _now()}})
             names.append(pod_name)
         return names
 
@@ -198,8 +206,7 @@ class KubernetesServer(ThreadingHTTPServer):
         for variable in variables:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:
-                assert "job-completion-index" in source["fieldRef"]["fieldPath"]
-                value = str(index)
+                value = _fields(index)[source["fieldRef"]["fieldPath"]]
             elif "secretKeyRef" in source:
                 value = self.secrets[source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]]
             else:
@@ -299,11 +306,20 @@ def _is_deleted(jobset: dict[str, Any]) -> bool:
     return "deletionTimestamp" in jobset["metadata"]
 
 
-def _pod(name: str, jobset: str, container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def _fields(index: int) -> dict[str, str]:
+    """Return what a pod may learn of itself: each has a node of its own, and all share one network."""
+    return {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+        "spec.nodeName": f"node-{index}",
+        "status.podIP": "127.0.0.1",
+    }
+
+
+def _pod(name: str, jobset: str, index: int, container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     about = {"name": container["name"], "image": container["image"], "imageID": "", "ready": True, "restartCount": 0}
     return {
         "metadata": {"name": name, "labels": {"jobset.sigs.k8s.io/jobset-name": jobset}},
-        "spec": {"nodeName": "node-a", "containers": [{"name": container["name"]}]},
+        "spec": {"nodeName": _fields(index)["spec.nodeName"], "containers": [{"name": container["name"]}]},
         "status": {"phase": "Running", "containerStatuses": [{**about, "state": state}]},
     }
 

@@ -31,6 +31,7 @@ from tests.interruptions import (
     Driver,
     assert_gone,
     assert_same_training,
+    attempts_of,
     check_claims,
     files_made,
     find_processes,
@@ -65,10 +66,6 @@ def finish(workflow: WorkflowFolder, *targets: str) -> str:
     code, output = start(workflow, *targets).finish()
     assert code == 0, output[-4000:]
     return output
-
-
-def attempts_of(workflow: WorkflowFolder) -> list[dict]:
-    return [json.loads(line) for line in (workflow.run_folder / "train" / "attempts.jsonl").read_text().splitlines()]
 
 
 def end(process: psutil.Process) -> None:

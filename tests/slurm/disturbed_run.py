@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 from tests.fault_record import FaultRecord
-from tests.interruptions import TRAINER, Driver, assert_same_training, find_processes, start
+from tests.interruptions import TRAINER, Driver, assert_same_training, find_processes, rank_process, start
 from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
@@ -96,8 +96,7 @@ class DisturbedRun:
 
     def rank(self, number: int) -> psutil.Process:
         """Return the process of a rank."""
-        (found,) = (p for p in find_processes(self.workflow, TRAINER) if p.environ()["RANK"] == str(number))
-        return found
+        return rank_process(self.workflow, number)
 
     def rows(self) -> list[dict]:
         """Return the rows of all attempts whose head has lived to write one."""

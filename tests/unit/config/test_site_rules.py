@@ -33,7 +33,7 @@ def test_a_wrong_key_is_named(setting: str, key: str) -> None:
 
 
 def test_several_nodes_need_a_launcher() -> None:
-    for site, refused in (("local", ["nodes"]), ("slurm_localhost", [])):
+    for site, refused in (("local", ["nodes"]), ("slurm_localhost", []), ("example_kubernetes", [])):
         config = resolve({"model": "tiny", "site": site, "nodes": 2}, CONFIG_DIR).config
         assert [problem.key for problem in check_trainable(config)] == refused
 

@@ -72,12 +72,10 @@ def lines_of(path: Path) -> list[str]:
 
 def test_a_gang_runs_to_its_end(server: KubernetesServer, cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    script = f"echo $POSTTRAIN_NODE_RANK of $POSTTRAIN_NUM_NODES at $POSTTRAIN_HEAD_ADDRESS: $HF_TOKEN >> {out}"
+    script = f"echo $POSTTRAIN_NODE_RANK of $POSTTRAIN_NUM_NODES on $POSTTRAIN_NODE_NAME: $HF_TOKEN >> {out}"
     manifest = manifest_of(tmp_path, script, nodes=3)
     run_to_end(cluster, manifest)
-    name = manifest["metadata"]["name"]
-    head = f"{name}-nodes-0-0.{name}"
-    assert sorted(lines_of(out)) == [f"{rank} of 3 at {head}: hf_secret_value" for rank in range(3)]
+    assert sorted(lines_of(out)) == [f"{rank} of 3 on node-{rank}: hf_secret_value" for rank in range(3)]
     assert "hf_secret_value" not in str(server.created), "a Secret's value is in the cluster only"
 
 
@@ -88,7 +86,7 @@ def test_a_refusal_ends_it_with_the_pods_last_words(server: KubernetesServer, cl
     with pytest.raises(RuntimeError, match="no space left on device") as caught:
         run_to_end(cluster, manifest)
     text = str(caught.value)
-    assert f"pod {name}-nodes-0-1-00000 on node node-a ended with exit code 1 (Error)" in text
+    assert f"pod {name}-nodes-0-1-00000 on node node-1 ended with exit code 1 (Error)" in text
     assert "1 more pods failed after it" in text
     assert server.jobsets[name]["status"]["restarts"] == 0, "what was refused is not tried again"
 
@@ -136,12 +134,13 @@ def test_what_is_not_ours_is_left_alone(server: KubernetesServer, cluster: Clust
     assert "deletionTimestamp" not in server.jobsets[theirs["metadata"]["name"]]["metadata"]
 
 
+@pytest.mark.parametrize(("script", "nodes"), [("true", 1), ("sleep 60", 2)])
 def test_what_runs_with_other_settings_is_not_taken_for_this(
-    server: KubernetesServer, cluster: Cluster, tmp_path: Path
+    server: KubernetesServer, cluster: Cluster, tmp_path: Path, script: str, nodes: int
 ) -> None:
     assert cluster.create(manifest_of(tmp_path, "sleep 60"))
     with pytest.raises(RuntimeError, match="other settings"):
-        run_to_end(cluster, manifest_of(tmp_path, "true"))
+        run_to_end(cluster, manifest_of(tmp_path, script, nodes))
     assert len(server.created) == len(server.jobsets) == 1
 
 

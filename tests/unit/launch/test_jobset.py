@@ -84,10 +84,8 @@ def test_the_nodes_network_keeps_the_clusters_names() -> None:
 
 def test_every_node_finds_its_place() -> None:
     (container,) = pod_of(manifest_of(example(model="glm5")))["containers"]
-    name = jobset_name(RUN, LOG)
     values = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert values["POSTTRAIN_NUM_NODES"] == "16"
-    assert values["POSTTRAIN_HEAD_ADDRESS"] == f"{name}-nodes-0-0.{name}"
     order = [variable["name"] for variable in container["env"]]
     assert order.index("POSTTRAIN_NODE_RANK") < order.index("POSTTRAIN_LOG"), "it is used in that one's value"
     assert values["POSTTRAIN_LOG"] == f"{LOG.with_suffix('')}.node$(POSTTRAIN_NODE_RANK).log"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.unit.launch.test_supervisor import STAYS, attempts_of, make_job
+from tests.small_job import STAYS, attempts_of, make_job
 
 from posttrain.config.load import load_resolved
 from posttrain.launch import inspection, supervisor
-from posttrain.launch.child import die_with_parent
-from posttrain.launch.nodes import NodesLostError, ThisMachine
+from posttrain.launch.nodes import LocalProcess, NodesLostError, ThisMachine, start_here
 
 HAS_NO_VERSIONS = "[[ $1 == -c ]] && exit 1"
 
@@ -42,14 +38,9 @@ class LoopbackNodes(ThisMachine):
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> subprocess.Popen:
+    ) -> LocalProcess:
         each = " ".join(f"{shlex.join([*command, '--name', name])} &" for name in names)
-        return subprocess.Popen(
-            ["bash", "-c", f"{each} wait"],
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
+        return start_here(["bash", "-c", f"{each} wait"], environment)
 
 
 def supervise(folder: Path, *names: str, nodes: int = 2, settings: str = "") -> None:

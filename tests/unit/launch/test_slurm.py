@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import resolve
-from posttrain.launch.nodes import LOOPBACK, NodesLostError
+from posttrain.launch.nodes import LOOPBACK, NodesLostError, interface_address
 from posttrain.launch.site import find_nodes
-from posttrain.launch.slurm import SlurmAllocation, interface_address, job_is_alive
+from posttrain.launch.slurm import SlurmAllocation, job_is_alive
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 
@@ -48,7 +48,7 @@ def test_a_process_outside_of_a_job_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = resolve({"model": "tiny", "site": "slurm_localhost"}, CONFIG_DIR).config
     with pytest.raises(RuntimeError, match="this is no SLURM job"):
-        find_nodes(config)
+        find_nodes(config, Path())
 
 
 def test_other_schedulers_jobs_are_not_known() -> None:

@@ -6,7 +6,6 @@ that it answers at once. Whole trainings under the supervisor are in tests/end_t
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.small_job import STAYS, attempts_of, make_job, required_arguments
 
 from posttrain.artifacts import FileRecord, Receipt, write_receipt
 from posttrain.artifacts.lease import Lease
-from posttrain.config.load import dump_resolved, load_resolved, resolve
+from posttrain.config.load import load_resolved
 from posttrain.config.schema import Launch
 from posttrain.errors import CheckpointError
 from posttrain.launch import supervisor
@@ -26,10 +26,7 @@ from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import ThisMachine
 
 MAX_IDLE_ATTEMPTS = Launch().max_idle_attempts
-CONFIG_DIR = Path(__file__).parents[3] / "config"
-STAYS = "exec sleep 600"
 DIES = "echo cannot serve this; exit 3"
-ENDS_WELL = ("--help",)
 WAITS = """
 import sys, time
 from pathlib import Path
@@ -47,45 +44,8 @@ def nothing_is_left():
     assert not set(psutil.Process().children(recursive=True)) - before, "the supervisor left a process behind"
 
 
-def make_job(
-    folder: Path, engine: str, arguments: tuple[str, ...] = ENDS_WELL, nodes: int = 1, more: str = ""
-) -> TrainingJob:
-    """Return a job whose engine is a shell script, run in the job's folder, and whose weights are no files.
-
-    Args:
-        folder: Gets all of it.
-        engine: The script.
-        arguments: Of a rank.
-        nodes: That it trains on.
-        more: Further settings.
-    """
-    script = folder / "engine"
-    script.write_text(f"#!/bin/bash\ncd {folder}\n{engine}\n")
-    script.chmod(0o755)
-    settings = f"engine.python={script} {more}"
-    resolved = resolve({"model": "tiny", "site": "local", "nodes": nodes, "set": settings}, CONFIG_DIR)
-    (folder / "config.yaml").write_text(dump_resolved(resolved))
-    weights, receipt = folder / "weights", folder / "weights.receipt.json"
-    weights.mkdir()
-    write_receipt(receipt, Receipt("finalize_torch_dist", (), {}, {}), time.time())
-    return TrainingJob(
-        config_path=folder / "config.yaml",
-        run_folder=folder,
-        torch_dist=weights,
-        torch_dist_receipt=receipt,
-        rollout_weights=weights,
-        rollout_receipt=receipt,
-        node_local=folder / "{node}",
-        arguments=arguments,
-    )
-
-
 def supervise(job: TrainingJob) -> None:
     supervisor.supervise(job, load_resolved(job.config_path), ThisMachine("here"))
-
-
-def attempts_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
 
 
 def test_all_ranks_done_ends_the_engines(tmp_path: Path) -> None:
@@ -150,9 +110,3 @@ def test_a_run_that_somebody_writes_is_refused_before_anything_starts(tmp_path: 
         holder.kill()
         holder.communicate()
     assert not (tmp_path / "attempts").exists()
-
-
-def required_arguments(folder: Path) -> tuple[str, ...]:
-    """Return a command line that a rank accepts; the files it names do not exist."""
-    names = ("--config", "--run-name", "--run-folder", "--dataset")
-    return tuple(word for name in names for word in (name, str(folder / "nothing.yaml")))

@@ -22,9 +22,9 @@ OUR_OPTIONS = (
 
 def check_launcher(config: Config) -> Problems:
     """Yield what can be planned but not started by the site's launcher."""
-    if config.nodes > 1 and config.site.launcher != "slurm":
-        allowed = f"1 with site.launcher={config.site.launcher}, which starts training on one node"
-        yield Problem("nodes", str(config.nodes), allowed, "choose a site whose launcher is slurm, or only plan it")
+    if config.nodes > 1 and config.site.launcher == "local":
+        remedy = "choose a site whose launcher is slurm or kubernetes, or only plan it"
+        yield Problem("nodes", str(config.nodes), "1 with site.launcher=local, which is one machine", remedy)
 
 
 def time_limit_minutes(limit: str) -> int:

@@ -14,6 +14,9 @@ from typing import Any
 # A node shows with it that it was started by the head.
 TOKEN_VARIABLE = "POSTTRAIN_GANG_TOKEN"
 CONNECT_SECONDS = 30.0
+# An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed after two
+# minutes: seconds idle, seconds between probes, probes without an answer.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 POLL_SECONDS = 0.2
 
 
@@ -26,6 +29,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection = connection
         self._lock = threading.Lock()
 
@@ -44,14 +49,18 @@ class Channel:
             return False
         return True
 
+    def set_patience(self, seconds: float | None) -> None:
+        """Count a side that says nothing for so long as gone; None: wait for ever."""
+        self._connection.settimeout(seconds)
+
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what comes in until the other side is gone."""
+        """Yield what comes in until the other side is gone, or says what is no message of ours."""
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
                     if line.endswith(b"\n"):
-                        yield json.loads(line)
-        except OSError:
+                        yield dict(json.loads(line))
+        except (OSError, ValueError, TypeError):
             return
 
     def close(self) -> None:

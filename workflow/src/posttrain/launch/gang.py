@@ -7,12 +7,10 @@ node is gone, ranks on other nodes fail because of it, and a rank that was kille
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +36,6 @@ SETTLE_SECONDS = 1.0
 # Nodes have this long to end what they run.
 END_SECONDS = 25.0
 STACKS_SECONDS = 10.0
-PROCESS_END_SECONDS = 3.0
 NODE_LOST_ORDER = -1
 
 
@@ -132,7 +129,7 @@ class Gang:
         module = (sys.executable, "-m", "posttrain.launch.node")
         command = [*module, "--head", address, "--log-folder", str(self._folder)]
         token = {TOKEN_VARIABLE: self._token}
-        self._process = self._nodes.start(self._names, command, token, self._folder / "start.log")
+        self._started = self._nodes.start(self._names, command, token, self._folder / "start.log")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,12 +138,12 @@ class Gang:
         for member in self._members.values():
             member.channel.send("stop")
         deadline = time.monotonic() + END_SECONDS
-        while self._process.poll() is None and not self._are_gone() and time.monotonic() < deadline:
+        while self._started.is_running() and not self._are_gone() and time.monotonic() < deadline:
             self._take_news()
         # What does not end by now ends with its connection.
         for member in self._members.values():
             member.channel.close()
-        _end(self._process)
+        self._started.end()
 
     def _are_gone(self) -> bool:
         return all(member.has_told("gone") for member in self._members.values())
@@ -177,7 +174,7 @@ class Gang:
         deadline = time.monotonic() + self._config.launch.node_start_timeout_seconds
         while missing := [name for name in self._names if name not in self._members]:
             self._take_news()
-            if self._process.poll() is not None and self._inbox.empty():
+            if not self._started.is_running() and self._inbox.empty():
                 raise AttemptFailedError(f"supervisors of {', '.join(missing)} ended before they reported", missing)
             if time.monotonic() > deadline:
                 raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
@@ -326,13 +323,3 @@ class Gang:
         for message in messages:
             self._inbox.put((name, message))
         self._inbox.put((name, {"kind": "gone"}))
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Wait for a process that is about to end; one that waits for a dead node never would."""
-    for insist in (lambda: None, process.terminate, process.kill):
-        insist()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PROCESS_END_SECONDS)
-            return
-    process.wait()

@@ -49,7 +49,7 @@ def _start(cluster: Cluster, manifest: dict[str, Any]) -> None:
     if found is not None:
         _check_ours(found, manifest)
         if _end(found) is None and "deletionTimestamp" not in found["metadata"]:
-            if _command(found) != _command(manifest):
+            if (_command(found), _num_nodes(found)) != (_command(manifest), _num_nodes(manifest)):
                 raise RuntimeError(
                     f"JobSet {name} runs with other settings than these; let the command that started it follow it to "
                     f"its end, or delete it: kubectl delete jobset {name}"

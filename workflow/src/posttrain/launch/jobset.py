@@ -8,13 +8,15 @@ its environment:
 |---|---|
 | `POSTTRAIN_NODE_RANK` | the pod's completion index |
 | `POSTTRAIN_NUM_NODES` | N |
-| `POSTTRAIN_HEAD_ADDRESS` | the DNS name of pod 0, stable over restarts |
+| `POSTTRAIN_NODE_NAME` | the node that it runs on |
+| `POSTTRAIN_POD_ADDRESS` | its IP address, that of its node where it uses the node's network |
 
 Who starts again, and who does not:
 
-- A supervisor that ends with exit code 1 has said why and has tried what it could: the JobSet fails at once.
+- The first pod is the gang's head. Where it ends with exit code 1 it has said why and has tried what it could: the
+  JobSet fails at once. The others end with 0 when they have lost it.
 - A pod that is evicted, killed for memory, or lost with its node: all pods go and start again, at most `max_restarts`
-  times. JobSet makes the new ones only when the old ones are gone.
+  times. The head that notices ends with exit code 75. JobSet makes the new ones only when the old ones are gone.
 
 Sources: JobSet's API v1alpha2 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/), its failure policy
 (https://jobset.sigs.k8s.io/docs/tasks/failure_policy/), Kueue's queue label
@@ -37,13 +39,16 @@ from posttrain.launch.container import CODE
 from posttrain.observability.logging import LOG_VARIABLE
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
-NODE_RANK, NUM_NODES, HEAD_ADDRESS = "POSTTRAIN_NODE_RANK", "POSTTRAIN_NUM_NODES", "POSTTRAIN_HEAD_ADDRESS"
+NODE_RANK, NUM_NODES = "POSTTRAIN_NODE_RANK", "POSTTRAIN_NUM_NODES"
+NODE_NAME, POD_ADDRESS = "POSTTRAIN_NODE_NAME", "POSTTRAIN_POD_ADDRESS"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 OWNER_LABEL, OWNER = "app.kubernetes.io/managed-by", "posttrain"
 RUN_ANNOTATION = "posttrain/run-folder"
 JOB, CONTAINER = "nodes", "supervisor"
 # What `posttrain.cli` ends with when it has told the user what to do: the same start would end the same way.
 EXIT_OF_A_REFUSAL = 1
+# Any other: all pods start again. This one is sysexits.h's for what may work later.
+EXIT_TO_START_AGAIN = 75
 # So long a finished JobSet and its pods' logs can be looked at.
 KEPT_SECONDS = 24 * 3600
 # A pod's name is `{JobSet}-nodes-0-{index}-{5 letters}`, of at most 63 characters.
@@ -86,7 +91,7 @@ def render(config: Config, run_folder: Path, log_path: Path, command: Sequence[s
         num_nodes: Pods.
     """
     kubernetes, name = config.site.kubernetes, jobset_name(run_folder, log_path)
-    pod = _pod(config, command, _environment(config, name, log_path, num_nodes))
+    pod = _pod(config, command, _environment(config, log_path, num_nodes))
     labels = {OWNER_LABEL: OWNER} | ({QUEUE_LABEL: kubernetes.queue} if kubernetes.queue else {})
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -98,8 +103,6 @@ def render(config: Config, run_folder: Path, log_path: Path, command: Sequence[s
             "annotations": {RUN_ANNOTATION: os.path.abspath(run_folder)},
         },
         "spec": {
-            # Ranks look for pod 0 before any pod is ready.
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All"},
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "failurePolicy": {
@@ -172,11 +175,14 @@ def _pod(config: Config, command: Sequence[str], environment: list[dict[str, Any
     return pod
 
 
-def _environment(config: Config, name: str, log_path: Path, num_nodes: int) -> list[dict[str, Any]]:
-    rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+def _environment(config: Config, log_path: Path, num_nodes: int) -> list[dict[str, Any]]:
+    of_the_pod = {
+        NODE_RANK: "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+        NODE_NAME: "spec.nodeName",
+        POD_ADDRESS: "status.podIP",
+    }
     plain = {
         NUM_NODES: str(num_nodes),
-        HEAD_ADDRESS: f"{name}-{JOB}-0-0.{name}",
         # Kubernetes puts in the values of variables that stand above.
         LOG_VARIABLE: str(log_path.with_suffix(f".node$({NODE_RANK}){log_path.suffix}")),
         "PYTHONPATH": str(CODE),
@@ -185,8 +191,8 @@ def _environment(config: Config, name: str, log_path: Path, num_nodes: int) -> l
         {"name": variable, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), secret.split("/"), strict=True))}}
         for variable, secret in _pairs(config.site.kubernetes.secrets).items()
     ]
-    first: dict[str, Any] = {"name": NODE_RANK, "valueFrom": rank}
-    return [first, *({"name": variable, "value": value} for variable, value in plain.items()), *secrets]
+    fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in of_the_pod.items()]
+    return [*fields, *({"name": variable, "value": value} for variable, value in plain.items()), *secrets]
 
 
 def _resources(config: Config) -> dict[str, Any]:

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from posttrain.launch.child import die_with_parent
 
 LOOPBACK = "127.0.0.1"
+# Ports below the range from which systems take those of outgoing connections (32768 on Linux).
+FIRST_PORT = 20000
+PROCESS_END_SECONDS = 3.0
 
 
 class NodesLostError(RuntimeError):
     """Too few nodes are left in the allocation."""
+
+
+class Started(Protocol):
+    """A command that was started on nodes."""
+
+    def is_running(self) -> bool:
+        """Tell whether it runs on any of them; False as soon as it cannot end well because a node is gone."""
+
+    def end(self) -> None:
+        """Wait for an end that is near, and end what then still runs."""
+
+
+class LocalProcess:
+    """A command that was started by one process of this machine, or on it.
+
+    Args:
+        process: The process.
+    """
+
+    def __init__(self, process: subprocess.Popen):
+        self._process = process
+
+    def is_running(self) -> bool:
+        """Tell whether the process runs."""
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Return when the process has ended."""
+        self._process.wait()
+
+    def end(self) -> None:
+        """Wait for the process; one that waits for a dead node never would end."""
+        for insist in (lambda: None, self._process.terminate, self._process.kill):
+            insist()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PROCESS_END_SECONDS)
+                return
+        self._process.wait()
 
 
 class Nodes(Protocol):
@@ -37,8 +80,8 @@ class Nodes(Protocol):
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> subprocess.Popen:
-        """Start a command once on each of the nodes; the process ends when they all have, or with them.
+    ) -> Started:
+        """Start a command once on each of the nodes.
 
         Args:
             names: Of the nodes.
@@ -67,6 +110,7 @@ class Nodes(Protocol):
 
         Raises:
             RuntimeError: The site does not allow it, with what to do instead.
+            SystemExit: The job is started again because of this process's exit code.
         """
 
 
@@ -95,14 +139,9 @@ class ThisMachine:
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> subprocess.Popen:
+    ) -> LocalProcess:
         """Start the command."""
-        return subprocess.Popen(
-            [*command, "--name", *names],
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
+        return start_here([*command, "--name", *names], environment)
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return nothing: this machine answers."""
@@ -122,3 +161,38 @@ class ThisMachine:
     def requeue(self, after: str = "") -> None:
         """Raise: there is no queue."""
         raise RuntimeError("run the same command again to go on")
+
+
+def start_here(command: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes] | None = None) -> LocalProcess:
+    """Start a process of this machine that ends with the thread that starts it.
+
+    Args:
+        command: Program and arguments.
+        environment: Variables to add.
+        stdout: Where its output goes; None: where ours goes.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    return LocalProcess(process)
+
+
+def interface_address(interface: str) -> str:
+    """Return this host's IPv4 address on an interface; of its own name where none is given.
+
+    Raises:
+        RuntimeError: There is no such interface, or it has no address.
+    """
+    if not interface:
+        return socket.gethostbyname(socket.gethostname())
+    import psutil
+
+    for address in psutil.net_if_addrs().get(interface, []):
+        if address.family == socket.AF_INET:
+            return address.address
+    known = ", ".join(sorted(psutil.net_if_addrs()))
+    raise RuntimeError(f"site.network_interface={interface}: no such interface with an IPv4 address here, only {known}")

@@ -11,20 +11,17 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
-from posttrain.launch.child import die_with_parent
 from posttrain.launch.container import srun_options, wrap
-from posttrain.launch.nodes import LOOPBACK, NodesLostError
+from posttrain.launch.nodes import FIRST_PORT, LOOPBACK, LocalProcess, NodesLostError, interface_address, start_here
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +33,8 @@ END_QUERY_SECONDS = 20.0
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
 NUM_STAND_INS = 2
-# Ports below the range from which systems take those of outgoing connections (32768 on Linux); a block for each job.
-FIRST_PORT, PORT_BLOCKS, PORTS_PER_BLOCK = 20000, 120, 100
+# From FIRST_PORT on: a block for each job.
+PORT_BLOCKS, PORTS_PER_BLOCK = 120, 100
 
 
 class SlurmAllocation:
@@ -52,7 +49,7 @@ class SlurmAllocation:
     def __init__(self, job_id: str, names: Sequence[str], config: Config):
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
-        self._stand_ins: subprocess.Popen | None = None
+        self._stand_ins: LocalProcess | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
@@ -89,19 +86,13 @@ class SlurmAllocation:
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> subprocess.Popen:
+    ) -> LocalProcess:
         """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
         self._stand_in()
         if self._config.site.container.runtime != "none":
             self._make_node_local(names)
         with open(log_path, "ab") as sink:
-            return subprocess.Popen(
-                self.words(names, command),
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+            return start_here(self.words(names, command), environment, sink)
 
     def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
         """Return what starts a command on the nodes, in the site's image where it has one."""
@@ -174,13 +165,11 @@ class SlurmAllocation:
     def _stand_in(self) -> None:
         """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
         others = [name for name in self._names[1:] if name not in self._lost][-NUM_STAND_INS:]
-        runs = self._stand_ins is not None and self._stand_ins.poll() is None
+        runs = self._stand_ins is not None and self._stand_ins.is_running()
         if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
             return
         command = [sys.executable, "-m", "posttrain.launch.stand_in", "--job", self._job_id]
-        self._stand_ins = subprocess.Popen(
-            [*self._srun(others), *command], stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid())
-        )
+        self._stand_ins = start_here([*self._srun(others), *command], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
         """Make the folder on the nodes' own disks: no runtime shows one that is not there."""
@@ -226,20 +215,3 @@ def ask(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-def interface_address(interface: str) -> str:
-    """Return this host's IPv4 address on an interface; of its own name where none is given.
-
-    Raises:
-        RuntimeError: There is no such interface, or it has no address.
-    """
-    if not interface:
-        return socket.gethostbyname(socket.gethostname())
-    import psutil
-
-    for address in psutil.net_if_addrs().get(interface, []):
-        if address.family == socket.AF_INET:
-            return address.address
-    known = ", ".join(sorted(psutil.net_if_addrs()))
-    raise RuntimeError(f"site.network_interface={interface}: no such interface with an IPv4 address here, only {known}")

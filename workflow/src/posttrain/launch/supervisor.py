@@ -43,6 +43,7 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
         RuntimeError: When somebody else writes to the run, when attempts end without progress, or when too few nodes
             are left and the job cannot be started again.
         CheckpointError: What would be loaded is wrong.
+        SystemExit: The job is started again because of this exit code (pods).
     """
     # A pod comes when those before it are gone, which may not have had the time to release the lease.
     wait_seconds = LEASE_WAIT_SECONDS if NUM_NODES in os.environ else 0.0
@@ -100,11 +101,17 @@ class _Supervision:
         except NodesLostError as error:
             if self._unfit:
                 found = "".join(f"\n  {name}: {why}" for name, why in self._unfit.items())
-                remedy = f"site.slurm.extra_options: ['--exclude={','.join(self._unfit)}'], or launch.preflight=false"
-                raise RuntimeError(f"{error}; unfit to train:{found}\n  remedy: mend them, or {remedy}") from None
+                remedy = f"mend them, or {self._exclusion()}, or launch.preflight=false"
+                raise RuntimeError(f"{error}; unfit to train:{found}\n  remedy: {remedy}") from None
             log.warning("%s", error)
             self._nodes.requeue()
             raise
+
+    def _exclusion(self) -> str:
+        """Return what keeps the next job off the unfit nodes."""
+        if self._config.site.launcher == "kubernetes":
+            return f"kubectl cordon {' '.join(self._unfit)}"
+        return f"site.slurm.extra_options: ['--exclude={','.join(self._unfit)}']"
 
     def _count(self, failure: AttemptFailedError, has_progress: bool) -> None:
         """Give up after too many failures in a row without progress; look at the nodes again where they may be why."""

@@ -1,0 +1,240 @@
+"""The head's side of a gang of pods: the other pods wait for it, and start on their nodes what it asks for.
+
+Each pod of the JobSet runs the same command. The first is the head; the others connect to it (`waiting_pod`). What ends
+in a pod is started again there; a pod that is gone ends the head with a code for which JobSet starts all pods again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.launch.channel import POLL_SECONDS, Channel
+from posttrain.launch.invitation import GREETING_SECONDS, HEAD, REMIND_SECONDS, Invitation, make_challenge
+from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, POD_ADDRESS
+from posttrain.launch.nodes import (
+    FIRST_PORT,
+    PROCESS_END_SECONDS,
+    LocalProcess,
+    NodesLostError,
+    interface_address,
+    start_here,
+)
+from posttrain.planner.sglang_flags import nodes_per_engine
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 15.0
+
+
+class Pod:
+    """Another pod of the gang.
+
+    Args:
+        node: The node that it runs on.
+        channel: To it.
+    """
+
+    def __init__(self, node: str, channel: Channel):
+        self.node, self.is_here = node, True
+        self._channel = channel
+        self._started = self._ended = 0
+        self._answered = threading.Event()
+
+    def listen(self, messages: Iterator[dict[str, Any]]) -> None:
+        """Take note of what it says until it is gone."""
+        for message in messages:
+            if message["kind"] == "ended":
+                self._ended = max(self._ended, message["number"])
+            self._answered.set()
+        self.is_here = False
+        self._answered.set()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Have it start a command; one that still runs there ends first."""
+        self._started += 1
+        self._channel.send("start", number=self._started, command=list(command), environment=dict(environment))
+
+    @property
+    def is_running(self) -> bool:
+        """What was started last runs."""
+        return self._ended < self._started
+
+    def end(self) -> None:
+        """Have it end what it runs."""
+        self._channel.send("end")
+
+    def ask(self) -> None:
+        """Have it say something."""
+        self._answered.clear()
+        if not (self.is_here and self._channel.send("ask")):
+            self._answered.set()
+
+    def answers(self, deadline: float) -> bool:
+        """Tell whether it does, until a point in time (monotonic seconds)."""
+        return self._answered.wait(max(0.0, deadline - time.monotonic())) and self.is_here
+
+
+class StartedOnPods:
+    """A command that was started in this pod and in others.
+
+    Args:
+        own: In this one.
+        others: The others.
+    """
+
+    def __init__(self, own: LocalProcess, others: Sequence[Pod]):
+        self._own, self._others = own, others
+
+    def is_running(self) -> bool:
+        """Tell whether it runs in any pod; False where one is gone."""
+        is_any = self._own.is_running() or any(pod.is_running for pod in self._others)
+        return is_any and all(pod.is_here for pod in self._others)
+
+    def end(self) -> None:
+        """Wait for an end that is near, and end what then still runs."""
+        self._own.end()
+        deadline = time.monotonic() + PROCESS_END_SECONDS
+        while self.is_running() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for pod in self._others:
+            pod.end()
+
+
+class Pods:
+    """The pods of the JobSet whose first is this one.
+
+    Args:
+        config: The resolved configuration.
+        invitation_path: Where the other pods look for the head.
+    """
+
+    job = ""
+
+    def __init__(self, config: Config, invitation_path: Path):
+        self.address = _own_address(config)
+        # Free ports are chosen; only parts of one engine on several nodes have to know a port before they meet.
+        self.first_port = FIRST_PORT if nodes_per_engine(config) > 1 else 0
+        self._count = int(os.environ[NUM_NODES])
+        self._others: dict[int, Pod] = {}
+        self._node = os.environ[NODE_NAME]
+        self._names: list[str] = []
+        self._by_name: dict[str, Pod] = {}
+        self._lost: set[str] = set()
+        self._path = invitation_path
+        self._listener = socket.create_server((self.address, 0), backlog=self._count)
+        self._invitation = Invitation(f"{self.address}:{self._listener.getsockname()[1]}")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def choose(self, count: int) -> list[str]:
+        """Return the names of the pods' nodes; the first time, when all pods are there.
+
+        Raises:
+            NodesLostError: One of them is gone.
+        """
+        if not self._names:
+            # Who is asked for nodes holds the run's lease, and only its holder invites.
+            self._invitation.write(self._path)
+            self._wait_for_all()
+            self._name_all()
+        self._lost.update(name for name, pod in self._by_name.items() if not pod.is_here)
+        if self._lost:
+            raise NodesLostError(f"training needs all {count} pods, and has lost {', '.join(sorted(self._lost))}")
+        return self._names
+
+    def start(
+        self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> StartedOnPods:
+        """Start the command here, and have the other pods start it."""
+        others = [self._by_name[name] for name in names[1:]]
+        for name, pod in zip(names[1:], others, strict=True):
+            pod.start([*command, "--name", name], environment)
+        return StartedOnPods(start_here([*command, "--name", names[0]], environment), others)
+
+    def check(self, names: Sequence[str]) -> list[str]:
+        """Return which pods do not answer, and do not choose nodes again without them."""
+        asked = {name: self._by_name[name] for name in names if name in self._by_name}
+        for pod in asked.values():
+            pod.ask()
+        deadline = time.monotonic() + PROBE_SECONDS
+        lost = [name for name, pod in asked.items() if not pod.answers(deadline)]
+        self._lost.update(lost)
+        return lost
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Do not choose nodes again: there are no others."""
+        self._lost.update(names)
+
+    def job_is_alive(self, job: str) -> None:
+        """Return None: the API server is not asked from inside of a pod."""
+
+    def end_is_near(self, seconds: float) -> bool:
+        """Return False: a pod has no time limit."""
+        return False
+
+    def requeue(self, after: str = "") -> None:
+        """End so that JobSet starts all pods again.
+
+        Args:
+            after: Nothing here: there are no other jobs.
+
+        Raises:
+            SystemExit: Always.
+        """
+        log.warning("ending with exit code %d: JobSet starts all pods again", EXIT_TO_START_AGAIN)
+        sys.exit(EXIT_TO_START_AGAIN)
+
+    # ---- who comes ----
+
+    def _wait_for_all(self) -> None:
+        """Wait without a limit: when a pod gets a node is the cluster's affair, and who follows the JobSet sees it."""
+        remind_at = time.monotonic() + REMIND_SECONDS
+        while missing := [str(rank) for rank in range(1, self._count) if rank not in self._others]:
+            if time.monotonic() > remind_at:
+                log.info("waiting for pods %s of %d", ", ".join(missing), self._count)
+                remind_at += REMIND_SECONDS
+            time.sleep(POLL_SECONDS)
+
+    def _name_all(self) -> None:
+        """Name pods after their nodes, whose disks they use; where a node has several, their ranks tell them apart."""
+        others = [self._others[rank] for rank in range(1, self._count)]
+        nodes = [self._node, *(pod.node for pod in others)]
+        names = [node if nodes.count(node) == 1 else f"{node}-{rank}" for rank, node in enumerate(nodes)]
+        self._by_name = dict(zip(names[1:], others, strict=True))
+        self._names = names
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._greet, args=(Channel(connection),), daemon=True).start()
+
+    def _greet(self, channel: Channel) -> None:
+        """Take a pod in, and listen to it; who does not know the secret is not listened to."""
+        channel.set_patience(GREETING_SECONDS)
+        messages, challenge = channel.messages(), make_challenge()
+        hello = next(messages, {})
+        channel.send("head", proof=self._invitation.proof(HEAD, str(hello.get("challenge"))), challenge=challenge)
+        rank: Any = hello.get("rank")
+        proof = next(messages, {}).get("proof")
+        is_ours = rank in range(1, self._count) and self._invitation.is_proof(proof, str(rank), challenge)
+        if not is_ours or (rank in self._others and self._others[rank].is_here):
+            log.warning("a connection that is no pod of this gang was refused")
+            channel.close()
+            return
+        channel.set_patience(None)
+        channel.send("welcome")  # before anybody can send it an order
+        self._others[rank] = pod = Pod(str(hello["node"]), channel)
+        pod.listen(messages)
+
+
+def _own_address(config: Config) -> str:
+    interface = config.site.network_interface
+    return interface_address(interface) if interface else os.environ[POD_ADDRESS]
