@@ -61,7 +61,13 @@ def test_without_options_nothing_empty_is_said() -> None:
     manifest = manifest_of(config)
     check_jobset(manifest)
     assert "kueue.x-k8s.io/queue-name" not in manifest["metadata"]["labels"]
-    assert set(pod_of(manifest)) == {"restartPolicy", "terminationGracePeriodSeconds", "containers", "volumes"}
+    assert set(pod_of(manifest)) == {
+        "restartPolicy",
+        "terminationGracePeriodSeconds",
+        "shareProcessNamespace",
+        "containers",
+        "volumes",
+    }
     assert pod_of(manifest)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 

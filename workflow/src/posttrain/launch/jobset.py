@@ -144,6 +144,8 @@ def _pod(config: Config, command: Sequence[str], environment: list[dict[str, Any
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": kubernetes.grace_seconds,
+        # As process 1 a supervisor would not hear SIGTERM, and an evicted pod would train on until it is killed.
+        "shareProcessNamespace": True,
         "containers": [
             {
                 "name": CONTAINER,
