@@ -33,14 +33,14 @@ ONE_STEP = FAST | {
     "trainer.num_threads": 1,
     "engine.num_threads": 1,
 }
+RANK, ENGINE = "trainer rank", "engine"
 # What is counted by itself. Whatever else these start counts as theirs.
 PROGRAMS = {
     "scripts/train_grpo.py": "head",
     "posttrain.launch.node": "node",
-    "posttrain.launch.trainer_rank": "trainer rank",
-    "posttrain.engines.embedded": "engine",
+    "posttrain.launch.trainer_rank": RANK,
+    "posttrain.engines.embedded": ENGINE,
 }
-OF_EVERY_GPU = ("trainer rank", "engine")
 SHARED, ENVIRONMENT = ("clone", "store", "run"), "environment"
 OPENS, STARTS = ("open", "openat", "openat2", "creat"), ("clone", "clone3", "fork", "vfork")
 CALL = re.compile(r"(\d+\.\d+) (\w+)\((.*)\) += (-?\d+)(?:<([^>]*)>)?")
@@ -90,7 +90,7 @@ def missing_strace() -> str:
 
 def most_shared(counts: list[tuple[str, Counter[str], Counter[str]]]) -> int:
     """Return how many files that rank or engine opens outside of its environment which opens the most."""
-    opened = [opened for program, opened, _ in counts if program in OF_EVERY_GPU]
+    opened = [opened for program, opened, _ in counts if program in (RANK, ENGINE)]
     return max(sum(places[place] for place in SHARED) for places in opened)
 
 
@@ -170,7 +170,8 @@ def read(path: Path, places: Mapping[str, tuple[str, ...]]) -> Traced:
             # A shell's command line names the program, too.
             if name == "execve" and result == 0 and Path(file).name.startswith("python"):
                 process.program = next((program for word, program in PROGRAMS.items() if word in arguments), "")
-            if is_open and PROGRESS_FILE.search(file):
+            # Its supervisor reads it, too.
+            if is_open and process.program == RANK and PROGRESS_FILE.search(file):
                 process.first_step = process.first_step or time
             if place := place_of(file, places):
                 process.calls.append((time, place, is_open))
