@@ -3,15 +3,14 @@
 At most 500 for each trainer rank and each engine whose environment is in an image: modules of the clone, configuration,
 checkpoints. What the environment adds where it lies on the shared disk, too, stands in the table.
 
-strace writes down every call that names a path, of all processes of a training of one node with two ranks. The node's
-own disk and system cost the shared file system nothing and are left out. Run from the repository's root:
+strace writes down what all processes of a training open, on one node with two ranks. The node's own disk and system
+cost the shared file system nothing and are left out. Run from the repository's root:
 
     python -m benchmarks.opened_files
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -33,19 +32,18 @@ ONE_STEP = FAST | {
     "trainer.num_threads": 1,
     "engine.num_threads": 1,
 }
+RANK, ENGINE = "trainer rank", "engine"
 # What is counted by itself. Whatever else these start counts as theirs.
 PROGRAMS = {
     "scripts/train_grpo.py": "head",
     "posttrain.launch.node": "node",
-    "posttrain.launch.trainer_rank": "trainer rank",
-    "posttrain.engines.embedded": "engine",
+    "posttrain.launch.trainer_rank": RANK,
+    "posttrain.engines.embedded": ENGINE,
 }
-OF_EVERY_GPU = ("trainer rank", "engine")
 SHARED, ENVIRONMENT = ("clone", "store", "run"), "environment"
 OPENS, STARTS = ("open", "openat", "openat2", "creat"), ("clone", "clone3", "fork", "vfork")
 CALL = re.compile(r"(\d+\.\d+) (\w+)\((.*)\) += (-?\d+)(?:<([^>]*)>)?")
-# `AT_FDCWD</folder>, "path"`, or `"path"` alone.
-PATH = re.compile(r'(?:\w+<([^>]*)>, )?"((?:[^"\\]|\\.)*)"')
+PYTHON = re.compile(r'"[^"]*/python[^"/]*"')
 # Of the node's supervisor; a rank rewrites it whenever it enters a phase of a step.
 PROGRESS_FILE = re.compile(r"/ranks-[^/]+/\d+$")
 
@@ -57,13 +55,13 @@ class Traced:
     Args:
         program: Its name among `PROGRAMS`; empty for another program, and for what runs none of its own.
         started: Ids of the threads and processes that it has started.
-        calls: (Unix time, place, whether a file was opened) of each call that names a path.
+        opened: (Unix time, place) of each file that it opened.
         first_step: When it began to train (Unix time); None where it does not.
     """
 
     program: str = ""
     started: list[int] = field(default_factory=list)
-    calls: list[tuple[float, str, bool]] = field(default_factory=list)
+    opened: list[tuple[float, str]] = field(default_factory=list)
     first_step: float | None = None
 
 
@@ -76,9 +74,9 @@ def main() -> None:
         WorkflowFolder(Path(folder) / "first", store).run("stage_all_nodes")
         counts = before_first_step(WorkflowFolder(Path(folder) / "work", store, ONE_STEP))
     places = (*SHARED, ENVIRONMENT)
-    print(f"{'opened files':16}" + "".join(f"{place:>20}" for place in places) + "   (calls that name a path)")
-    for program, opened, named in counts:
-        print(f"{program:16}" + "".join(f"{opened[place]:11} ({named[place]:6})" for place in places))
+    print(f"{'':16}" + "".join(f"{place:>12}" for place in places))
+    for program, opened in counts:
+        print(f"{program:16}" + "".join(f"{opened[place]:12}" for place in places))
     claim = "files that a rank or engine opens on the shared file system before the first step, environment in an image"
     report(claim, most_shared(counts), GOAL)
 
@@ -88,17 +86,17 @@ def missing_strace() -> str:
     return "" if shutil.which("strace") else "strace is missing: make env-strace"
 
 
-def most_shared(counts: list[tuple[str, Counter[str], Counter[str]]]) -> int:
+def most_shared(counts: list[tuple[str, Counter[str]]]) -> int:
     """Return how many files that rank or engine opens outside of its environment which opens the most."""
-    opened = [opened for program, opened, _ in counts if program in OF_EVERY_GPU]
+    opened = [opened for program, opened in counts if program in (RANK, ENGINE)]
     return max(sum(places[place] for place in SHARED) for places in opened)
 
 
-def before_first_step(workflow: WorkflowFolder) -> list[tuple[str, Counter[str], Counter[str]]]:
-    """Train one step, and return what each program did before it.
+def before_first_step(workflow: WorkflowFolder) -> list[tuple[str, Counter[str]]]:
+    """Train one step, and return the files that each program opened before it.
 
     Returns:
-        (program, files opened by place, calls that name a path by place) of each process of `PROGRAMS`.
+        (program, files by place) of each process of `PROGRAMS`.
     """
     processes = trace(workflow)
     begun = [process.first_step for process in processes.values() if process.first_step]
@@ -107,9 +105,8 @@ def before_first_step(workflow: WorkflowFolder) -> list[tuple[str, Counter[str],
     for process in processes.values():
         if process.program:
             end = process.first_step or max(begun)
-            calls = [call for part in with_helpers(process, processes) for call in part.calls if call[0] < end]
-            opened = Counter(place for _, place, is_open in calls if is_open)
-            counts.append((process.program, opened, Counter(place for _, place, _ in calls)))
+            opened = [file for part in with_helpers(process, processes) for file in part.opened]
+            counts.append((process.program, Counter(place for time, place in opened if time < end)))
     return sorted(counts, key=lambda count: list(PROGRAMS.values()).index(count[0]))
 
 
@@ -128,7 +125,7 @@ def trace(workflow: WorkflowFolder) -> dict[int, Traced]:
     traces.mkdir()
     # A file for each thread; times; the paths of descriptors; whole words; the kernel lets all other calls pass.
     options = ["-ff", "-ttt", "-y", "-s", "4096", "--seccomp-bpf", "-e", "signal=none"]
-    words = ["strace", *options, "-e", f"trace={','.join(('%file', *STARTS))}", "-o", str(traces / "of")]
+    words = ["strace", *options, "-e", f"trace={','.join((*OPENS, *STARTS, 'execve'))}", "-o", str(traces / "of")]
     ended = subprocess.run(
         [*words, *workflow.command("train_grpo")],
         cwd=workflow.folder,
@@ -162,18 +159,17 @@ def read(path: Path, places: Mapping[str, tuple[str, ...]]) -> Traced:
         if not (call := CALL.match(line)):
             continue
         time, name, arguments, result, opened = float(call[1]), call[2], call[3], int(call[4]), call[5]
-        if name in STARTS:
-            process.started += [result] if result > 0 else []
-        elif named := PATH.match(arguments):
-            is_open = name in OPENS and result >= 0
-            file = opened if is_open else os.path.join(named[1] or "", named[2])
-            # A shell's command line names the program, too.
-            if name == "execve" and result == 0 and Path(file).name.startswith("python"):
-                process.program = next((program for word, program in PROGRAMS.items() if word in arguments), "")
-            if is_open and PROGRESS_FILE.search(file):
+        if name in STARTS and result > 0:
+            process.started.append(result)
+        # A shell's command line names the program, too.
+        elif name == "execve" and result == 0 and PYTHON.match(arguments):
+            process.program = next((program for word, program in PROGRAMS.items() if word in arguments), "")
+        elif opened:
+            # Its supervisor reads it, too.
+            if process.program == RANK and PROGRESS_FILE.search(opened):
                 process.first_step = process.first_step or time
-            if place := place_of(file, places):
-                process.calls.append((time, place, is_open))
+            if place := place_of(opened, places):
+                process.opened.append((time, place))
     return process
 
 

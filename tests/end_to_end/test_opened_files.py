@@ -16,8 +16,8 @@ def test_few_shared_files_are_opened_before_the_first_step(store: Path, tmp_path
     if reason := missing_strace():
         pytest.fail(reason) if "strace" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
     counts = before_first_step(WorkflowFolder(tmp_path / "work", store, ONE_STEP))
-    assert [program for program, _, _ in counts] == ["head", "node", "trainer rank", "trainer rank", "engine"]
-    for program, opened, _ in counts:
+    assert [program for program, _ in counts] == ["head", "node", "trainer rank", "trainer rank", "engine"]
+    for program, opened in counts:
         assert opened["clone"], f"the {program} imports modules of ours"
         assert opened[ENVIRONMENT], f"the {program} imports modules of others"
     assert most_shared(counts) <= GOAL
