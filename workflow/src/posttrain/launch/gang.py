@@ -117,7 +117,7 @@ class Gang:
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._members: dict[str, Member] = {}
         self._is_ending = False
-        # When the first step began, to within two seconds; None before.
+        # When the first step began; None before.
         self.first_step_unix: float | None = None
         self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
         self._time_to_save = TimeToSave(config)

@@ -160,16 +160,19 @@ class NodeSupervisor:
         ]
 
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
-        next_news = 0.0
+        next_news, has_begun = 0.0, False
         while any(rank.process.poll() is None for rank in ranks):
             order = self._head.order(POLL_SECONDS)
             if order and order["kind"] == "save":
                 _ask_to_end(ranks)
             elif order and order["kind"] == "stacks":
                 self._head.tell("stacks", ranks=_stacks(ranks))
-            if time.monotonic() > next_news:
-                next_news = time.monotonic() + BEAT_SECONDS
-                self._head.tell("positions", ranks={rank.rank: rank.position() for rank in ranks})
+            positions = {rank.rank: rank.position() for rank in ranks}
+            # The first step at once: when it began is what a start has taken.
+            begins = any(positions.values()) and not has_begun
+            if begins or time.monotonic() > next_news:
+                next_news, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
+                self._head.tell("positions", ranks=positions)
             self._report([*_ended_engines(engines), *filter(None, (rank.ending() for rank in ranks))])
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         self._wait_for_the_end()
