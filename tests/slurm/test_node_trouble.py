@@ -101,7 +101,7 @@ def test_a_shared_disk_that_stands_still(
 
 
 def test_a_rank_that_stands_still(disturb: Disturb, one_machine: WorkflowFolder, faults: FaultRecord) -> None:
-    """It is named within two minutes, also where it is the one that waits for the engines."""
+    """It is named within two minutes, with the collective in which the other waits."""
     run = disturb()
     for rank, point in ((1, "rollouts/step_000002/chunk_0000.json"), (0, "rollouts/step_000003/chunk_0000.json")):
         run.reach(point)
