@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture, Config
+from posttrain.engines.ports import choose_free_ports
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 
@@ -33,9 +33,7 @@ test_config.__test__ = False
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return choose_free_ports(1)[0]
 
 
 def initialize_single_rank(config: Config) -> None:

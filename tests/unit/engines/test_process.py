@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from posttrain.engines.launch_command import EngineCommand
-from posttrain.engines.process import EngineProcess, choose_free_ports
+from posttrain.engines.ports import choose_free_ports
+from posttrain.engines.process import EngineProcess
 
 SLEEP = "import time; time.sleep(60)"
 WITH_CHILD = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); time.sleep(60)"

@@ -164,7 +164,9 @@ def test_the_recipe_of_16_nodes(glm5):
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
     seconds = step_durations(glm5, SHARED_STORAGE)
     assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
-    fewer = step_durations(resolved("glm5", set="data.num_heldout_prompts=16").config, SHARED_STORAGE)
+    one_node = resolved("glm5_4layer", set="data.num_heldout_prompts=16").config
+    fewer = step_durations(one_node, SHARED_STORAGE)
+    assert one_node.nodes == 1, "where an evaluation has the engines of training"
     assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples
 
 

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 
-from posttrain.engines.process import choose_free_ports
+from posttrain.engines.ports import choose_free_ports
 from posttrain.preflight.links import MAX_ROUNDS, rounds
 
 

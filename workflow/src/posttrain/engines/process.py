@@ -6,17 +6,15 @@ its name; and it ends by itself when the process that started it has died (`pare
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,12 +22,12 @@ import psutil
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.parent_watch import end_process_tree
+from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 NUM_LOG_LINES = 20
 
 
@@ -179,27 +177,6 @@ def check_all_alive(engines: Sequence[EngineProcess]) -> None:
     """Raise for the first engine that has ended; see `EngineProcess.check_alive`."""
     for engine in engines:
         engine.check_alive()
-
-
-def choose_free_ports(count: int, host: str = LOOPBACK, first: int = 0) -> list[int]:
-    """Return ports on which nothing listens now, all different.
-
-    Args:
-        count: How many.
-        host: Address that they are for.
-        first: The first ports from here on that are free; 0: those that the system gives.
-    """
-    with ExitStack() as stack:
-        ports: list[int] = []
-        while len(ports) < count:
-            try:
-                listening = stack.enter_context(socket.create_server((host, first)))
-                ports.append(listening.getsockname()[1])
-            except OSError as error:
-                if not first or error.errno != errno.EADDRINUSE:
-                    raise
-            first = first and first + 1
-        return ports
 
 
 def _watched(argv: Sequence[str]) -> list[str]:

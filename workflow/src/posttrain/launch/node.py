@@ -24,7 +24,8 @@ from posttrain import cli
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
-from posttrain.engines.process import EngineProcess, choose_free_ports, engine_ports, started_engines
+from posttrain.engines.ports import choose_free_ports
+from posttrain.engines.process import EngineProcess, engine_ports, started_engines
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
 from posttrain.launch.job import TrainingJob

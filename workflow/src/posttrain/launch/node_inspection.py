@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
-from posttrain.engines.process import choose_free_ports
+from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.inspection import CLOCK, FACTS, LINKS, REACH

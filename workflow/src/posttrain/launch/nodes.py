@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
+from posttrain.engines.ports import LOOPBACK, OWN_PORTS
 from posttrain.launch.child import die_with_parent
 
-LOOPBACK = "127.0.0.1"
-# Ports below the range from which systems take those of outgoing connections (32768 on Linux).
-FIRST_PORT = 20000
+FIRST_PORT = OWN_PORTS[0]
 PROCESS_END_SECONDS = 3.0
 
 
