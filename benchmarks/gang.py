@@ -65,7 +65,7 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="gang-") as name:
         folder = Path(name)
-        WorkflowFolder(folder / "first", folder / "store").run("stage_all_nodes")
+        WorkflowFolder(folder / "first", folder / "store").run("stage_all_nodes", "download_dataset")
         with running_cluster(len(NODES)) as cluster:
             trainings = measure_trainings(cluster, folder, repeats)
             starts = measure_starts(cluster, folder, repeats)
