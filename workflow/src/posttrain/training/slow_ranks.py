@@ -12,8 +12,8 @@ from statistics import median_low
 
 import torch
 
-# About 20 ms of one CPU core, less than 1 ms of a GPU.
-PROBE_SIZE, PROBE_REPEATS = 256, 40
+# About 50 ms of one CPU core, a few ms of a GPU: longer than the slices in which a system shares a core out.
+PROBE_SIZE, PROBE_REPEATS = 256, 160
 SLOW_FACTOR = 3.0
 # One slow probe may be chance: another process had the core.
 STEPS_IN_A_ROW = 3
