@@ -36,7 +36,6 @@ def main() -> None:
     raise_problems([check_wandb(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
     rank_arguments = {
-        "--config": arguments.config,
         "--run-name": arguments.run_folder.parent.name,
         "--run-folder": arguments.run_folder,
         "--dataset": arguments.dataset,

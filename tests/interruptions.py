@@ -85,9 +85,9 @@ class Driver:
             assert time.monotonic() < deadline, f"the point was not reached:\n{self.output[-4000:]}"
             time.sleep(POLL_SECONDS)
 
-    def wait_for_file(self, pattern: str) -> None:
+    def wait_for_file(self, pattern: str, timeout: float = 120) -> None:
         """Return when the training run's folder holds a file or folder of this name."""
-        self.wait_until(lambda: any(self.workflow.results.glob(f"*/train/{pattern}")))
+        self.wait_until(lambda: any(self.workflow.results.glob(f"*/train/{pattern}")), timeout)
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the driver alone, and wait for its end."""

@@ -55,7 +55,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     from megatron.core import parallel_state
 
     from posttrain.megatron_backend import train_step
-    from posttrain.megatron_backend.checkpoint import load_training_state, save_training_state
+    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.weights import HubWeights
@@ -82,7 +82,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     dist.all_gather_object(everybody, mine)
     after = dict(weights.gather(dtype=torch.float32))
     folder.mkdir(exist_ok=True)
-    save_training_state(policy, 1, folder)
+    prepare_save(policy, 1, folder)()
     dist.barrier()
     held = [tensor.clone() for tensor in optimizer_tensors(policy.optimizer)]
     differences = differences_to_megatron(policy, folder)
@@ -112,11 +112,11 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
 def copy_state(fresh, other: Path, copy: Path) -> None:
     """Load the state of another layout into a policy that has made no step, and save it."""
-    from posttrain.megatron_backend.checkpoint import load_training_state, save_training_state
+    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
 
     load_training_state(fresh, other)
     copy.mkdir(exist_ok=True)
-    save_training_state(fresh, 1, copy)
+    prepare_save(fresh, 1, copy)()
 
 
 def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:

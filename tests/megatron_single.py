@@ -9,6 +9,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture, Config
 from posttrain.engines.ports import choose_free_ports
+from posttrain.observability.logging import LOG_VARIABLE
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 
@@ -50,25 +53,44 @@ def initialize_single_rank(config: Config) -> None:
     torch.set_num_threads(1)
 
 
-def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 240) -> list[str]:
-    """Run a script once per rank over gloo and return what each printed; fails with the first failure's log."""
+@contextmanager
+def started_ranks(
+    script: Path, num_ranks: int, *arguments: str, logs: Path | None = None
+) -> Iterator[list[subprocess.Popen]]:
+    """Run a script once per rank over gloo, for the block.
+
+    Args:
+        script: A program.
+        num_ranks: How often it runs.
+        arguments: Of each.
+        logs: Gets `{rank}.log`.
+    """
     environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    processes = []
+    for rank in range(num_ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({LOG_VARIABLE: str(logs / f"{rank}.log")} if logs else {})
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=environment | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
-        for rank in range(num_ranks)
-    ]
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        yield processes
     finally:
         for process in processes:
             process.kill()
+
+
+def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 240, exit_code: int = 0) -> list[str]:
+    """Run a script once per rank, return what each printed; fails with the log of what ends otherwise."""
+    with started_ranks(script, num_ranks, *arguments) as processes:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{output[-4000:]}"
+        ended = f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{output[-4000:]}"
+        assert process.returncode == exit_code, ended
     return outputs

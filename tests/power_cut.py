@@ -67,7 +67,7 @@ def new_disk(folder: Path, size_mib: int = 256) -> Iterator[Disk]:
         shutil.rmtree(disk.folder / "lost+found")
         yield disk
     finally:
-        _call("umount", disk.folder)
+        _call("umount", "--lazy", disk.folder)  # gone when the last one who still works there is
 
 
 def _require_mounts() -> None:

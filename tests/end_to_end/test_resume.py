@@ -145,6 +145,18 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
     assert finished_jobs(workflow)["train_grpo"] == 1
 
 
+def test_a_training_that_is_asked_to_end(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
+    """It saves at the end of its step, due or not; no rollout follows that could hide the save."""
+    driver = start_until(workflow, IN_FIRST_ROLLOUT)
+    find_processes(workflow, TRAINER)[0].send_signal(signal.SIGUSR1)
+    code, output = driver.finish()
+    assert code != 0
+    assert output.index("checkpoint after step 1 committed") < output.index("asked to end: step 1 is saved")
+    assert [path.name for path in (workflow.run_folder / "train/checkpoints").glob("step_*")] == ["step_000001"]
+    assert "resuming after step 1" in finish(workflow, "train_grpo")
+    assert_same_training(workflow, undisturbed)
+
+
 def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     first = start_until(workflow, IN_FIRST_ROLLOUT)
     trainer = find_processes(workflow, TRAINER)[0]
@@ -162,7 +174,10 @@ def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFold
 
 
 def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
-    """Half a checkpoint, torn lines, no node-local copy: the last complete checkpoint is used, and the rest is said."""
+    """Half a checkpoint, torn lines, no node-local copy: the last complete checkpoint is used, and the rest is said.
+
+    With a checkpoint nothing of the copy is needed: engines get their weights from the trainer.
+    """
     start_until(workflow, FIRST_CHECKPOINT).end(signal.SIGKILL)
     assert_gone(workflow)
     train = workflow.run_folder / "train"
@@ -176,7 +191,9 @@ def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: Workflow
     shutil.rmtree(workflow.folder / "node_local")
     output = finish(workflow, "train_grpo")
     assert f"removing {half}" in output
-    assert "staging to node_local/node0" in output
+    assert not (workflow.folder / "node_local").exists()
+    (engine,) = train.glob("attempts/002/engine0.log")
+    assert f"no weights are read from {workflow.store}" in engine.read_text()
     assert not half.exists()
     assert_same_training(workflow, undisturbed)
     assert [row["reason"] for row in attempts_of(workflow)] == ["done"], "killed attempts wrote no row"
@@ -227,7 +244,9 @@ def test_six_steps_equal_three_and_the_rest(store: Path, tmp_path: Path) -> None
     assert_gone(pieces)
     driver = start(pieces, "train_grpo")
     keep_rollouts(driver, tmp_path / "rollouts of two")
-    assert "resuming after step 3" in driver.output
+    said = driver.output
+    assert 0 < said.index("resuming after step 3") < said.index("the trainer has its weights; engines were ready")
+    assert "checkpoint after step 6 committed, written in" in said
     assert_same_training(pieces, straight)
     one, two = contents(tmp_path / "rollouts of one"), contents(tmp_path / "rollouts of two")
     assert len(one) == 12, "two requests in each of six steps"

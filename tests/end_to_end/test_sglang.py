@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
+from tests.interruptions import assert_gone, assert_same_training, start
 from tests.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
 from tests.workflow_runs import FAST, ROOT, WorkflowFolder
 
@@ -52,8 +55,9 @@ def prompts(tmp_path: Path) -> dict[str, Path]:
     return files
 
 
-def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, model: Path, prompts: dict[str, Path]) -> None:
-    settings = {
+@pytest.fixture
+def settings(model: Path, prompts: dict[str, Path]) -> dict[str, object]:
+    return {
         **FAST,
         **{f"model.architecture.{key}": value for key, value in dataclasses.asdict(ARCHITECTURE).items()},
         **{f"data.{key}": path for key, path in prompts.items()},
@@ -73,8 +77,14 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, model: Path, prom
         "engine.num_threads": 1,
         "engine.groups_per_request": 8,
     }
+
+
+def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[str, object]) -> None:
+    """Also when it is killed on the way: the engine that starts then has no weights but what training sends it."""
+    settings |= {"trainer.save_interval": 3}
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
-    workflow.run("train_grpo", timeout=420)
+    kill_at(workflow, "checkpoints/step_000003")
+    finish_without_weights(workflow)
 
     rows = workflow.metrics()
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -83,3 +93,34 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, model: Path, prom
         assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
     rewards = [row["rollout/reward_mean"] for row in rows]
     assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"
+
+
+@pytest.mark.faults
+def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    settings |= {"training.num_steps": 3, "trainer.save_interval": 1, "rollout.max_response_tokens": 4}
+    straight, killed = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
+    straight.run("train_grpo", timeout=420)
+    kill_at(killed, "checkpoints/step_000001")
+    finish_without_weights(killed)
+    assert_same_training(killed, straight)
+
+
+def kill_at(workflow: WorkflowFolder, point: str) -> None:
+    """Kill a training when it has reached a point, and delete the node's copy of the weights."""
+    driver = start(workflow, "train_grpo")
+    driver.wait_for_file(point, timeout=240)
+    driver.end(signal.SIGKILL)
+    assert_gone(workflow)
+    shutil.rmtree(workflow.folder / "node_local")
+
+
+def finish_without_weights(workflow: WorkflowFolder) -> None:
+    """Give the command again; the engine reads no weights this time, and nothing is copied for it."""
+    driver = start(workflow, "train_grpo")
+    assert driver.finish()[0] == 0, driver.output[-4000:]
+    first, second = sorted(workflow.run_folder.glob("train/attempts/*/engine0.log"))
+    assert "'load_format': 'auto'" in first.read_text()
+    assert "'load_format': 'dummy'" in second.read_text()
+    assert not (workflow.folder / "node_local").exists()

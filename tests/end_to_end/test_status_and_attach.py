@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
 
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
-    workflow.run("stage_all_nodes", "resolve_config")
+    workflow.run("stage_all_nodes", "resolve_config", "download_dataset")
     shown = workflow.run("train_grpo", options=["-n", "--printshellcmds"])
     (command,) = re.findall(r"POSTTRAIN_LOG=\S+ python \S*scripts/train_grpo.py .*", shown)
     environment = {**workflow.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -98,12 +99,16 @@ def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(work
     job = start_without_driver(workflow)
     while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
         assert job.poll() is None
-    for process in processes_of(workflow):
+    stopped = processes_of(workflow)
+    for process in stopped:
         process.suspend()
     watcher = start(workflow, "attach")
     watcher.wait_until(lambda: "attached to" in watcher.output)
     os.killpg(job.pid, signal.SIGKILL)
     job.wait()
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     code, output = watcher.finish()
     assert code != 0
     told = r"at step [234] of 4, its newest checkpoint at 2, has ended: it was killed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from dataclasses import dataclass
 
 from tests.workflow_runs import ROOT, WorkflowFolder
@@ -15,12 +16,22 @@ class SlurmFolder(WorkflowFolder):
 
     Args:
         nodes: Of training.
+        user: Who gives the command; empty: who runs the test.
     """
 
     nodes: int = 4
+    user: str = ""
 
     def command(self, *targets: str, **arguments) -> list[str]:
         config = {"site": "slurm_localhost", "nodes": self.nodes}
         words = super().command(*targets, config=config, **arguments)
         at = words.index("--cores")
-        return [*words[:at], "--workflow-profile", str(PROFILE), *words[at + 2 :]]
+        return [*as_user(self.user), *words[:at], "--workflow-profile", str(PROFILE), *words[at + 2 :]]
+
+
+def as_user(user: str) -> list[str]:
+    """Return what has a command run as another user; nothing without one."""
+    if not user:
+        return []
+    found = pwd.getpwnam(user)
+    return ["setpriv", f"--reuid={found.pw_uid}", f"--regid={found.pw_gid}", "--init-groups"]

@@ -123,6 +123,7 @@ start_control() {
 start_node() {
   local node=$1 i=${1#n} own="$BASE/nodes/$1/local_nvme"
   mkdir -p "$BASE/spool/$node" "$own"
+  chmod 1777 "$own"  # a scratch disk, every user's
   if ! ip netns list | grep -qw "sl-$node"; then
     ip netns add "sl-$node"
     ip link add "ve$node" type veth peer name eth0 netns "sl-$node"

@@ -9,7 +9,7 @@ from tests.interruptions import assert_same_training
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.launch.slurm import JOB_PREFIX
+from posttrain.launch.slurm_query import JOB_PREFIX
 
 pytestmark = pytest.mark.slow
 

@@ -60,6 +60,34 @@ def test_another_node_and_a_spare_one(
     assert len({row["job"] for row in run.rows()}) == 1, "all in one allocation"
 
 
+def test_another_node_and_a_new_spare_one(
+    disturb: Disturb, one_machine: WorkflowFolder, cluster: Cluster, faults: FaultRecord
+) -> None:
+    """The only spare node is used up and replaced through the queue; so a second lost node costs no requeue either."""
+    run = disturb({"site.slurm.spare_nodes": 1})
+    run.reach(POINTS["rolling out"])
+    job, lost = run.job, [run.nodes[1]]
+    run.happens("power cut while rolling out, the only spare node")
+    with ExitStack() as stack:
+        stack.enter_context(cluster.without(lost[0]))
+        run.wait_for_next_attempt()
+        (spare,) = set(cluster.jobs()) - {job}
+        cluster.wait_until(lambda: cluster.state(spare) == "RUNNING")
+        new = cluster.ask("squeue", "--noheader", "--jobs", spare, "--format", "%N")
+        run.reach("rollouts/step_000002/chunk_0000.json")
+        lost.append(run.nodes[1])
+        run.happens("power cut while rolling out, a new spare node")
+        stack.enter_context(cluster.without(lost[1]))
+        run.finish()
+        run.check(one_machine, faults)
+        cluster.wait_until(lambda: not cluster.jobs())
+    *cut, done = run.rows()
+    assert [row["reason"] for row in cut] == [f"the supervisor of {node} is gone; lost: {node}" for node in lost]
+    assert done["nodes"] == [cut[0]["nodes"][0], new]
+    assert {row["job"] for row in run.rows()} == {f"slurm:{job}"}, "all in one job"
+    assert cluster.state(spare) == "CANCELLED"
+
+
 @pytest.mark.parametrize(
     ("spare_nodes", "moments"), [(0, ("staging", "training")), (1, ("rolling out", "saving"))], ids=["none", "spare"]
 )

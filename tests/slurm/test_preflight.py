@@ -1,4 +1,4 @@
-"""A node with a slow network is found before training, and a spare one trains in its place; on a real SLURM."""
+"""A node with a slow network is found, and a spare one trains in its place; on a real SLURM."""
 
 from __future__ import annotations
 
@@ -44,3 +44,17 @@ def test_a_node_with_a_slow_network(on_slurm: SlurmFolder, slow_node: str) -> No
     assert unfit["ended_unix"] - unfit["started_unix"] < 120
     found = json.loads((attempts / "002" / "preflight.json").read_text())
     assert set(found["links"]) == set(done["nodes"])
+
+
+def test_a_preflight_by_itself_looks_at_the_spare_node_too(
+    on_slurm: SlurmFolder, cluster: Cluster, slow_node: str
+) -> None:
+    on_slurm.nodes, on_slurm.settings = 4, dict(FOUR_RANKS)
+    code, output = on_slurm.attempt("preflight", options=["--show-failed-logs"])
+    assert code == 1
+    found = json.loads((on_slurm.run_folder / "preflight.json").read_text())
+    assert set(found["fit"]) == set(cluster.nodes) - {slow_node}
+    assert list(found["unfit"]) == [slow_node]
+    assert found["unfit"][slow_node][0].startswith("the network: ")
+    assert f"remedy: mend them, or site.slurm.extra_options: ['--exclude={slow_node}']" in output
+    assert not (on_slurm.run_folder / "train").exists()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import grp
+import os
+import pwd
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +21,7 @@ from tests.fault_record import FaultRecord
 from tests.interruptions import assert_same_training, check_claims, start
 from tests.slurm.cluster import Cluster
 from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
-from tests.slurm.slurm_folder import SlurmFolder
+from tests.slurm.slurm_folder import SlurmFolder, as_user
 from tests.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder
@@ -113,25 +120,66 @@ def test_two_users_on_one_store(
     cluster: Cluster,
     store: Path,
     one_machine: WorkflowFolder,
-    tmp_path: Path,
+    two_users: tuple[str, str],
     faults: FaultRecord,
     bystanders: None,
 ) -> None:
-    """Each with a driver and a folder of their own, under one user id: everything is built once, and both train."""
-    shutil.copytree(store / "made", tmp_path / "store" / "made")
-    started = time.monotonic()
+    """Each with a driver and folders of their own: everything is built once, and both train."""
+    group = grp.getgrgid(pwd.getpwnam(two_users[0]).pw_gid).gr_name
     folders = [
-        SlurmFolder(tmp_path / name, tmp_path / "store", dict(TWO_RANKS), cluster.environment, nodes=2)
-        for name in ("first", "second")
+        SlurmFolder(
+            Path(pwd.getpwnam(user).pw_dir, "training"),
+            common := Path(pwd.getpwnam(user).pw_dir).parent / "store",
+            TWO_RANKS | {"site.store_group": group, "site.node_local": f"/local_nvme/{user}"},
+            cluster.environment | {"HOME": pwd.getpwnam(user).pw_dir},
+            nodes=2,
+            user=user,
+        )
+        for user in two_users
     ]
+    shutil.copytree(store / "made", common / "made")
+    for path in [common, *common.rglob("*")]:
+        shutil.chown(path, two_users[0], group)
+        path.chmod(0o2775 if path.is_dir() else 0o664)
+    started = time.monotonic()
+    for folder in folders:
+        folder.folder.mkdir()
+        shutil.chown(folder.folder, folder.user)
     for driver in [start(folder, "train_grpo") for folder in folders]:
         code, output = driver.finish(timeout=600)
         assert code == 0, output[-4000:]
-    histories = list((tmp_path / "store").rglob("*.history.jsonl"))
+    histories = list(common.rglob("*.history.jsonl"))
     assert {len(path.read_text().splitlines()) for path in histories} == {1}
+    makers = {pwd.getpwuid(path.stat().st_uid).pw_name for path in histories}
+    assert makers <= set(two_users)
     for folder in folders:
+        assert folder.run_folder.owner() == folder.user
         assert check_claims(folder)
         assert_same_training(folder, one_machine)
     events = ["two users build on one store", "two users train from one store"]
     faults.add_events(Counter(events), time.monotonic() - started)
     faults.equal = True
+
+
+@pytest.fixture
+def two_users() -> Iterator[tuple[str, str]]:
+    """Two users of this machine with a group in common and a home each, gone with the test."""
+    names, group = ("posttrain-ada", "posttrain-bob"), "posttrain-test"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place, ExitStack() as stack:
+        Path(place).chmod(0o755)
+        _call(stack, ["groupadd", group], ["groupdel", group])
+        for name in names:
+            home = Path(place, name)
+            words = ["--no-log-init", "--create-home", "--home-dir", home, "--gid", group, name]
+            _call(stack, ["useradd", *words], ["userdel", name])
+            home.chmod(0o755)
+        if subprocess.run([*as_user(names[0]), sys.executable, "-c", ""], capture_output=True, check=False).returncode:
+            reason = f"other users cannot run {sys.executable}"
+            pytest.fail(reason) if "users" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+        yield names
+
+
+def _call(stack: ExitStack, command: list[object], undo: list[str]) -> None:
+    """Run a command, and another at the end of the block."""
+    subprocess.run(list(map(str, command)), check=True)
+    stack.callback(subprocess.run, undo, check=True)

@@ -60,14 +60,14 @@ def test_every_rule_says_where_it_starts(rule: str) -> None:
     assert before
     if rule == "train_grpo":
         assert before[1] == "{ON_ALL_NODES}"
-    elif rule in ON_THE_DRIVER:
+    elif rule in ON_THE_DRIVER | {"preflight"}:
         assert before[1] == ""
     else:
         assert before[1] in ("{IN_IMAGE}", "{ON_ONE_NODE}")
 
 
 def test_what_starts_outside_needs_a_small_environment() -> None:
-    names = sorted(ON_THE_DRIVER - {"stage_all_nodes"} | {"train_grpo"})
+    names = sorted(ON_THE_DRIVER - {"stage_all_nodes"} | {"train_grpo", "preflight"})
     heavy = {"torch", "megatron", "transformers"}
     code = f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(names)}; print({heavy} & sys.modules.keys())"
     ended = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,24 @@ def test_what_is_asked_for_beside_a_look_is_refused_all_the_same(snakemake, tmp_
     assert code != 0
     assert "training.num_steps = 80" in output
     assert (tmp_path / "results/old/experiment.yaml").read_text() == begun
+
+
+def test_a_preflight_is_made_each_time_it_is_asked_for(snakemake, tmp_path: Path) -> None:
+    for number in ("001", "002"):
+        code, output = snakemake("preflight", "--cores", "1", run="new")
+        assert code == 0, output
+        assert (tmp_path / "results/new/preflight" / number / "preflight.json").exists()
+    assert json.loads((tmp_path / "results/new/preflight.json").read_text())["unfit"] == {}
+
+
+def test_what_cannot_be_trained_yet_has_a_preflight(snakemake, tmp_path: Path) -> None:
+    """GLM-5 with engines that prefill apart from those that decode: only one machine is too few for it."""
+    code, output = snakemake("preflight", "--cores", "1", model="glm5", site="local")
+    assert code != 0
+    assert re.findall(r"^  - (.*?) = (.*)$", output, re.MULTILINE) == [("nodes", "16")]
+    code, output = snakemake("-n", "preflight", model="glm5", site="example_slurm")
+    assert code == 0, output
+    assert "17 nodes of h200" in output
 
 
 def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:

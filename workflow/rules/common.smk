@@ -12,7 +12,7 @@ from posttrain import artifacts
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, receipt_of
 from posttrain.artifacts.sharing import share_store, share_umask
 from posttrain.config.begun import refuse_other_experiment
-from posttrain.config.derived import fp8_settings, serving_settings
+from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems

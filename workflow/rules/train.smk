@@ -59,6 +59,21 @@ rule train_grpo:
         " --fork {input.fork:q} --done {output:q}"
 
 
+# What training does first, by itself and with its spare nodes, for a cluster's administrator; a job of its own.
+rule preflight:
+    log:
+        PATHS.run_log("preflight"),
+    threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
+    resources:
+        **resources_of_training(CFG, None),
+    params:
+        workflow=WORKFLOW,
+    message:
+        f"look at the nodes of {RESOLVED.run}: {counted(nodes_with_spares(CFG), 'node')} of {CFG.hardware.name}"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+
+
 # Training whose driver died may live on where a scheduler runs it.
 rule attach:
     log:

@@ -40,18 +40,8 @@ def test_a_bad_byte_that_the_testimony_hides_is_repaired_before_loading(store, t
     right = broken.read_bytes()
     flip_a_bit(broken)
     assert sum(copy.bytes_copied for copy in weights.stage()) == 0
-    weights.prepare(with_torch_dist=True)
+    weights.prepare()
     assert broken.read_bytes() == right
-
-
-def test_a_resumed_run_does_not_read_its_first_weights(store, tmp_path):
-    weights = weights_of(store, tmp_path, 0, "")
-    weights.stage()
-    broken = next(weights.destination.rglob("*.distcp"))
-    flip_a_bit(broken)
-    wrong = broken.read_bytes()
-    weights.prepare(with_torch_dist=False)
-    assert broken.read_bytes() == wrong
 
 
 def test_each_node_gets_its_stage_and_opens_a_whole_checkpoint(store, tmp_path):
@@ -71,12 +61,12 @@ def test_nothing_is_copied_and_a_bad_shared_byte_is_refused(store, tmp_path):
     weights = weights_of(store, tmp_path, 0, "stage.copy=nothing")
     folder = weights.folder_of(weights.torch_dist)
     assert folder == weights.torch_dist.folder
-    weights.prepare(with_torch_dist=True)
+    weights.prepare()
     broken = next(folder.glob("*.distcp"))
     flip_a_bit(broken)
     try:
         with pytest.raises(CheckpointError, match=f"{broken}: content differs"):
-            weights.prepare(with_torch_dist=True)
+            weights.prepare()
     finally:
         flip_a_bit(broken)
     assert not weights.destination.exists()

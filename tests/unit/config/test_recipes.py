@@ -75,7 +75,7 @@ def test_the_trainer(model, nodes):
     assert config.trainer.log_probs_chunk_size == 1024
     recompute = (config.trainer.recompute_granularity, config.trainer.recompute_method)
     assert (*recompute, config.trainer.recompute_num_layers) == ("full", "uniform", 1)
-    assert config.trainer.save_interval == 20
+    assert config.trainer.save_interval == (2 if nodes >= 16 else 20)
     assert config.trainer.deepep
     assert config.trainer.optimizer_cpu_offload == (nodes == 32)
 
@@ -197,7 +197,6 @@ def figures(config):
     on_gpu = samples / (engine.num_engines * engine.gpus_per_engine)
     tokens = samples * work.mean_tokens
     longest = on_gpu * (work.prompt_tokens + work.longest_response)
-    saves = seconds["step_save"] / config.trainer.save_interval
     return {
         "samples of a step": f"{samples:,}",
         "updates of a step, samples of each": f"{num_updates_per_step(config)} x {config.training.global_batch_size}",
@@ -211,7 +210,7 @@ def figures(config):
         "log-probabilities": f"{seconds['step_old_logprobs']:.0f} s",
         "training": f"{seconds['step_train']:.0f} s",
         "new weights to the engines": f"{seconds['step_weight_sync']:.0f} s",
-        "a checkpoint's share": f"{saves:.0f} s",
+        "a checkpoint, during a rollout": f"{seconds['step_save']:.0f} s",
         "step": f"{seconds['step']:.0f} s",
         "of which rollout": f"{seconds['step_rollout'] / seconds['step']:.0%}",
         "trained tokens per second": f"{tokens / seconds['step']:,.0f}",

@@ -234,7 +234,12 @@ def test_an_update_from_disk_that_fails_closes_the_engines(tmp_path):
             await client.generate(REQUESTS, 0)
 
     run(story())
-    assert engine.calls[0][1] == {"model_path": str(tmp_path), "weight_version": "2", "flush_cache": True}
+    assert engine.calls[0][1] == {
+        "model_path": str(tmp_path),
+        "load_format": "auto",
+        "weight_version": "2",
+        "flush_cache": True,
+    }
 
 
 def test_an_update_without_tensors_is_refused():

@@ -5,6 +5,7 @@ import pytest
 
 from posttrain.config.load import resolve
 from posttrain.engines.launch_command import nodes_per_engine, render_engine_command
+from posttrain.engines.responses import NO_WEIGHTS
 
 CONFIG = Path(__file__).parents[3] / "config"
 
@@ -111,6 +112,15 @@ def test_an_engine_over_several_nodes_must_know_where_they_meet():
     assert nodes_per_engine(config) == 8
     with pytest.raises(AssertionError, match="spans 8 nodes"):
         render_engine_command(config, 0, Path("/x"), "0.0.0.0", 1)
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_an_engine_that_gets_its_weights_from_the_trainer_reads_none(model):
+    with_weights, without = (command(model, first_node="n:1", without_weights=empty) for empty in (False, True))
+    assert flags(without.argv).items() - flags(with_weights.argv).items() == {
+        ("--load-format", "dummy"),
+        ("--weight-version", NO_WEIGHTS),
+    }
 
 
 def test_nothing_secret_is_on_the_command_line(monkeypatch):

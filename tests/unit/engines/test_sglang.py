@@ -11,6 +11,7 @@ import torch
 
 from posttrain.config.load import resolve
 from posttrain.engines.launch_command import render_engine_command
+from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.engines.tensor_payload import serialize_bucket
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,8 @@ import json, sys
 from sglang.srt.server_args import prepare_server_args
 for argv in json.loads(sys.stdin.read()):
     parsed = prepare_server_args(argv)
-    print(json.dumps([parsed.tp_size, parsed.attn_dp_size, parsed.page_size, parsed.device]))
+    parallel = [parsed.tp_size, parsed.attn_dp_size, parsed.page_size, parsed.device]
+    print(json.dumps([*parallel, parsed.load_format, parsed.weight_version]))
 """
 
 
@@ -67,9 +69,12 @@ def test_its_parser_knows_our_flags():
     argv = []
     for workflow in ({"model": "tiny", "set": "engine.kind=sglang"}, {"model": "glm5"}):
         config = resolve({"site": "local", **workflow}, ROOT / "config").config
-        command = render_engine_command(config, 0, Path("/m"), "127.0.0.1", 30000, first_node="node0:5000")
+        command = render_engine_command(
+            config, 0, Path("/m"), "127.0.0.1", 30000, first_node="node0:5000", without_weights=True
+        )
         argv.append(command.argv[3:])
     on_cpu, on_cuda = run_in_sglang(PARSE_FLAGS, json.dumps(argv))
     assert on_cpu[0] == 1
     assert on_cpu[3] == "cpu"
     assert on_cuda[:3] == [64, 64, 64]
+    assert on_cpu[4:] == on_cuda[4:] == ["dummy", NO_WEIGHTS]

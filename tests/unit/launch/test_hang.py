@@ -6,16 +6,20 @@ import asyncio
 import faulthandler
 import multiprocessing
 import os
+import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from posttrain.launch import ranks
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
 from posttrain.observability import rank_progress
 from posttrain.observability.rank_progress import (
+    BEGIN_SAVE,
     PROGRESS_VARIABLE,
     ROLLOUT,
     SHARE_ROLLOUT,
@@ -59,11 +63,34 @@ def test_patience_follows_what_a_phase_has_taken() -> None:
     watch = HangWatch(1000.0)
     for step in range(2):
         watch.look({0: at(step, "train", 12.0)})
-        watch.look({0: at(step, "save", 1.0)})
+        watch.look({0: at(step, "weight_sync", 1.0)})
     assert watch.look({0: at(2, "train", 119.0)}) is None
     assert watch.look({0: at(2, "train", 121.0)})
-    assert watch.look({0: at(2, "save", 89.0)}) is None
-    assert watch.look({0: at(2, "save", 91.0)})
+    assert watch.look({0: at(2, "weight_sync", 89.0)}) is None
+    assert watch.look({0: at(2, "weight_sync", 91.0)})
+
+
+def test_a_checkpoint_may_be_waited_for_up_to_the_limit() -> None:
+    """Those before were hidden by rollouts, the last one is not."""
+    watch = HangWatch(1000.0)
+    for step in range(2):
+        watch.look({0: at(step, "save", 0.1)})
+        watch.look({0: at(step, "old_logprobs", 1.0)})
+    assert watch.look({0: at(2, "save", 999.0)}) is None
+    found = watch.look({0: at(2, "save", 1001.0), 1: at(2, SHARE_ROLLOUT, 1002.0)})
+    assert (
+        found
+        == "rank 1 is still in phase share_rollout of step 3, while others have been in phase save of step 3 for 1001 s"
+    )
+
+
+def test_storage_that_stands_still_twice_while_a_checkpoint_is_begun() -> None:
+    watch = HangWatch(1000.0)
+    for step in range(3):
+        assert watch.look({0: at(step, "weight_sync", 60.0)}) is None
+        assert watch.look({0: at(step, BEGIN_SAVE, 80.0)}) is None
+    assert watch.look({0: at(4, BEGIN_SAVE, 500.0)}) is None
+    assert watch.look({0: Position(4, BEGIN_SAVE, 95.0, is_idle=True)}), "a rank that stands still"
 
 
 def test_a_phase_too_short_to_be_seen_is_known_after_a_step() -> None:
@@ -73,7 +100,38 @@ def test_a_phase_too_short_to_be_seen_is_known_after_a_step() -> None:
     watch.look({0: at(1, "rollout", 1.0)})
     assert watch.look({0: at(1, "old_logprobs", 89.0)}) is None
     assert watch.look({0: at(1, "old_logprobs", 91.0)})
-    assert watch.look({0: at(1, "save", 991.0)}) is None, "a step that saves is not one that does not"
+
+
+def test_nobody_computes_in_a_phase_that_was_never_seen() -> None:
+    """A rank that waits for one that compiles is idle, too: only when all are it is a hang."""
+    watch, idle, busy = HangWatch(1000.0), Position(0, "train", 95.0, is_idle=True), at(0, "train", 95.0)
+    assert watch.look({0: idle, 1: busy}) is None
+    assert (
+        watch.look({0: Position(0, "rollout", 1.0, is_idle=True), 1: Position(0, "rollout", 95.0, is_idle=True)})
+        is None
+    )
+    assert watch.look({0: idle, 1: idle}) == "no rank has computed anything for 90 s, in phase train of step 1"
+
+
+@pytest.mark.parametrize(("command", "is_idle"), [("sleep 60", True), ("while true; do true; done & wait", False)])
+def test_an_idle_process_is_told_from_one_whose_child_computes(
+    monkeypatch: pytest.MonkeyPatch, command: str, is_idle: bool
+) -> None:
+    monkeypatch.setattr(ranks, "SHORTEST_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(ranks, "CPU_LOOK_SECONDS", 0.1)
+    process = subprocess.Popen(["bash", "-c", command], start_new_session=True)
+    try:
+        time.sleep(0.5)
+        use = ranks.CpuUse(process.pid)
+        use.look()
+        assert not use.is_idle, "it was not watched for long enough"
+        for _ in range(12):
+            time.sleep(0.1)
+            use.look()
+        assert use.is_idle is is_idle
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_rank_that_falls_silent_in_a_rollout() -> None:

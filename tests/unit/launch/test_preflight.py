@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.sglang_environment import PYTHON, require_sglang
 from tests.small_job import STAYS, attempts_of, make_job
+from tests.workflow_runs import ROOT
 
-from posttrain.config.load import load_resolved
-from posttrain.launch import inspection, supervisor
+from posttrain.artifacts import Paths
+from posttrain.config.load import load_resolved, resolve
+from posttrain.config.schema import Config
+from posttrain.engines.ports import LOOPBACK
+from posttrain.launch import inspection, node_inspection, supervisor
+from posttrain.launch.inspection import Ask
+from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.nodes import LocalProcess, NodesLostError, ThisMachine, start_here
+from posttrain.launch.preflight import Preflight, look_at_nodes
+from posttrain.preflight.node import check_transport
 
 HAS_NO_VERSIONS = "[[ $1 == -c ]] && exit 1"
 
@@ -23,10 +34,11 @@ class LoopbackNodes(ThisMachine):
 
     Args:
         names: Theirs.
+        dead: The one of them on which nothing starts.
     """
 
-    def __init__(self, *names: str):
-        self.names = list(names)
+    def __init__(self, *names: str, dead: str = ""):
+        self.names, self.dead = list(names), dead
 
     def choose(self, count: int) -> list[str]:
         if len(self.names) < count:
@@ -39,7 +51,7 @@ class LoopbackNodes(ThisMachine):
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> LocalProcess:
-        each = " ".join(f"{shlex.join([*command, '--name', name])} &" for name in names)
+        each = " ".join(f"{shlex.join([*command, '--name', name])} &" for name in names if name != self.dead)
         return start_here(["bash", "-c", f"{each} wait"], environment)
 
 
@@ -74,7 +86,19 @@ def test_without_a_spare_node_training_ends_and_says_what_to_do(tmp_path: Path) 
     (tmp_path / "b").touch()
     with pytest.raises(RuntimeError, match="1 of 2 nodes are left; unfit to train:\n  b: node-local disk") as raised:
         supervise(tmp_path, "a", "b")
-    assert "remedy: mend them, or site.slurm.extra_options: ['--exclude=b']" in str(raised.value)
+    assert str(raised.value).endswith("\n  remedy: mend them, or launch.preflight=false")
+
+
+def test_the_words_that_exclude_unfit_nodes_are_the_schedulers() -> None:
+    unfit = {"b": ["slow", "late"], "d": ["late"]}
+    for site, words in (
+        ("example_slurm", "site.slurm.extra_options: ['--exclude=b,d']"),
+        ("example_kubernetes", "kubectl cordon b d"),
+    ):
+        config = resolve({"model": "tiny", "site": site}, ROOT / "config").config
+        assert inspection.describe_unfit(unfit, config) == (
+            f"unfit to train:\n  b: slow, late\n  d: late\n  remedy: mend them, or {words}"
+        )
 
 
 def test_a_node_that_does_not_answer_in_time(tmp_path: Path) -> None:
@@ -90,6 +114,82 @@ def test_one_node_without_gpus_is_not_looked_at(tmp_path: Path) -> None:
 def test_the_preflight_can_be_left_out(tmp_path: Path) -> None:
     supervise(tmp_path, "a", "b", settings="launch.preflight=false")
     assert not (tmp_path / "attempts/001/preflight.json").exists()
+
+
+def look(folder: Path, *names: str, dead: str = "") -> tuple[Preflight, Paths]:
+    settings = f"site.results={folder}/results site.node_local={folder}/local launch.node_start_timeout_seconds=15"
+    paths = Paths(resolve({"model": "tiny", "site": "local", "nodes": len(names), "set": settings}, ROOT / "config"))
+    return look_at_nodes(paths, LoopbackNodes(*names, dead=dead)), paths
+
+
+def test_a_preflight_by_itself_needs_no_weights(tmp_path: Path) -> None:
+    found, paths = look(tmp_path, "a", "b")
+    assert (found.fit, found.unfit) == (["a", "b"], {})
+    written = json.loads(paths.preflight.read_text())
+    assert written == found.as_dict()
+    assert set(written["links"]) == {"a", "b"}
+    assert [finding.status for finding in found.findings()] == ["ok", "ok"]
+    assert "between two nodes" in found.findings()[0].detail
+    assert not paths.train.exists()
+
+
+def test_a_preflight_by_itself_finds_what_is_wrong_with_each_node(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "b").touch()  # where the folder of its copies should be
+    found, paths = look(tmp_path, "a", "b", "c", "d", dead="c")
+    assert found.fit == ["a", "d"]
+    assert found.unfit["c"][0].startswith("no supervisor started on c; see ")
+    assert found.unfit["b"][0].startswith("node-local disk (site.node_local): ")
+    assert {finding.name for finding in found.findings() if finding.problem} == {"b", "c"}
+    assert len(list((paths.run / "preflight").iterdir())) == 3
+
+
+def ask_here(folder: Path, *names: str) -> Ask:
+    """Nodes in threads of this process, whose disks are folders."""
+    for name in names:
+        (folder / "shared" / name).mkdir(parents=True)
+    nodes = {name: NodeInspection(name, LOOPBACK, folder / "shared" / name, order=time.sleep) for name in names}
+
+    def ask(kind: str, **content: object) -> dict[str, dict]:
+        question = {"kind": kind, "names": names, "config_path": "", "node_local": f"{folder}/{{node}}", **content}
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            return dict(zip(nodes, pool.map(lambda node: node.answer(question), nodes.values()), strict=True))
+
+    return ask
+
+
+@pytest.fixture
+def prefill_apart(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Engines that prefill apart from those that decode, on CPUs, where no configuration has them."""
+    require_sglang()
+    config = resolve({"model": "tiny", "site": "local", "nodes": 2}, ROOT / "config").config
+    pd = dataclasses.replace(config.engine.pd, num_prefill_engines=1, transfer_backend="nixl")
+    engine = dataclasses.replace(config.engine, kind="sglang", python=str(PYTHON), pd=pd)
+    # Processes that share a few cores are not equally fast.
+    launch = dataclasses.replace(config.launch, preflight_min_share=0.0)
+    config = dataclasses.replace(config, engine=engine, launch=launch)
+    monkeypatch.setattr(node_inspection, "load_resolved", lambda _: config)
+    return config
+
+
+def test_kv_caches_travel_between_all_nodes(prefill_apart: Config, tmp_path: Path) -> None:
+    addresses = {"a": LOOPBACK, "b": LOOPBACK}
+    inspection.inspect(ask_here(tmp_path, *addresses), prefill_apart, addresses, tmp_path)
+    found = json.loads((tmp_path / "preflight.json").read_text())["kv_transfer"]
+    assert set(found) == {"a", "b"}
+    assert all(row["has_arrived"] and row["rate"] > 10 for (row,) in found.values())
+
+
+def test_what_carries_kv_caches_is_not_there(prefill_apart: Config, tmp_path: Path) -> None:
+    pd = dataclasses.replace(prefill_apart.engine.pd, transfer_backend="mooncake")
+    config = dataclasses.replace(prefill_apart, engine=dataclasses.replace(prefill_apart.engine, pd=pd))
+    (problem,) = check_transport(config)
+    assert problem == (
+        f"engine.pd.transfer_backend=mooncake: not importable by {PYTHON} "
+        "(ModuleNotFoundError: No module named 'mooncake')"
+    )
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, python="/no/python"))
+    assert "not importable by /no/python ([Errno 2] " in check_transport(config)[0]
 
 
 def test_clocks_are_told_apart_from_slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:

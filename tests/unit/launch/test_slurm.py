@@ -9,14 +9,15 @@ import pytest
 from posttrain.config.load import resolve
 from posttrain.launch.nodes import LOOPBACK, NodesLostError, interface_address
 from posttrain.launch.site import find_nodes
-from posttrain.launch.slurm import SlurmAllocation, job_is_alive
+from posttrain.launch.slurm import SlurmAllocation
+from posttrain.launch.slurm_query import job_is_alive
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 
 
 def allocation(names: str, settings: str = "site.network_interface=lo", job_id: str = "123") -> SlurmAllocation:
     config = resolve({"model": "tiny", "site": "example_slurm", "set": settings}, CONFIG_DIR).config
-    return SlurmAllocation(job_id, names.split(), config)
+    return SlurmAllocation(job_id, names.split(), config, Path())
 
 
 def test_the_first_nodes_train_and_the_others_are_spare() -> None:

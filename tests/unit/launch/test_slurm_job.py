@@ -105,7 +105,8 @@ def test_a_gang_starts_in_the_sites_image(tmp_path: Path) -> None:
     settings = "site.network_interface=lo site.container.runtime=apptainer site.container.image=/shared/cpu.sif"
     config = resolve({"model": "tiny", "site": "example_slurm", "set": settings}, CONFIG_DIR).config
     for names in (["n0"], ["n0", "n1"]):
-        words = SlurmAllocation("7", names, config).words(names, [sys.executable, "-m", "posttrain.launch.node"])
+        nodes = SlurmAllocation("7", names, config, tmp_path)
+        words = nodes.words(names, [sys.executable, "-m", "posttrain.launch.node"])
         assert words[0] == "srun"
         assert words[words.index("apptainer") + 1] == "exec"
         assert words[-3:] == ["python", "-m", "posttrain.launch.node"]

@@ -56,6 +56,13 @@ def test_all_ranks_done_ends_the_engines(tmp_path: Path) -> None:
         assert lease.epoch == 2, "the first was released"
 
 
+def test_another_driver_with_other_nodes_changes_nothing_of_a_job_that_runs(tmp_path: Path) -> None:
+    """It writes the run's configuration anew, for two nodes, before the job's second attempt."""
+    rewrites = f"echo 'nodes: 2' >> {tmp_path}/config.yaml; test -e {tmp_path}/attempts/002 && exec sleep 600; exit 1"
+    supervise(make_job(tmp_path, rewrites))
+    assert [row["reason"] == "done" for row in attempts_of(tmp_path)] == [False, True]
+
+
 def test_a_rank_that_always_dies(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised:
         supervise(make_job(tmp_path, STAYS, required_arguments(tmp_path)))
@@ -72,6 +79,19 @@ def test_an_engine_that_always_dies(tmp_path: Path) -> None:
         supervise(make_job(tmp_path, DIES, arguments=required_arguments(tmp_path)))
     assert "cannot serve this" in str(raised.value)
     assert str(tmp_path / "attempts/003/engine0.log") in str(raised.value)
+
+
+def test_with_a_checkpoint_engines_start_without_weights(tmp_path: Path) -> None:
+    """Nothing is read or copied on the node, so files that are missing do not matter."""
+    job = make_job(tmp_path, f'echo "$@" >> commands; {STAYS}')
+    missing = FileRecord("model.safetensors", 1, "0" * 32)
+    write_receipt(job.rollout_receipt, Receipt("finalize_rollout_fp8", (missing,), {}, {}), time.time())
+    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    supervise(job)
+    (words,) = (tmp_path / "commands").read_text().splitlines()
+    assert "--load-format dummy" in words
+    assert f"--model-path {job.rollout_weights} " in words
+    assert not (tmp_path / "here").exists()
 
 
 def test_progress_gives_new_attempts(tmp_path: Path) -> None:

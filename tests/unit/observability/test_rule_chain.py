@@ -43,6 +43,13 @@ def test_what_the_configuration_leaves_out_is_not_in_the_chain():
     }
 
 
+def test_a_fork_trains_from_another_runs_state():
+    config = resolve({"model": "tiny", "site": "local"}, REPOSITORY / "config").config
+    rules = {rule.name: rule for rule in rule_chain(config, is_fork=True)}
+    assert "fork_checkpoint" in rules["train_grpo"].after
+    assert rules.keys() - {rule.name for rule in rule_chain(config)} == {"fork_checkpoint"}
+
+
 def test_jobs_nodes_and_gpus_of_the_recipe():
     rules = {rule.name: rule for rule in chain_of("glm5")}
     assert rules["convert_hf_to_torch_dist"].num_jobs == 16

@@ -112,13 +112,13 @@ class _SavedTensors:
 
 def staged_by_a_save(policy) -> int:
     """Return the most bytes of weights and state that a save has beside those that lie there anyway."""
-    from posttrain.megatron_backend.checkpoint import save_training_state
+    from posttrain.megatron_backend.checkpoint import prepare_save
 
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
         with _PeakOfNew() as new:
-            save_training_state(policy, 1, Path(shared[0]))
+            prepare_save(policy, 1, Path(shared[0]))()
     return new.peak
 
 

@@ -23,10 +23,12 @@ RUN = Scenario(
     step=10.0,
     redone_step=2.0,
     save=20.0,
+    hidden_save=8.0,
     save_interval=20,
     failures_per_second=1 / 3600,
     node_loss_share=0.5,
     spares=1,
+    refill=math.inf,
     restart=RestartSeconds(60.0, 120.0, 900.0),
 )
 WITHOUT_REPLAY = dataclasses.replace(RUN, redone_step=RUN.step, restart=SAME)
@@ -34,14 +36,22 @@ WITHOUT_REPLAY = dataclasses.replace(RUN, redone_step=RUN.step, restart=SAME)
 CLOSE = 0.006
 
 
+@pytest.mark.parametrize("hidden", [0.0, 8.0, 20.0])
 @pytest.mark.parametrize("interval", [1, 5, 20, 38, 100])
-def test_without_replay_it_is_dalys_formula(interval):
-    scenario = dataclasses.replace(WITHOUT_REPLAY, save_interval=interval)
+def test_without_replay_it_is_dalys_formula(interval, hidden):
+    scenario = dataclasses.replace(WITHOUT_REPLAY, save_interval=interval, hidden_save=hidden)
     assert effective_shares([scenario]) == pytest.approx([share_without_replay(scenario)], rel=CLOSE)
 
 
+def test_the_formula_is_dalys_where_nothing_else_happens_during_a_save():
+    scenario = dataclasses.replace(WITHOUT_REPLAY, hidden_save=0.0)
+    rate, work = scenario.failures_per_second, scenario.save_interval * scenario.step
+    daly = rate * work * math.exp(-rate * 120.0) / math.expm1(rate * (work + scenario.save))
+    assert share_without_replay(scenario) == pytest.approx(daly)
+
+
 def test_the_best_interval_is_youngs():
-    scenario = dataclasses.replace(WITHOUT_REPLAY, restart=RestartSeconds(0.0, 0.0, 0.0))
+    scenario = dataclasses.replace(WITHOUT_REPLAY, hidden_save=0.0, restart=RestartSeconds(0.0, 0.0, 0.0))
     intervals = range(5, 120)
     interval, share = best_of(intervals, effective_shares(with_intervals(scenario, intervals)))
     young = young_interval_seconds(scenario.save, scenario.failures_per_second) / scenario.step
@@ -54,7 +64,7 @@ def test_the_best_interval_is_youngs():
 def test_without_failures_only_saves_are_lost():
     rare = dataclasses.replace(RUN, failures_per_second=1e-9)
     assert effective_shares([rare]) == pytest.approx([share_without_failures(rare)], rel=1e-4)
-    assert share_without_failures(rare) == 200 / 220
+    assert share_without_failures(rare) == 200 / 212
 
 
 def test_a_failure_before_each_checkpoint_keeps_nothing():
@@ -65,53 +75,69 @@ def test_a_failure_before_each_checkpoint_keeps_nothing():
 def step_by_step(run: Scenario, failures: int) -> float:
     """Return the share of one run, told event by event, with failures of its own."""
     dice = random.Random(3)
-    kept = rolled_out = since = 0
-    spares = run.spares
-    wall = 0.0
+    now, kept, rolled_out = 0.0, 0, 0
+    come = [0.0] * run.spares
     for _ in range(failures):
-        left = dice.expovariate(run.failures_per_second)
-        wall += left
+        failure = now + dice.expovariate(run.failures_per_second)
         seconds = run.restart.in_place
         if dice.random() < run.node_loss_share:
-            seconds = run.restart.on_spare if spares else run.restart.requeued
-            spares = spares - 1 if spares else run.spares
-        events = [("restart", seconds)]
-        since = 0
-        while True:
-            for name, length in events:
-                left -= length
-                if left < 0:
-                    break
-                if name == "rollout":
-                    rolled_out += 1
-                elif name == "rest":
-                    since += 1
-                elif name == "save":
-                    kept, since, rolled_out = kept + run.save_interval, 0, 0
-            if left < 0:
-                break
-            if since == run.save_interval:
-                events = [("save", run.save)]
-            elif since < rolled_out:
-                events = [("rest", run.redone_step)]
+            ready = [time for time in come if time <= now]
+            seconds = run.restart.on_spare if ready else run.restart.requeued
+            if ready:
+                come[come.index(ready[0])] = now + run.refill
             else:
-                events = [("rollout", run.step - run.redone_step), ("rest", run.redone_step)]
-    return kept * run.step / wall
+                come = [now] * run.spares
+        committed, rolled_out = train_until(failure, now + seconds, run, rolled_out)
+        kept, now = kept + committed, failure
+    return kept * run.step / now
 
 
-@pytest.mark.parametrize("interval", [3, 20, 60])
-def test_with_replay_it_is_what_happens_event_by_event(interval):
-    scenario = dataclasses.replace(RUN, save_interval=interval)
+def train_until(failure: float, now: float, run: Scenario, rolled_out: int) -> tuple[int, int]:
+    """Return the steps committed until a failure, and the rollouts on disk then since the last checkpoint.
+
+    Args:
+        failure: When it fails.
+        now: When training begins.
+        run: What trains.
+        rolled_out: Rollouts on disk since the last checkpoint.
+    """
+    kept = step = 0
+    while True:
+        is_saved = step > 0 and step % run.save_interval == 0
+        saved = now + run.save if is_saved else now
+        rolled = now if run.hidden_save else saved
+        if step >= rolled_out:
+            rolled += run.step - run.redone_step
+        kept = step if is_saved and saved <= failure else kept
+        rolled_out = max(rolled_out, step + 1) if rolled <= failure else rolled_out
+        now = max(saved, rolled) + run.redone_step
+        if now > failure:
+            return kept, rolled_out - kept
+        step += 1
+
+
+@pytest.mark.parametrize("refill", [math.inf, 7200.0])
+@pytest.mark.parametrize(
+    ("interval", "save", "hidden"),
+    [(1, 5, 5), (1, 20, 8), (3, 20, 0), (3, 45, 8), (20, 7, 7), (20, 200, 8), (60, 20, 0), (60, 20, 8)],
+)
+def test_with_replay_it_is_what_happens_event_by_event(interval, save, hidden, refill):
+    scenario = dataclasses.replace(
+        RUN, save_interval=interval, save=float(save), hidden_save=float(hidden), refill=refill, spares=2
+    )
     assert effective_shares([scenario]) == pytest.approx([step_by_step(scenario, 8000)], rel=0.01)
 
 
 def test_each_feature_gains():
+    bare = dataclasses.replace(RUN, redone_step=RUN.step, hidden_save=0.0)
     shares = effective_shares(
         [
-            dataclasses.replace(RUN, restart=RestartSeconds(900.0, 900.0, 900.0), redone_step=RUN.step),
-            dataclasses.replace(RUN, spares=0, redone_step=RUN.step),
-            dataclasses.replace(RUN, redone_step=RUN.step),
+            dataclasses.replace(bare, restart=RestartSeconds(900.0, 900.0, 900.0), spares=0),
+            dataclasses.replace(bare, spares=0),
+            bare,
+            dataclasses.replace(bare, redone_step=RUN.redone_step),
             RUN,
+            dataclasses.replace(RUN, refill=7200.0),
             dataclasses.replace(RUN, spares=4),
         ]
     )

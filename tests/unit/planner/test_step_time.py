@@ -146,6 +146,13 @@ def test_a_trainer_by_hand(h200):
     assert 3.8 < train_seconds(trainer, work) / seconds < 4
 
 
+def test_a_step_waits_for_what_a_checkpoint_takes_longer_than_a_rollout(glm5):
+    fast, slow = step_durations(glm5, SHARED_STORAGE), step_durations(glm5, SHARED_STORAGE / 4)
+    assert slow["step_save"] == pytest.approx(4 * fast["step_save"])
+    wait = slow["step_save"] - slow["step_rollout"]
+    assert slow["step"] - fast["step"] == pytest.approx(wait / glm5.trainer.save_interval, abs=0.01)
+
+
 def test_the_recipe_of_16_nodes(glm5):
     trainer = trainer_of(glm5)
     assert (trainer.num_gpus, trainer.num_stages) == (128, 4)
@@ -153,9 +160,9 @@ def test_the_recipe_of_16_nodes(glm5):
     assert trainer.num_micro_batches == 12
     seconds = step_durations(glm5, SHARED_STORAGE)
     parts = ("rollout", "old_logprobs", "train", "weight_sync")
-    saves = seconds["step_save"] / glm5.trainer.save_interval
-    assert seconds["step"] == pytest.approx(sum(seconds[f"step_{part}"] for part in parts) + saves, abs=0.01)
-    assert seconds["train_grpo"] == pytest.approx(3000 * seconds["step"], rel=1e-4)
+    assert seconds["step_save"] < seconds["step_rollout"], "no step waits for a checkpoint"
+    assert seconds["step"] == pytest.approx(sum(seconds[f"step_{part}"] for part in parts), abs=0.01)
+    assert seconds["train_grpo"] == pytest.approx(3000 * seconds["step"] + seconds["step_save"], rel=1e-5)
     assert seconds["step_weight_sync"] == pytest.approx(58.3 * 745.8 / 1487.8, rel=0.01)
     assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
     assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides

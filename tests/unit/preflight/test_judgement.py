@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.preflight.judgement import judge_clocks, judge_facts, judge_links, judge_reach, summarize
+from posttrain.preflight.judgement import (
+    judge_clocks,
+    judge_facts,
+    judge_links,
+    judge_reach,
+    judge_transfers,
+    summarize,
+)
 
 SHARE = 0.25
 
@@ -98,5 +105,47 @@ def test_an_exchange_that_breaks_off_has_two_names_and_later_ones_none() -> None
 
 def test_the_summary_has_the_lowest_rates() -> None:
     results = {"a": [rows((1, 900.0))], "b": [rows((0, 880.0))]}
-    text = summarize({"a": facts(), "b": facts(disk=300.0)}, results)
+    nodes = {"a": facts(), "b": facts(disk=300.0)}
+    text = summarize(nodes, results, {})
     assert text == "node-local disk 300 MB/s, between two nodes 880 MB/s, all-reduce 500 MB/s"
+    assert summarize(nodes, results, sent(90.0, 80.0)) == f"{text}, KV cache 80 MB/s"
+
+
+def sent(*rates: float | None, damaged: int | None = None) -> dict[str, list[dict]]:
+    """What nodes a, b, c ... have sent to the next one each; None broke off."""
+    rows = [[{"rate": rate, "has_arrived": place != damaged}] if rate else [] for place, rate in enumerate(rates)]
+    return dict(zip("abcdef", rows, strict=False))
+
+
+def test_transfers_of_nodes_that_are_alike() -> None:
+    assert judge_transfers(sent(900.0, 880.0), "nixl", SHARE) == {}
+    assert judge_transfers(sent(900.0, 300.0, 1000.0), "nixl", SHARE) == {}
+
+
+def test_a_node_with_slow_transfers_in_and_out_is_named_and_not_its_neighbours() -> None:
+    assert judge_transfers(sent(900.0, 20.0, 10.0), "mooncake", SHARE) == {
+        "c": [
+            "KV cache over mooncake from b to c: 20 MB/s, the median is 900",
+            "KV cache over mooncake from c to a: 10 MB/s, the median is 900",
+        ]
+    }
+    assert judge_transfers(sent(900.0, 20.0, 10.0), "mooncake", 0.0) == {}
+
+
+def test_a_node_that_neither_sends_nor_gets_is_named() -> None:
+    assert judge_transfers(sent(None, 900.0, 900.0, None), "nixl", 0.0) == {
+        "a": [
+            "KV cache over nixl from a to b: broke off, see preflight-a.log",
+            "KV cache over nixl from d to a: broke off, see preflight-d.log",
+        ]
+    }
+
+
+def test_two_bad_nodes_are_both_named() -> None:
+    assert set(judge_transfers(sent(None, 900.0, None, None, 900.0, None), "nixl", SHARE)) == {"a", "d"}
+
+
+def test_bytes_that_did_not_arrive() -> None:
+    assert judge_transfers(sent(900.0, 900.0, damaged=0), "nixl", SHARE) == {
+        "b": ["KV cache over nixl from a to b: brought other bytes"]
+    }

@@ -1,6 +1,7 @@
 """The engine's endpoints over real HTTP, asked by the client of this project and by plain requests."""
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -16,15 +17,15 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.server import make_application
 from posttrain.engines.embedded.worker import Worker
-from posttrain.engines.responses import GenerateRequest
+from posttrain.engines.responses import NO_WEIGHTS, GenerateRequest
 from posttrain.engines.tensor_payload import serialize_bucket
 
 MTP = "model.layers.3."
 
 
 @asynccontextmanager
-async def engine(folder, version="default"):
-    loaded = load_model(folder, torch.float32)
+async def engine(folder, version="default", has_weights=True):
+    loaded = load_model(folder, torch.float32, has_weights)
     loaded.weights.version = version
     worker = Worker(loaded.model, lambda: loaded.weights.version, merge_requests=False, max_batch_rows=64)
     worker.start()
@@ -34,8 +35,8 @@ async def engine(folder, version="default"):
 
 
 @asynccontextmanager
-async def engine_and_client(folder):
-    async with engine(folder) as (server, worker), EngineClient([str(server.make_url("/"))], 30) as client:
+async def engine_and_client(folder, **start):
+    async with engine(folder, **start) as (server, worker), EngineClient([str(server.make_url("/"))], 30) as client:
         yield client, worker
 
 
@@ -233,5 +234,28 @@ def test_abort_and_pause_through_the_client(checkpoint):
             await client.abort_all()
             with pytest.raises(RuntimeError, match="finish reason 'abort'"):
                 await task
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_an_engine_without_weights_waits_for_an_update_and_is_then_like_any_other(request, tmp_path, tensors, is_fp8):
+    """Of its folder only the JSON files are there; it does not generate before all tensors have come."""
+    whole = request.getfixturevalue("fp8_checkpoint" if is_fp8 else "checkpoint")
+    shutil.copytree(whole, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    sent = [pair for item in tensors.items() for pair in (quantize_named(*item) if is_fp8 else [item])]
+
+    async def story():
+        async with engine_and_client(whole) as (client, _):
+            await client.update_weights(3, make_buckets(sent, 20_000))
+            expected = await client.generate(requests(), 0), await client.checksums()
+        async with engine_and_client(tmp_path / "hf", version=NO_WEIGHTS, has_weights=False) as (client, _):
+            assert await client.weight_versions() == [NO_WEIGHTS]
+            with pytest.raises(RuntimeError, match="an engine that has not got its weights yet"):
+                await client.generate(requests(), 0)
+            with pytest.raises(RuntimeError, match="tensors are missing"):
+                await client.update_weights(3, make_buckets(sent[1:], 20_000))
+            await client.update_weights(3, make_buckets(sent, 20_000))
+            assert (await client.generate(requests(), 0), await client.checksums()) == expected
 
     asyncio.run(story())

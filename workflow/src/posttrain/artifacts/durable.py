@@ -6,7 +6,8 @@ import glob
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     _remove_dead_temporaries(path)
     temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.tmp")
     try:
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(path)
+        with _naming(path):
+            write(temporary)
+            _sync(temporary)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -42,12 +44,23 @@ def write_json(path: Path, content: Any) -> None:
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row to a log of JSON lines durably; what a power cut left of an unfinished last line is cut off first."""
-    with open(path, "ab+") as file:
+    with _naming(path), open(path, "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let the system's errors name the file, a full disk above all: those of an open file name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -62,6 +75,18 @@ def sync_tree(folder: Path) -> None:
             if not os.path.islink(os.path.join(parent, name)):
                 _sync(Path(parent, name))
         _sync(Path(parent))
+
+
+def make_next_folder(parent: Path) -> Path:
+    """Make and return the next of numbered folders: `001`, `002`, ...
+
+    Raises:
+        FileExistsError: Somebody else has made it at the same time.
+    """
+    numbers = [int(path.name) for path in parent.glob("[0-9]*")]
+    folder = parent / f"{max(numbers, default=0) + 1:03d}"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def hash_file(path: Path) -> str:

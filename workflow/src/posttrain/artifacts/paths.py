@@ -198,6 +198,11 @@ class Paths:
         return self.train / "lease"
 
     @property
+    def preflight(self) -> Path:
+        """What `snakemake preflight` found last; the folder of the same name has each look with its logs."""
+        return self.run / "preflight.json"
+
+    @property
     def summary(self) -> Path:
         """The run in a dozen numbers; written when all is done."""
         return self.run / "summary.json"

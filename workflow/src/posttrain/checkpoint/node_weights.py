@@ -1,9 +1,9 @@
 """The weights that ranks and engines of one node load: which files, from where, and how sure they are.
 
 A node's own copy is staged before training starts and repaired when it is found wrong; with `stage.copy=nothing` the
-shared files themselves are loaded. Either way every byte is read and compared with its hash once before each start of
-ranks and engines, several files at a time: a testimony only speaks of sizes and times, Megatron's loader does not look
-at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
+shared files themselves are loaded. Either way every byte is read and compared with its hash once before ranks and
+engines start from it, several files at a time: a testimony only speaks of sizes and times, Megatron's loader does not
+look at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
 """
 
 from __future__ import annotations
@@ -59,21 +59,16 @@ class NodeWeights:
         """
         return self._stage(self._chosen, believe=True)
 
-    def prepare(self, with_torch_dist: bool) -> None:
+    def prepare(self) -> None:
         """Read what is about to be loaded, repair what is wrong, copy what is missing.
-
-        Args:
-            with_torch_dist: Ranks load their first weights, not a checkpoint of the training run.
 
         Raises:
             CheckpointError: A shared file is wrong, listing all that are; or see `node_local.stage`.
             RuntimeError: See `node_local.stage`.
         """
-        torch_dist, rollout = self._chosen
-        loaded = [torch_dist, rollout] if with_torch_dist else [rollout]
         if not self._is_shared:
-            self._stage(loaded, believe=False)
-        elif found := read_again(loaded, self.config.stage.workers):
+            self._stage(self._chosen, believe=False)
+        elif found := read_again(self._chosen, self.config.stage.workers):
             listed = "\n  ".join(found)
             raise CheckpointError(f"not what the receipts say; `snakemake verify` tells more:\n  {listed}")
 

@@ -63,6 +63,11 @@ class Slurm:
     spare_nodes: int = _doc(
         "Nodes asked for beyond those that train on several: one of them takes a lost node's place", 0, minimum=0
     )
+    refill_spares: bool = _doc(
+        "Replace a spare node that was used up through the queue while training goes on; compute nodes have to be "
+        "allowed to submit jobs",
+        True,
+    )
     requeue: bool = _doc(
         "The job may be put back into the queue, under the same id, after node loss or time limit", True
     )

@@ -268,7 +268,13 @@ class EngineClient:
         if self._update_is_open:
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} from {folder} is open or failed; update again"
-        body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
+        body = {
+            "model_path": str(folder.resolve()),
+            # By default it is the format that the engine started with, which may have been none.
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
         await self._call_all("POST", "/update_weights_from_disk", body)
         self._closed_because = ""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.config.schema import Config
+from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.planner import sglang_flags
 from posttrain.planner.flag import as_arguments, as_environment
 from posttrain.planner.sglang_flags import UNIFIED, nodes_per_engine
@@ -18,6 +19,13 @@ from posttrain.planner.sglang_flags import UNIFIED, nodes_per_engine
 # Every start of SGLang on a CPU leaves sockets and a cache folder behind; on GPUs the caches hold compiled kernels and
 # stay.
 PRIVATE_ON_CPU = ("TMPDIR", "SGLANG_CACHE_DIR")
+# SGLang then fills its parameters with noise and goes on as after a load. What it derives from weights it derives
+# anew from an update: MLA's two halves of kv_b_proj with the bucket that holds it, into the memory that CUDA graphs
+# captured. Routers refer to the parameter of their bias; rotary tables are no parameters and stay. FP8 scales and the
+# draft's layer are updated after noise as after a first load; that is read from its source, and was run on a CPU
+# without either. Source: SGLang 0.5.23, `DummyModelLoader` in srt/model_loader/loader.py, deepseek_weight_loader.py in
+# srt/models/deepseek_common, weight_updater.py in srt/managers/scheduler_components.
+WITHOUT_WEIGHTS = ("--load-format", "dummy", "--weight-version", NO_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ def render_engine_command(
     merge_requests: bool = False,
     role: str = UNIFIED,
     gpus: Sequence[int] = (),
+    without_weights: bool = False,
 ) -> EngineCommand:
     """Return the command that starts one process of an engine.
 
@@ -62,6 +71,7 @@ def render_engine_command(
         merge_requests: Let the embedded engine batch requests that wait; SGLang does so in any case.
         role: "unified", or "prefill" or "decode" when they are apart.
         gpus: Those of its node that it sees; by default all.
+        without_weights: Read config and tokenizer alone; an update brings the weights.
     """
     if config.engine.kind == "embedded":
         module = "posttrain.engines.embedded"
@@ -72,10 +82,11 @@ def render_engine_command(
         flags = sglang_flags.sglang_flags(config, role, engine_index)
         place = _place_among_nodes(config, role, node_rank, first_node)
     address = ("--model-path", str(model_folder), "--host", host, "--port", str(port))
+    weights = WITHOUT_WEIGHTS if without_weights else ()
     python = config.engine.python or sys.executable
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     return EngineCommand(
-        argv=(python, "-m", module, *as_arguments(flags), *place, *address),
+        argv=(python, "-m", module, *as_arguments(flags), *weights, *place, *address),
         env={**as_environment(sglang_flags.environment_flags(config, role)), **visible},
         url=f"http://{host}:{port}",
         private_folders=PRIVATE_ON_CPU if _is_sglang_on_cpu(config) else (),

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# What an engine that has started without weights says its weights are, until the first update.
+NO_WEIGHTS = "none"
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -97,6 +100,8 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
         logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
         tokens = tuple(int(entry[1]) for entry in meta["output_token_logprobs"])
         version = meta.get("weight_version")
+        if version == NO_WEIGHTS:
+            raise ValueError("tokens of an engine that has not got its weights yet")
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an unreadable result at place {place}: {error!r}") from error
     if finish_reason not in ("stop", "length") or not 0 < len(tokens) <= request.max_new_tokens:

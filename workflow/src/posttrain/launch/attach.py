@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.artifacts import Paths
 from posttrain.artifacts.lease import living_holder
 from posttrain.launch.queue import queued_jobs
-from posttrain.launch.slurm import job_is_alive
+from posttrain.launch.slurm_query import job_is_alive
 from posttrain.launch.status import RunStatus, read_status
 from posttrain.observability.progress import ProgressBar
 

@@ -1,60 +1,28 @@
 """One attempt of a training job: the head starts a supervisor on every node, brings them together and listens.
 
 A node tells the head who it is, then which engines it has started, then what has ended. The head tells a node its part,
-then where everybody is, then that the attempt is over. Which of several endings is the cause is decided here: where a
-node is gone, ranks on other nodes fail because of it, and a rank that was killed takes others along.
+then where everybody is, then that the attempt is over.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import secrets
-import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
-from posttrain.errors import CheckpointError
-from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel
+from posttrain.launch.gathering import AttemptFailedError, Gathering
 from posttrain.launch.hang import HangWatch, Position, describe_stacks
-from posttrain.launch.inspection import UnfitNodesError, inspect, must_inspect
+from posttrain.launch.inspection import must_inspect
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes
 from posttrain.launch.time_to_save import TimeToSave
 
 log = logging.getLogger(__name__)
 
-# After the first bad news: what arrives in this time may be its cause.
-SETTLE_SECONDS = 1.0
-# Nodes have this long to end what they run.
-END_SECONDS = 25.0
 STACKS_SECONDS = 10.0
-NODE_LOST_ORDER = -1
-
-
-class AttemptFailedError(RuntimeError):
-    """An attempt ended before the training was done; another may do better.
-
-    Args:
-        reason: What happened, for people.
-        suspects: Nodes that may be gone.
-    """
-
-    def __init__(self, reason: str, suspects: Sequence[str] = ()):
-        super().__init__(reason)
-        self._reason, self.suspects = reason, list(suspects)
-        # Those of the suspects that are.
-        self.lost_nodes: list[str] = []
-
-    def __str__(self) -> str:
-        return self._reason + (f"; lost: {', '.join(self.lost_nodes)}" if self.lost_nodes else "")
 
 
 class HangError(AttemptFailedError):
@@ -65,30 +33,7 @@ class EndedEarlyError(RuntimeError):
     """Training was asked to end, has saved, and has steps left."""
 
 
-@dataclass
-class Member:
-    """A node of the gang.
-
-    Args:
-        name: Its name.
-        address: Where others reach it.
-        channel: To its supervisor.
-        heard: When it last said something (monotonic seconds).
-        news: Its messages by kind, the last of each.
-    """
-
-    name: str
-    address: str
-    channel: Channel
-    heard: float = field(default_factory=time.monotonic)
-    news: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def has_told(self, kind: str) -> bool:
-        """Tell whether it has sent such a message."""
-        return kind in self.news
-
-
-class Gang:
+class Gang(Gathering):
     """A context manager around one attempt: all that it starts ends with the block.
 
     Args:
@@ -111,42 +56,13 @@ class Gang:
         lease: Lease,
         fit: set[str],
     ):
-        self._job, self._config, self._nodes, self._names = job, config, nodes, list(names)
-        self._folder, self._lease, self._fit = folder, lease, fit
-        self._token = secrets.token_hex(16)
-        self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
-        self._members: dict[str, Member] = {}
+        super().__init__(config, nodes, names, folder)
+        self._job, self._lease, self._fit = job, lease, fit
         self._is_ending = False
         # When the first step began; None before.
         self.first_step_unix: float | None = None
         self._hang_watch = HangWatch(config.launch.hang_timeout_seconds)
-        self._time_to_save = TimeToSave(config)
-
-    def __enter__(self) -> Gang:
-        self._listener = socket.create_server((self._nodes.address, 0), backlog=len(self._names))
-        threading.Thread(target=self._accept, daemon=True).start()
-        address = f"{self._nodes.address}:{self._listener.getsockname()[1]}"
-        module = (sys.executable, "-m", "posttrain.launch.node")
-        command = [*module, "--head", address, "--log-folder", str(self._folder)]
-        token = {TOKEN_VARIABLE: self._token}
-        self._started = self._nodes.start(self._names, command, token, self._folder / "start.log")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in accept()
-        self._listener.close()
-        for member in self._members.values():
-            member.channel.send("stop")
-        deadline = time.monotonic() + END_SECONDS
-        while self._started.is_running() and not self._are_gone() and time.monotonic() < deadline:
-            self._take_news()
-        # What does not end by now ends with its connection.
-        for member in self._members.values():
-            member.channel.close()
-        self._started.end()
-
-    def _are_gone(self) -> bool:
-        return all(member.has_told("gone") for member in self._members.values())
+        self._time_to_save = TimeToSave(config, job.run_folder / "checkpoints")
 
     def run(self) -> None:
         """Return when all ranks are done.
@@ -157,9 +73,9 @@ class Gang:
             UnfitNodesError: Nodes should not train.
             CheckpointError: A node refuses what it should load; another attempt would not help.
         """
-        self._gather()
+        self.gather()
         if must_inspect(self._config, self._names) and not self._fit.issuperset(self._names):
-            self._inspect()
+            self.look(self._job.config_path, self._job.node_local)
             self._fit.update(self._names)
         self._assign()
         self._wait_for_all("engines")
@@ -169,32 +85,6 @@ class Gang:
             raise EndedEarlyError("it was asked to end, and saved at the end of its step")
 
     # ---- the stages ----
-
-    def _gather(self) -> None:
-        deadline = time.monotonic() + self._config.launch.node_start_timeout_seconds
-        while missing := [name for name in self._names if name not in self._members]:
-            self._take_news()
-            if not self._started.is_running() and self._inbox.empty():
-                raise AttemptFailedError(f"supervisors of {', '.join(missing)} ended before they reported", missing)
-            if time.monotonic() > deadline:
-                raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
-
-    def _inspect(self) -> None:
-        deadline = time.monotonic() + self._config.launch.preflight_timeout_seconds
-
-        def check_time(kind: str) -> None:
-            if time.monotonic() > deadline:
-                late = [name for name in self._names if not self._members[name].has_told(kind)]
-                limit = f"no answer within {self._config.launch.preflight_timeout_seconds:g} s ({kind})"
-                raise UnfitNodesError({name: [limit] for name in late})
-
-        def ask(kind: str, **content: Any) -> dict[str, dict[str, Any]]:
-            for member in self._members.values():
-                member.channel.send(kind, names=self._names, job=self._job.as_dict(), **content)
-            self._wait_for_all(kind, lambda: check_time(kind))
-            return {name: self._members[name].news[kind] for name in self._names}
-
-        inspect(ask, self._config, {name: self._members[name].address for name in self._names}, self._folder)
 
     def _assign(self) -> None:
         members = [self._members[name] for name in self._names]
@@ -252,74 +142,3 @@ class Gang:
             )
             self._is_ending = True
             self._members[self._names[0]].channel.send("save")
-
-    def _wait_for_all(self, kind: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        while not all(member.has_told(kind) for member in self._members.values()):
-            self._take_news()
-            meanwhile()
-            if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
-                self._raise_cause()
-            if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
-                raise CheckpointError(self._with_node(refusal, refusal.news["refused"]["reason"]))
-            self._check_silence()
-
-    # ---- news ----
-
-    def _take_news(self) -> None:
-        """Wait a little for messages, and file them with the nodes that sent them."""
-        try:
-            name, message = self._inbox.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            return
-        if message["kind"] == "hello":
-            self._members[name] = Member(name, message["address"], message["channel"])
-        member = self._members[name]
-        member.heard = time.monotonic()
-        member.news[message["kind"]] = message
-
-    def _check_silence(self) -> None:
-        limit = self._config.launch.node_silence_seconds
-        silent = [m.name for m in self._members.values() if time.monotonic() - m.heard > limit]
-        # Where this process itself stood still, what was said meanwhile has yet to be taken.
-        if silent and self._inbox.empty():
-            raise AttemptFailedError(f"nothing was heard of {', '.join(silent)} for {limit:g} s", silent)
-
-    def _raise_cause(self) -> None:
-        """Wait for what else comes in, and raise the likeliest cause of all of it."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < deadline:
-            self._take_news()
-        found = []
-        for member in self._members.values():
-            if member.has_told("gone") and not member.has_told("done"):
-                found.append((NODE_LOST_ORDER, f"the supervisor of {member.name} is gone", [member.name]))
-            for ending in member.news.get("ended", {}).get("endings", []):
-                found.append((ending["order"], self._with_node(member, ending["reason"]), []))
-        _, reason, suspects = min(found, key=lambda item: item[0])
-        raise AttemptFailedError(reason, suspects)
-
-    def _with_node(self, member: Member, reason: str) -> str:
-        return reason if len(self._names) == 1 else f"on {member.name}: {reason}"
-
-    # ---- connections ----
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._listen, args=(Channel(connection),), daemon=True).start()
-
-    def _listen(self, channel: Channel) -> None:
-        """Pass on what one node says; who does not know the token is not listened to."""
-        messages = channel.messages()
-        hello = next(messages, {})
-        name = hello.get("name")
-        if hello.get("kind") != "hello" or hello.get("token") != self._token or name not in self._names:
-            channel.close()
-            return
-        self._inbox.put((name, {**hello, "channel": channel}))
-        for message in messages:
-            self._inbox.put((name, message))
-        self._inbox.put((name, {"kind": "gone"}))

@@ -4,7 +4,9 @@ All ranks of a step go through the same phases and meet in collectives, so that 
 those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
 took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. A rollout may take as
 long as it likes, because engines and graders have deadlines of their own; the rank that waits for them says again and
-again that it lives.
+again that it lives. How long a phase takes for the first time, in which kernels may be compiled, nobody knows, nor how
+long a checkpoint is waited for, which depends on the rollout that hides it: both may take up to the limit, but not a
+minute and a half in which no rank uses its processor.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT
+from posttrain.observability.rank_progress import BEGIN_SAVE, ROLLOUT, SHARE_ROLLOUT
 from posttrain.planner.phases import PHASES
 
+# How long they take depends on storage, and on how much of a save a rollout has hidden.
+SAVES = ("save", BEGIN_SAVE)
 # Longer than a shared file system that stands still for a minute.
 PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 90.0
-_ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT)]
-_IN_EVERY_STEP = [name for name in _ORDER if name != "save"]
+_ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
 _WRAPPER = "wrapper"
@@ -33,11 +36,13 @@ class Position:
         step: From 0.
         phase: Name of the phase.
         seconds: For how long.
+        is_idle: It has not used its processor for `SHORTEST_PATIENCE_SECONDS`.
     """
 
     step: int
     phase: str
     seconds: float
+    is_idle: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -69,7 +74,7 @@ class HangWatch:
                 self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), before.seconds)
             if before and before.step < position.step:
                 # What was passed between two looks took no longer than the time between them.
-                self._longest = dict.fromkeys(_IN_EVERY_STEP, 0.0) | self._longest
+                self._longest = dict.fromkeys(_ORDER, 0.0) | self._longest
         self._last = dict(positions)
         if not positions:
             return None
@@ -81,12 +86,14 @@ class HangWatch:
             return f"{_list_of(behind)}, while others have been in {_name(leading[0])} for {waited:.0f} s"
         if not behind and waited > self._patience(leading[0].phase):
             return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
+        if leading[0].phase != ROLLOUT and all(position.is_idle for position in positions.values()):
+            return f"no rank has computed anything for {SHORTEST_PATIENCE_SECONDS:.0f} s, in {_name(leading[0])}"
         return None
 
     def _patience(self, phase: str) -> float:
         if phase == ROLLOUT:
             return min(self.limit_seconds, SHORTEST_PATIENCE_SECONDS)
-        if phase not in self._longest:
+        if phase in SAVES or phase not in self._longest:
             return self.limit_seconds
         return min(self.limit_seconds, max(SHORTEST_PATIENCE_SECONDS, PATIENCE_FACTOR * self._longest[phase]))
 

@@ -10,12 +10,20 @@ from typing import Any
 
 from posttrain import artifacts
 from posttrain.config.schema import Config
-from posttrain.preflight.judgement import Unfit, judge_clocks, judge_facts, judge_links, judge_reach, summarize
+from posttrain.preflight.judgement import (
+    Unfit,
+    judge_clocks,
+    judge_facts,
+    judge_links,
+    judge_reach,
+    judge_transfers,
+    summarize,
+)
 from posttrain.preflight.versions import pinned_versions, untested
 
 log = logging.getLogger(__name__)
 
-CLOCK, FACTS, REACH, LINKS = "clock", "facts", "reach", "links"
+CLOCK, FACTS, REACH, LINKS, KV_TRANSFER = "clock", "facts", "reach", "links", "kv_transfer"
 FILE_NAME = "preflight.json"
 
 Ask = Callable[..., Mapping[str, dict[str, Any]]]
@@ -32,6 +40,16 @@ class UnfitNodesError(RuntimeError):
     def __init__(self, unfit: Unfit):
         self.unfit = unfit
         super().__init__("; ".join(f"{name} is unfit: {', '.join(reasons)}" for name, reasons in unfit.items()))
+
+
+def describe_unfit(unfit: Unfit, config: Config) -> str:
+    """Return what is wrong with each node, and what to do, for people."""
+    found = "".join(f"\n  {name}: {', '.join(reasons)}" for name, reasons in unfit.items())
+    ways_out = {
+        "slurm": f", or site.slurm.extra_options: ['--exclude={','.join(unfit)}']",
+        "kubernetes": f", or kubectl cordon {' '.join(unfit)}",
+    }
+    return f"unfit to train:{found}\n  remedy: mend them{ways_out.get(config.site.launcher, '')}"
 
 
 def must_inspect(config: Config, names: Sequence[str]) -> bool:
@@ -65,10 +83,16 @@ def inspect(ask: Ask, config: Config, addresses: Mapping[str, str], folder: Path
         measured = ask(LINKS, address=places[0][0], rendezvous=rendezvous)
         found["links"] = results = {name: answer["results"] for name, answer in measured.items()}
         _refuse(judge_links(results, share))
+        if config.engine.pd.num_prefill_engines and len(addresses) > 1:
+            places = [(addresses[name], answer["transfer"]) for name, answer in answers.items()]
+            sent = {name: answer["results"] for name, answer in ask(KV_TRANSFER, places=places).items()}
+            found[KV_TRANSFER] = sent
+            _refuse(judge_transfers(sent, config.engine.pd.transfer_backend, share))
     finally:
         artifacts.write_json(folder / FILE_NAME, found)
     seconds = time.monotonic() - started
-    log.info("preflight: %d nodes are fit, after %.1f s: %s", len(addresses), seconds, summarize(facts, results))
+    rates = summarize(facts, results, found.get(KV_TRANSFER, {}))
+    log.info("preflight: %d nodes are fit, after %.1f s: %s", len(addresses), seconds, rates)
     if others := untested(next(iter(facts.values()))["versions"], pinned_versions(config)):
         log.warning("these versions were not tested together: %s", ", ".join(others))
 

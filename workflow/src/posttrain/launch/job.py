@@ -26,7 +26,7 @@ class TrainingJob:
         rollout_weights: What the engines load first.
         rollout_receipt: Their receipt.
         node_local: Where copies lie on a node's own disk, with `{node}` for its name.
-        arguments: Command line of a trainer rank without weights, engine addresses and lease.
+        arguments: Command line of a trainer rank without configuration, weights, engine addresses and lease.
     """
 
     config_path: Path

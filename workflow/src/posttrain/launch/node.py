@@ -104,6 +104,9 @@ class NodeSupervisor:
         self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
         self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
+        checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
+        # Before the first rollout of a resumed run its engines get all of their weights from the trainer.
+        self._is_resumed = checkpoints.newest_step() > 0
         self._urls: dict[int, str] = {}
 
     def run(self) -> None:
@@ -112,27 +115,49 @@ class NodeSupervisor:
         Raises:
             EndedByHead: Before it was done.
         """
-        checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
+        with self._prepared_weights(), started_engines(self._engine_commands(), self._folder) as engines:
+            self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
+            start = self._wait_for_start(engines)
+            rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
+            command = self._rank_command(start["engines"], start["lease"])
+            with running_ranks(self._config, self._rank, command, rendezvous, self._folder) as ranks:
+                self._watch(engines, ranks)
+
+    # ---- weights ----
+
+    @contextmanager
+    def _prepared_weights(self) -> Iterator[None]:
+        if self._is_resumed:
+            yield
+            return
         with self._weights.in_use():
-            self._weights.prepare(with_torch_dist=checkpoints.newest_step() == 0)
-            with started_engines(self._engine_commands(), self._folder) as engines:
-                self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
-                start = self._wait_for_start(engines)
-                rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
-                command = self._rank_command(start["engines"], start["lease"])
-                with running_ranks(self._config, self._rank, command, rendezvous, self._folder) as ranks:
-                    self._watch(engines, ranks)
+            self._weights.prepare()
+            yield
+
+    @property
+    def _model_folder(self) -> Path:
+        """Where engines find config, tokenizer and, unless the run is resumed, weights."""
+        rollout = self._weights.rollout
+        return rollout.folder if self._is_resumed else self._weights.folder_of(rollout)
 
     # ---- engines ----
 
     def _engine_commands(self) -> dict[int, EngineCommand]:
         parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
         ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
-        rollout, commands = self._weights.folder_of(self._weights.rollout), {}
+        commands = {}
         for part, port in zip(parts, ports, strict=True):
             meeting = f"{self._addresses[part.first_node]}:{self._first_port + MEETING_OFFSET + part.index}"
             commands[part.index] = render_engine_command(
-                self._config, part.index, rollout, host, port, part.node_rank, meeting, gpus=part.gpus
+                self._config,
+                part.index,
+                self._model_folder,
+                host,
+                port,
+                part.node_rank,
+                meeting,
+                gpus=part.gpus,
+                without_weights=self._is_resumed,
             )
             if part.node_rank == 0:
                 self._urls[part.index] = commands[part.index].url
@@ -151,11 +176,11 @@ class NodeSupervisor:
         return choose_free_ports(1, self._addresses[self._rank], first)[0]
 
     def _rank_command(self, engine_urls: Sequence[str], lease: dict[str, Any]) -> list[str]:
-        weights = self._weights
         return [
+            *("--config", str(self._job.config_path)),
             *self._job.arguments,
-            *("--torch-dist", str(weights.folder_of(weights.torch_dist))),
-            *("--model-folder", str(weights.folder_of(weights.rollout))),
+            *("--torch-dist", str(self._weights.folder_of(self._weights.torch_dist))),
+            *("--model-folder", str(self._model_folder)),
             *(word for url in engine_urls for word in ("--engine", url)),
             *("--lease-folder", lease["folder"], "--epoch", str(lease["epoch"])),
         ]

@@ -9,22 +9,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.load import load_resolved
-from posttrain.config.schema import Config
 from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.child import die_with_parent
-from posttrain.launch.inspection import CLOCK, FACTS, LINKS, REACH
-from posttrain.launch.job import TrainingJob
+from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
-from posttrain.preflight.node import inspect_node
+from posttrain.preflight import kv_transfer
+from posttrain.preflight.node import inspect_node, transport_environment, transport_python
 
 CONNECT_SECONDS = 10.0
 NUM_CONNECTORS = 16
@@ -46,21 +45,26 @@ class NodeInspection:
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the content of an answer."""
-        answers = {CLOCK: self._clock, FACTS: self._facts, REACH: self._reach, LINKS: self._links}
+        answers = {
+            CLOCK: self._clock,
+            FACTS: self._facts,
+            REACH: self._reach,
+            LINKS: self._links,
+            KV_TRANSFER: self._transfer,
+        }
         return answers[question["kind"]](question)
 
     def _clock(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": time.time()}
 
     def _facts(self, question: dict[str, Any]) -> dict[str, Any]:
-        job = TrainingJob.from_dict(question["job"])
-        node_local = Path(str(job.node_local).format(node=self._name))
-        facts = inspect_node(load_resolved(job.config_path), node_local, self._log_folder)
+        node_local = Path(question["node_local"].format(node=self._name))
+        facts = inspect_node(load_resolved(Path(question["config_path"])), node_local, self._log_folder)
         # Nobody accepts: that a connection is made is all that the others want to know.
         self._listener = socket.create_server((self._address, 0), backlog=len(question["names"]))
         port = self._listener.getsockname()[1]
-        (rendezvous,) = choose_free_ports(1, self._address)
-        return {"facts": facts.as_dict(), "port": port, "rendezvous": rendezvous}
+        rendezvous, transfer = choose_free_ports(2, self._address)
+        return {"facts": facts.as_dict(), "port": port, "rendezvous": rendezvous, "transfer": transfer}
 
     def _reach(self, question: dict[str, Any]) -> dict[str, Any]:
         with ThreadPoolExecutor(NUM_CONNECTORS) as pool:
@@ -68,12 +72,38 @@ class NodeInspection:
         return {"unreachable": [name for name, ok in zip(question["names"], reached, strict=True) if not ok]}
 
     def _links(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Run this node's processes to their end; what one has printed before it broke off counts."""
+        """Run one process per GPU, on CPUs one; the rates of one core are all that is asked for there."""
         assert self._listener, "facts come first"
         self._listener.close()
-        config = load_resolved(TrainingJob.from_dict(question["job"]).config_path)
-        with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-            processes = self._start(config, question, Path(folder))
+        config, names = load_resolved(Path(question["config_path"])), question["names"]
+        count = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 1
+        command = [sys.executable, "-m", "posttrain.preflight.links", "--device", config.hardware.device]
+        command += ["--num-nodes", str(len(names))]
+        shared = {
+            **as_environment(trainer_environment(config)),
+            "WORLD_SIZE": str(count * len(names)),
+            "MASTER_ADDR": question["address"],
+            "MASTER_PORT": str(question["rendezvous"]),
+        }
+        first = names.index(self._name) * count
+        own = [{"RANK": str(first + place), "LOCAL_RANK": str(place)} for place in range(count)]
+        return {"results": self._run(command, [shared | variables for variables in own])}
+
+    def _transfer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Run one process in the engines' environment."""
+        config = load_resolved(Path(question["config_path"]))
+        # Without its own folder on the path, where modules of ours have names like others'.
+        command = [transport_python(config), "-P", kv_transfer.__file__, "--device", config.hardware.device]
+        command += ["--backend", config.engine.pd.transfer_backend, "--places", json.dumps(question["places"])]
+        command += ["--place", str(question["names"].index(self._name))]
+        (results,) = self._run(command, [transport_environment(config)])
+        return {"results": results}
+
+    def _run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[list[dict[str, Any]]]:
+        """Run a process with each of the environments; what one has printed before it broke off counts."""
+        with tempfile.TemporaryDirectory(prefix="preflight-") as name:
+            outputs = [Path(name) / str(place) for place in range(len(environments))]
+            processes = [self._start(command, *pair) for pair in zip(environments, outputs, strict=True)]
             try:
                 while any(process.poll() is None for process in processes):
                     self._order(POLL_SECONDS)  # the head ends what takes too long
@@ -81,40 +111,18 @@ class NodeInspection:
                 for process in processes:
                     process.kill()
                     process.wait()
-            results = [_read(Path(folder) / str(place)) for place in range(len(processes))]
-        return {"results": results}
+            return [_read(output) for output in outputs]
 
-    def _start(self, config: Config, question: dict[str, Any], folder: Path) -> list[subprocess.Popen]:
-        """Start one process per GPU, on CPUs one; the rates of one core are all that is asked for there."""
-        names, is_gpu = question["names"], config.hardware.device == "cuda"
-        count = config.hardware.gpus_per_node if is_gpu else 1
-        command = [sys.executable, "-m", "posttrain.preflight.links", "--device", config.hardware.device]
-        command += ["--num-nodes", str(len(names))]
-        shared = {
-            **os.environ,
-            **as_environment(trainer_environment(config)),
-            "WORLD_SIZE": str(count * len(names)),
-            "MASTER_ADDR": question["address"],
-            "MASTER_PORT": str(question["rendezvous"]),
-        }
-        processes = []
-        for place in range(count):
-            own = {"RANK": str(names.index(self._name) * count + place), "LOCAL_RANK": str(place)}
-            with (
-                open(folder / str(place), "wb") as results,
-                open(self._log_folder / f"preflight-{self._name}.log", "ab") as errors,
-            ):
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=shared | own,
-                        stdin=subprocess.DEVNULL,
-                        stdout=results,
-                        stderr=errors,
-                        preexec_fn=partial(die_with_parent, os.getpid()),
-                    )
-                )
-        return processes
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen:
+        with open(output, "wb") as results, open(self._log_folder / f"preflight-{self._name}.log", "ab") as errors:
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=results,
+                stderr=errors,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
 
 
 def _can_connect(place: Sequence[Any]) -> bool:

@@ -46,6 +46,11 @@ class LocalProcess:
         """Tell whether the process runs."""
         return self._process.poll() is None
 
+    @property
+    def has_failed(self) -> bool:
+        """The process has ended, and not well."""
+        return self._process.poll() not in (None, 0)
+
     def wait(self) -> None:
         """Return when the process has ended."""
         self._process.wait()
@@ -58,6 +63,26 @@ class LocalProcess:
                 self._process.wait(PROCESS_END_SECONDS)
                 return
         self._process.wait()
+
+
+class StartedTogether:
+    """A command that was started by several processes of this machine, each on other nodes.
+
+    Args:
+        parts: The processes.
+    """
+
+    def __init__(self, parts: Sequence[LocalProcess]):
+        self._parts = parts
+
+    def is_running(self) -> bool:
+        """Tell whether any of them runs; False where one has failed."""
+        return any(part.is_running() for part in self._parts) and not any(part.has_failed for part in self._parts)
+
+    def end(self) -> None:
+        """End one after the other."""
+        for part in self._parts:
+            part.end()
 
 
 class Nodes(Protocol):
@@ -112,6 +137,9 @@ class Nodes(Protocol):
             SystemExit: The job is started again because of this process's exit code.
         """
 
+    def give_back(self) -> None:
+        """End what was asked of the scheduler for the run beside this job; only who holds the lease may."""
+
 
 class ThisMachine:
     """One node, and nobody who starts or ends jobs.
@@ -160,6 +188,9 @@ class ThisMachine:
     def requeue(self, after: str = "") -> None:
         """Raise: there is no queue."""
         raise RuntimeError("run the same command again to go on")
+
+    def give_back(self) -> None:
+        """Do nothing: nothing was asked for."""
 
 
 def start_here(command: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes] | None = None) -> LocalProcess:

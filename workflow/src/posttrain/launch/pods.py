@@ -192,6 +192,9 @@ class Pods:
         log.warning("ending with exit code %d: JobSet starts all pods again", EXIT_TO_START_AGAIN)
         sys.exit(EXIT_TO_START_AGAIN)
 
+    def give_back(self) -> None:
+        """Do nothing: JobSet takes the pods."""
+
     # ---- who comes ----
 
     def _wait_for_all(self) -> None:

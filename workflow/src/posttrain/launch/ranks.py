@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.launch.child import die_with_parent
+from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
 from posttrain.planner.flag import as_environment
@@ -27,6 +32,10 @@ from posttrain.training.early_end import SAVED_EXIT_CODE
 GRACE_SECONDS = 10.0
 STACK_SECONDS = 2.0
 LOG_TAIL_LINES = 15
+# In the stack of a main thread that waits for a checkpoint.
+WRITER_FILE = "training/checkpoint_writer.py"
+# A rank that waits in a collective of gloo looks again and again: one or two hundredths of a core.
+CPU_LOOK_SECONDS, IDLE_SHARE = 5.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,44 @@ class Rendezvous:
     port: int
 
 
+class CpuUse:
+    """Whether a process and its children have computed anything lately.
+
+    Args:
+        pid: The process.
+    """
+
+    def __init__(self, pid: int):
+        self._process = psutil.Process(pid)
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def look(self) -> None:
+        """Take note of what has been used by now; asked again too soon, it does nothing."""
+        now = time.monotonic()
+        if self._seen and now < self._seen[-1][0] + CPU_LOOK_SECONDS:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._seen.append((now, self._used()))
+        while len(self._seen) > 1 and self._seen[1][0] <= now - SHORTEST_PATIENCE_SECONDS:
+            self._seen.popleft()
+
+    @property
+    def is_idle(self) -> bool:
+        """In the last `SHORTEST_PATIENCE_SECONDS` a twentieth of a core was used at most."""
+        if not self._seen:
+            return False
+        (since, before), (now, used) = self._seen[0], self._seen[-1]
+        return now - since >= SHORTEST_PATIENCE_SECONDS and used - before <= IDLE_SHARE * (now - since)
+
+    def _used(self) -> float:
+        """Return the CPU seconds of the process, and of what it has others compute, compilers for example."""
+        times = [self._process.cpu_times()]
+        for child in self._process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times.append(child.cpu_times())
+        return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+
+
 @dataclass
 class RankProcess:
     """A trainer rank.
@@ -73,6 +120,10 @@ class RankProcess:
     process: subprocess.Popen
     log_path: Path
     progress_path: Path
+    _cpu_use: CpuUse = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cpu_use = CpuUse(self.process.pid)
 
     @property
     def has_saved(self) -> bool:
@@ -84,10 +135,16 @@ class RankProcess:
         progress = read_progress(self.progress_path) if self.process.poll() is None else None
         if progress is None:
             return None
-        return {"step": progress.step, "phase": progress.phase, "seconds": time.monotonic() - progress.since}
+        seconds = time.monotonic() - progress.since
+        self._cpu_use.look()
+        is_idle = seconds > SHORTEST_PATIENCE_SECONDS and self._cpu_use.is_idle
+        return {"step": progress.step, "phase": progress.phase, "seconds": seconds, "is_idle": is_idle}
 
     def stack(self) -> str | None:
-        """Return where its main thread is; None when it does not answer, as a stopped process does."""
+        """Return where its main thread is, or all threads where that waits for the one that writes a checkpoint.
+
+        None when it does not answer, as a stopped process does.
+        """
         size = self.log_path.stat().st_size
         self.process.send_signal(signal.SIGUSR2)
         deadline = time.monotonic() + STACK_SECONDS
@@ -95,9 +152,10 @@ class RankProcess:
             time.sleep(STACK_SECONDS / 10)
             with open(self.log_path, encoding="utf-8", errors="replace") as log:
                 log.seek(size)
-                _, marker, stack = log.read().partition("Current thread")
+                threads = log.read()
+            _, marker, stack = threads.partition("Current thread")
             if marker and "\n" in stack:
-                return stack.partition("\n\n")[0]
+                return threads if WRITER_FILE in stack else stack.partition("\n\n")[0]
         return None
 
     def ending(self) -> Ending | None:

@@ -24,7 +24,7 @@ def find_nodes(config: Config, run_folder: Path) -> Nodes:
             configuration.
     """
     if config.site.launcher == "slurm":
-        return SlurmAllocation.of_this_job(config)
+        return SlurmAllocation.of_this_job(config, run_folder)
     if config.site.launcher == "kubernetes":
         _check_num_pods(config)
         if config.nodes > 1:

@@ -7,9 +7,9 @@ is asked of SLURM itself.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +21,20 @@ from pathlib import Path
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.launch.container import srun_options, wrap
-from posttrain.launch.nodes import FIRST_PORT, LOOPBACK, LocalProcess, NodesLostError, interface_address, start_here
+from posttrain.launch.nodes import (
+    FIRST_PORT,
+    LOOPBACK,
+    LocalProcess,
+    NodesLostError,
+    StartedTogether,
+    interface_address,
+    start_here,
+)
+from posttrain.launch.slurm_query import JOB_PREFIX, QUERY_SECONDS, ask, job_is_alive, job_number
+from posttrain.launch.spare_jobs import SpareJobs
 
 log = logging.getLogger(__name__)
 
-JOB_PREFIX = "slurm:"
-# What squeue shows of jobs that will not run again.
-ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-QUERY_SECONDS = 60.0
 END_QUERY_SECONDS = 20.0
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
@@ -44,11 +50,15 @@ class SlurmAllocation:
         job_id: SLURM's number of the job.
         names: Its nodes, spare ones included; this process runs on the first.
         config: The resolved configuration.
+        run_folder: `train/` of the run.
     """
 
-    def __init__(self, job_id: str, names: Sequence[str], config: Config):
+    def __init__(self, job_id: str, names: Sequence[str], config: Config, run_folder: Path):
         self._job_id, self._names, self._config = job_id, list(names), config
         self._lost: set[str] = set()
+        self._spare_jobs = SpareJobs(config, job_id, self._names, run_folder)
+        # Nodes that came later -> the jobs that hold them.
+        self._new: dict[str, str] = {}
         self._stand_ins: LocalProcess | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
@@ -56,8 +66,12 @@ class SlurmAllocation:
         self.address = interface_address(config.site.network_interface) if len(names) > 1 else LOOPBACK
 
     @staticmethod
-    def of_this_job(config: Config) -> SlurmAllocation:
+    def of_this_job(config: Config, run_folder: Path) -> SlurmAllocation:
         """Return the allocation of the job that this process runs in.
+
+        Args:
+            config: The resolved configuration.
+            run_folder: `train/` of the run.
 
         Raises:
             RuntimeError: It runs in none.
@@ -68,31 +82,35 @@ class SlurmAllocation:
                 "site.launcher=slurm, but this is no SLURM job; use --workflow-profile .../profiles/slurm"
             )
         nodes = ask("squeue", "--noheader", "--jobs", job_id, "--format", "%N")
-        return SlurmAllocation(job_id, ask("scontrol", "show", "hostnames", nodes).split(), config)
+        return SlurmAllocation(job_id, ask("scontrol", "show", "hostnames", nodes).split(), config, run_folder)
 
     def choose(self, count: int) -> list[str]:
-        """Return the first nodes that are not lost.
+        """Return the first nodes that are not lost, those that came later behind the job's own.
 
         Raises:
             NodesLostError: Fewer are left.
         """
-        left = [name for name in self._names if name not in self._lost]
+        self._new = self._spare_jobs.nodes()
+        names = [*self._names, *self._new]
+        left = [name for name in names if name not in self._lost]
         if len(left) < count:
             lost = ", ".join(sorted(self._lost)) or "none was lost"
             raise NodesLostError(
-                f"training needs {count} nodes, and {len(left)} of the job's {len(self._names)} are left ({lost})"
+                f"training needs {count} nodes, and {len(left)} of the job's {len(names)} are left ({lost})"
             )
         return left[:count]
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> LocalProcess:
-        """Start a command on the nodes: with srun, or directly where there is only this one and no image."""
+    ) -> StartedTogether:
+        """Start a command on the nodes: with an srun for each job, or directly where there is no other and no image."""
         self._stand_in()
+        parts = [list(part) for _, part in itertools.groupby(names, self._job_of)]
         if self._config.site.container.runtime != "none":
-            self._make_node_local(names)
+            for part in parts:
+                self._make_node_local(part)
         with open(log_path, "ab") as sink:
-            return start_here(self.words(names, command), environment, sink)
+            return StartedTogether([start_here(self.words(part, command), environment, sink) for part in parts])
 
     def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
         """Return what starts a command on the nodes, in the site's image where it has one."""
@@ -113,12 +131,14 @@ class SlurmAllocation:
                 probe.wait()
                 answered = False
             lost += [] if answered else [name]
-        self._lost.update(lost)
+        if lost:
+            self.leave_out(lost)
         return lost
 
     def leave_out(self, names: Sequence[str]) -> None:
         """Do not choose these nodes again, although they answer."""
         self._lost.update(names)
+        self._spare_jobs.replace(self._lost)
 
     def job_is_alive(self, job: str) -> bool | None:
         """Tell whether SLURM runs a job or will; None where it cannot be told."""
@@ -155,12 +175,21 @@ class SlurmAllocation:
         log.warning("job %s goes back into the queue%s", self._job_id, f", behind {after}" if after else "")
         if after:  # which SLURM takes only of a job in the queue, where it also ends this process
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:  # the other job has taken the run, and has spare nodes of its own
+            self.give_back()
         ask("scontrol", "requeue", self._job_id)
         if after:
             ask("scontrol", "update", f"JobId={self._job_id}", f"Dependency=afterany:{job_number(after)}")
             sys.exit(1)
         while True:  # SLURM ends this process with the job
             time.sleep(QUERY_SECONDS)
+
+    def give_back(self) -> None:
+        """Cancel the jobs of nodes that came later, those of the run's earlier jobs too."""
+        self._spare_jobs.cancel_all()
+
+    def _job_of(self, name: str) -> str:
+        return self._new.get(name, self._job_id)
 
     def _stand_in(self) -> None:
         """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
@@ -179,39 +208,7 @@ class SlurmAllocation:
             subprocess.run(words, timeout=PROBE_SECONDS, check=False)
 
     def _srun(self, names: Sequence[str]) -> list[str]:
-        """Return srun with its options: one task on each of the nodes, beside whatever else runs in the job."""
-        place = ("--jobid", self._job_id, "--nodelist", ",".join(names), "--nodes", str(len(names)))
+        """Return srun with its options: one task on each of a job's nodes, beside whatever else runs in the job."""
+        place = ("--jobid", self._job_of(names[0]), "--nodelist", ",".join(names), "--nodes", str(len(names)))
         shape = ("--ntasks", str(len(names)), "--ntasks-per-node", "1", "--cpu-bind", "none")
         return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mem", "0", *place, *shape]
-
-
-def job_number(job: str) -> str:
-    """Return SLURM's number of a job of ours."""
-    return job.removeprefix(JOB_PREFIX)
-
-
-def job_is_alive(job: str) -> bool | None:
-    """Tell whether SLURM still runs a job, or will; None where it cannot be told from here.
-
-    Args:
-        job: As `SlurmAllocation.job` calls it.
-    """
-    if not job.startswith(JOB_PREFIX) or shutil.which("squeue") is None:
-        return None
-    try:
-        state = ask("squeue", "--noheader", "--states", "all", "--jobs", job_number(job), "--format", "%T")
-    except RuntimeError as error:
-        return False if "Invalid job id" in str(error) else None
-    return bool(state) and state not in ENDED_STATES
-
-
-def ask(*command: str) -> str:
-    """Return what a command of SLURM prints.
-
-    Raises:
-        RuntimeError: It fails.
-    """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout.strip()

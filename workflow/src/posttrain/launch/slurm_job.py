@@ -10,14 +10,14 @@ import functools
 import logging
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.lease import living_holder
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config, Site
-from posttrain.launch.slurm import job_is_alive, job_number
+from posttrain.launch.slurm_query import job_is_alive, job_number
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ def resources_of_all_jobs(site: Site) -> dict[str, str]:
     return {name: value for name, value in asked.items() if value}
 
 
-def resources_of_training(config: Config, lease_folder: Path) -> dict[str, Any]:
+def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str, Any]:
     """Return what the training job asks for.
 
     Args:
         config: The resolved configuration.
-        lease_folder: Of the run: a job that holds the lease is waited for in the queue.
+        lease_folder: Of the run: a job that holds the lease is waited for in the queue; None: for nobody.
     """
     slurm = config.site.slurm
     if config.site.launcher != "slurm":
@@ -63,6 +63,26 @@ def resources_of_serving(config: Config) -> dict[str, Any]:
     }
 
 
+def options_of_spare(config: Config, excluded: Collection[str]) -> list[str]:
+    """Return the options of sbatch for one more node like those of training.
+
+    Args:
+        config: The resolved configuration.
+        excluded: Nodes that it should not be.
+    """
+    slurm, word = config.site.slurm, "--exclude="
+    # Of two such options, sbatch takes the last one alone.
+    out = [option[len(word) :] for option in slurm.extra_options if option.startswith(word)]
+    asked = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
+    return [
+        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={slurm.cpus_per_node}", "--no-requeue"),
+        *(f"--{name}={value}" for name, value in asked.items() if value),
+        *(option for option in slurm.extra_options if not option.startswith(word)),
+        *_whole_nodes(config),
+        f"{word}{','.join([*out, *sorted(excluded)])}",
+    ]
+
+
 def _whole_nodes(config: Config) -> list[str]:
     """Return the words that ask for nodes with all their GPUs."""
     slurm = config.site.slurm
@@ -72,7 +92,7 @@ def _whole_nodes(config: Config) -> list[str]:
     return words
 
 
-def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
+def _extra(config: Config, lease_folder: Path | None) -> Callable[..., str]:
     slurm = config.site.slurm
     words = ["--requeue" if slurm.requeue else "--no-requeue"]
     # Of a job that outlives a lost node SLURM itself starts nothing again: only where there is a spare one.
@@ -81,7 +101,7 @@ def _extra(config: Config, lease_folder: Path) -> Callable[..., str]:
     words += _whole_nodes(config)
 
     def extra(wildcards: object) -> str:
-        return shlex.join([*words, *_dependency(lease_folder)])
+        return shlex.join([*words, *(_dependency(lease_folder) if lease_folder else ())])
 
     return extra
 

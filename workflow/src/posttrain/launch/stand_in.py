@@ -12,7 +12,8 @@ import logging
 import time
 
 from posttrain import cli
-from posttrain.launch.slurm import END_QUERY_SECONDS, ask
+from posttrain.launch.slurm import END_QUERY_SECONDS
+from posttrain.launch.slurm_query import ask
 
 log = logging.getLogger(__name__)
 

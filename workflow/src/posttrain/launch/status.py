@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.artifacts import Paths
 from posttrain.artifacts.lease import Holder, heartbeat_age_seconds, living_holder
 from posttrain.config.load import read_yaml
-from posttrain.launch.slurm import job_is_alive
+from posttrain.launch.slurm_query import job_is_alive
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import committed_checkpoints
 from posttrain.training.lineage import read_lineage

@@ -1,14 +1,15 @@
 """The head of a training job: holds the lease, and starts attempts until the training is done.
 
 When anything ends before that, everything is ended and starts again from the newest checkpoint; finished sample groups
-are replayed. A node that is gone is replaced by a spare one of the allocation; where none is left, the scheduler starts
-the job again later. A node that fails its preflight is replaced in the same way; where none is left, training ends and
-names it, because the scheduler could give the same one again. A crash that makes no progress is not repeated for ever:
-after `launch.max_idle_attempts` attempts without a new checkpoint or rollout the head gives up and says where to look.
+are replayed. A node that is gone is replaced by a spare one; where none is left, the scheduler starts the job again
+later. A node that fails its preflight is replaced in the same way; where none is left, training ends and names it,
+because the scheduler could give the same one again. A crash that makes no progress is not repeated for ever: after
+`launch.max_idle_attempts` attempts without a new checkpoint or rollout the head gives up and says where to look.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -23,13 +24,16 @@ from posttrain.artifacts.lease import (
     LeaseHeldError,
     living_holder,
 )
+from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.launch.gang import AttemptFailedError, EndedEarlyError, Gang, HangError
-from posttrain.launch.inspection import UnfitNodesError
+from posttrain.launch.gang import EndedEarlyError, Gang, HangError
+from posttrain.launch.gathering import AttemptFailedError
+from posttrain.launch.inspection import UnfitNodesError, describe_unfit
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.jobset import NUM_NODES
 from posttrain.launch.nodes import Nodes, NodesLostError
+from posttrain.preflight.judgement import Unfit
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,11 @@ def supervise(job: TrainingJob, config: Config, nodes: Nodes) -> None:
     folder = job.run_folder / "lease"
     try:
         with Lease(job.run_folder, folder, nodes.job, nodes.job_is_alive, wait_seconds) as lease:
-            _Supervision(job, config, nodes, lease).run()
+            nodes.give_back()  # what a head has left that was killed
+            try:
+                _Supervision(job, config, nodes, lease).run()
+            finally:
+                nodes.give_back()
     except LeaseHeldError:
         # Two drivers have submitted before either job ran. What is left to do after the other job, this one does.
         holder = living_holder(folder, nodes.job_is_alive)
@@ -71,10 +79,10 @@ class _Supervision:
     """
 
     def __init__(self, job: TrainingJob, config: Config, nodes: Nodes, lease: Lease):
-        self._job, self._config, self._nodes, self._lease = job, config, nodes, lease
+        self._job, self._config, self._nodes, self._lease = _with_own_config(job, config), config, nodes, lease
         self._idle = 0
         self._fit: set[str] = set()
-        self._unfit: dict[str, str] = {}
+        self._unfit: Unfit = {}
 
     def run(self) -> None:
         """Start attempts until the training is done."""
@@ -87,7 +95,7 @@ class _Supervision:
             except UnfitNodesError as error:
                 log.warning("other nodes take their place: %s", error)
                 self._nodes.leave_out(list(error.unfit))
-                self._unfit |= {name: ", ".join(reasons) for name, reasons in error.unfit.items()}
+                self._unfit |= error.unfit
             except EndedEarlyError:
                 self._nodes.requeue()
                 raise
@@ -100,18 +108,11 @@ class _Supervision:
             return self._nodes.choose(self._config.nodes)
         except NodesLostError as error:
             if self._unfit:
-                found = "".join(f"\n  {name}: {why}" for name, why in self._unfit.items())
-                remedy = f"mend them, or {self._exclusion()}, or launch.preflight=false"
-                raise RuntimeError(f"{error}; unfit to train:{found}\n  remedy: {remedy}") from None
+                found = describe_unfit(self._unfit, self._config)
+                raise RuntimeError(f"{error}; {found}, or launch.preflight=false") from None
             log.warning("%s", error)
             self._nodes.requeue()
             raise
-
-    def _exclusion(self) -> str:
-        """Return what keeps the next job off the unfit nodes."""
-        if self._config.site.launcher == "kubernetes":
-            return f"kubectl cordon {' '.join(self._unfit)}"
-        return f"site.slurm.extra_options: ['--exclude={','.join(self._unfit)}']"
 
     def _count(self, failure: AttemptFailedError, has_progress: bool) -> None:
         """Give up after too many failures in a row without progress; look at the nodes again where they may be why."""
@@ -127,10 +128,13 @@ class _Supervision:
 
     def _attempt(self, names: Sequence[str]) -> None:
         """Run engines and ranks until all ranks are done; record how it went."""
-        number = _next_attempt(self._job.run_folder)
-        folder = self._job.run_folder / "attempts" / f"{number:03d}"
-        folder.mkdir(parents=True)
-        row = {"attempt": number, "epoch": self._lease.epoch, "started_unix": time.time(), "nodes": list(names)}
+        folder = artifacts.make_next_folder(self._job.run_folder / "attempts")
+        row = {
+            "attempt": int(folder.name),
+            "epoch": self._lease.epoch,
+            "started_unix": time.time(),
+            "nodes": list(names),
+        }
         row |= {"job": self._nodes.job} if self._nodes.job else {}
         reason = "the supervisor was ended"
         gang = Gang(self._job, self._config, self._nodes, names, folder, self._lease, self._fit)
@@ -152,12 +156,20 @@ class _Supervision:
             artifacts.append_json_line(self._job.run_folder / "attempts.jsonl", row)
 
 
+def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:
+    """Keep the configuration where no other driver writes: the next one may have other nodes in mind.
+
+    Raises:
+        RuntimeError: It was replaced since this job has read it.
+    """
+    own = job.run_folder / "job.config.yaml"
+    artifacts.write_text(own, job.config_path.read_text(encoding="utf-8"))
+    if load_resolved(own) != config:
+        raise RuntimeError(f"{job.config_path} was written anew while the job began; give the same command again")
+    return dataclasses.replace(job, config_path=own)
+
+
 def _progress(run_folder: Path) -> tuple[int, int]:
     """Return (checkpoints ever committed by step, finished rollout chunks): it changes when anything was achieved."""
     steps = [int(path.name.removeprefix("step_")) for path in (run_folder / "checkpoints").glob("step_??????")]
     return max(steps, default=0), len(list((run_folder / "rollouts").glob("step_*/chunk_*.json")))
-
-
-def _next_attempt(run_folder: Path) -> int:
-    numbers = [int(path.name) for path in (run_folder / "attempts").glob("[0-9]*")]
-    return max(numbers, default=0) + 1

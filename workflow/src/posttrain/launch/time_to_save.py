@@ -1,13 +1,18 @@
-"""How long before its end a job has to be told to save: a step that has just begun ends first, then it is saved."""
+"""How long before its end a job has to be told to save: a step that has just begun ends first, then it is saved.
+
+During a step the checkpoint of the one before may be written. That of the last has no step to hide in.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from posttrain.config.schema import Config
 from posttrain.planner.duration import Bandwidths
 from posttrain.planner.step_time import step_with_save_seconds
+from posttrain.training.checkpoints import write_seconds
 
 # Steps are not all alike, and the longest may be yet to come.
 MEASURED_FACTOR = 1.5
@@ -15,16 +20,19 @@ MEASURED_FACTOR = 1.5
 
 @dataclass
 class TimeToSave:
-    """The longest of what the site asks for, what the plan expects, and what steps have taken so far.
+    """The longest of what the site asks for, what the plan expects, and what a step and a save have taken so far.
 
     Args:
         config: The resolved configuration.
+        checkpoints: The run's; earlier attempts have written some, too.
     """
 
     config: Config
+    checkpoints: Path
     _step: int = -1
     _since: float = 0.0
-    _longest: float = 0.0
+    _longest_step: float = 0.0
+    _longest_save: float = 0.0
     _planned: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,10 +44,12 @@ class TimeToSave:
             return
         now = time.monotonic()
         if self._step >= 0:
-            self._longest = max(self._longest, now - self._since)
+            self._longest_step = max(self._longest_step, now - self._since)
+        self._longest_save = max(self._longest_save, write_seconds(self.checkpoints))
         self._step, self._since = step, now
 
     @property
     def seconds(self) -> float:
         """Time that has to be left, seconds."""
-        return max(self.config.site.slurm.signal_seconds, self._planned, MEASURED_FACTOR * self._longest)
+        measured = MEASURED_FACTOR * (self._longest_step + self._longest_save)
+        return max(self.config.site.slurm.signal_seconds, self._planned, measured)

@@ -4,12 +4,15 @@ What a training checkpoint holds: the model's weights, the optimizer's main weig
 layout can load, see `optimizer_state`), and the numbers of finished steps and updates. There is no random state and no
 data position to save: both are pure functions of the seed and of the step.
 
-A save needs no memory on the GPU, and in host memory one tensor at a time.
+A save needs no memory on the GPU, and in host memory one tensor at a time. All that takes long in it is one function,
+which may run in another thread for as long as nobody changes the state.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +56,35 @@ def load_weights(model: LogprobModel, folder: Path) -> None:
     _fill(model, loaded)
 
 
-def save_training_state(policy: Policy, step: int, folder: Path) -> None:
-    """Write weights, optimizer and step count; collective. The caller makes the folder visible when all ranks are done.
+def prepare_save(policy: Policy, step: int, folder: Path, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
+    """Write all but weights and optimizer state, and return the function that writes these; both are collective.
 
     Args:
-        policy: What is trained.
+        policy: What is trained; it must not change before the returned function is done.
         step: Number of finished steps.
         folder: An empty folder that exists.
+        group: In what the returned function lets ranks talk to each other. One of its own where another thread uses the
+            default group meanwhile.
+
+    Returns:
+        The rest of the save. The caller makes the folder visible when it is done on all ranks.
     """
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
     counts = {"step": step, "optimizer_steps": count_steps(policy.optimizer)}
-    state = {**_training_state(policy), **counts}
-    dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
+    strategy = InProcessSave(group)
+    # Whether ranks together hold each tensor once is seen by torch when it plans who writes what. Megatron would look
+    # first, with a list of all shards that every rank gathers over the default group.
+    dist_checkpointing.save(
+        {**_training_state(policy), **counts},
+        str(folder),
+        sharded_strategy=strategy,
+        validate_access_integrity=False,
+    )
+    return strategy.write
 
 
 def load_training_state(policy: Policy, folder: Path) -> int:
-    """Restore what `save_training_state` wrote, in any layout; collective.
+    """Restore what `prepare_save` and its function wrote, in any layout; collective.
 
     Args:
         policy: Model and optimizer to fill.
@@ -90,20 +106,40 @@ def load_training_state(policy: Policy, folder: Path) -> int:
 
 
 class InProcessSave(SaveShardedStrategy):
-    """Writes torch_dist in this process.
+    """Writes torch_dist in this process, when `write` is called.
 
     Megatron's own strategy forks a writer. A trainer has threads (requests to engines, metrics), and a fork in the
     midst of them may hang; a forked writer also outlives a trainer that is killed. The files are the same.
+
+    Args:
+        group: What `write` is collective in; None for the default group.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__("torch_dist", 1)
+        self._group = group
+        # A new thread begins with the first device.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards and, on rank 0, the metadata; collective."""
+        """Take note of this rank's shards."""
         sharded_state_dict, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_save(
-            mcore_to_pyt_state_dict(sharded_state_dict, False),
-            storage_writer=_OneTensorAtATime(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        self._state, self._folder = mcore_to_pyt_state_dict(sharded_state_dict, False), checkpoint_dir
+
+    def write(self) -> None:
+        """Write this rank's shards and, on rank 0, the metadata; collective."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        try:
+            torch_save(
+                self._state,
+                storage_writer=_OneTensorAtATime(self._folder),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as error:  # no `Exception`; it holds what each rank raised
+            cause, _ = error.failures[min(error.failures)]
+            raise cause from error
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -120,7 +156,7 @@ class _OneTensorAtATime(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what a rank's plan names into one file, and return where each item lies in it."""
         name = f"{plan.storage_data.prefix}0.distcp"
-        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream, _as_the_system_says():
             results = [
                 _write_item(
                     self.transforms, stream, _on_host(planner, item), item, name, SerializationFormat.TORCH_SAVE
@@ -132,6 +168,17 @@ class _OneTensorAtATime(FileSystemWriter):
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
+
+
+@contextmanager
+def _as_the_system_says() -> Iterator[None]:
+    """Raise the OSError that ended a write: `torch.save` covers it with a complaint about its position in the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _on_host(planner: SavePlanner, item: WriteItem) -> Any:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -14,6 +19,28 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@contextmanager
+def joined_ranks(config: Config) -> Iterator[None]:
+    """Join the other ranks for the block; see `initialize`.
+
+    After an error the process ends without taking the groups apart. A thread of its own may be in a collective that
+    will never be complete, where nothing can interrupt it; groups, and Python at its own end, would wait for it.
+    """
+    initialize(config)
+    try:
+        yield
+    except BaseException:
+        atexit.register(_end_now)
+        raise
+    shut_down()
+
+
+def _end_now() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def initialize(config: Config) -> None:

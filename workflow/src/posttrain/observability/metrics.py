@@ -74,9 +74,7 @@ METRICS: Mapping[str, Metric] = {
     "perf/weight_sync_seconds": Metric("New weights into the engines", "s", is_timing=True),
     "perf/mismatch_seconds": Metric("Comparison of trainer and engine", "s", is_timing=True),
     "perf/save_seconds": Metric(
-        "Writing the step's checkpoint; the rename that commits it comes after the step's row",
-        "s",
-        is_timing=True,
+        "Waiting, after the rollout, for the checkpoint of the step before to be written", "s", is_timing=True
     ),
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
 }

@@ -17,6 +17,8 @@ ROLLOUT = "rollout"
 BEAT_SECONDS = 5.0
 # Rank 0 has the rollout, and the others are about to get it: no phase of its own, but a place where ranks can hang.
 SHARE_ROLLOUT = "share_rollout"
+# A step is done, and its checkpoint is about to be written in a thread: the same.
+BEGIN_SAVE = "begin_save"
 _LINE_BYTES = 64
 
 

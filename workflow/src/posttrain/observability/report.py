@@ -55,7 +55,7 @@ class PromptSamples:
 def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
     """Return the report as one HTML page."""
     samples = pair_samples(run.before["examples"], run.after["examples"])
-    rules = rule_chain(run.config)
+    rules = rule_chain(run.config, is_fork=bool(run.lineage))
     return render_page(
         "report.html.j2",
         run=run,

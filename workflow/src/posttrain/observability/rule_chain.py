@@ -38,9 +38,14 @@ class RuleNode:
         return self.name.split(" ")[0]
 
 
-def rule_chain(config: Config) -> list[RuleNode]:
-    """Return the rules that lead to the report, in the order of the data."""
-    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config)]
+def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
+    """Return the rules that lead to the report, in the order of the data.
+
+    Args:
+        config: The resolved configuration.
+        is_fork: The run begins with another run's state.
+    """
+    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config, is_fork)]
 
 
 def is_staged(config: Config) -> bool:
@@ -95,7 +100,7 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
     return rules
 
 
-def _training_rules(config: Config) -> list[RuleNode]:
+def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
     on_gpus = config.hardware.device == "cuda"
     trainer_gpus = world_size(config) if on_gpus else 0
     serving_gpus = engine_gpus(config) if on_gpus else 0
@@ -104,7 +109,9 @@ def _training_rules(config: Config) -> list[RuleNode]:
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
     before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, "patch_hf_config")
     evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
+    fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
     return [
+        *fork,
         RuleNode(
             "evaluate before",
             "pass rate of the model as it came",
@@ -114,7 +121,7 @@ def _training_rules(config: Config) -> list[RuleNode]:
         RuleNode(
             "train_grpo",
             "GRPO: rollout, update, weight sync",
-            (*before, "download_dataset"),
+            (*before, "download_dataset", *(rule.name for rule in fork)),
             1,
             config.nodes,
             trainer_gpus,

@@ -1,18 +1,19 @@
 """What share of a run's wall time ends in kept steps: failures simulated as a Poisson process.
 
 Letters: k steps between checkpoints; s seconds of a new step, r of one whose rollout is on disk (r = s where nothing is
-replayed); c seconds of a save, in which nothing else happens; R seconds of a restart.
+replayed); c seconds of a save, h of them hidden behind the next step's rollout; R seconds of a restart.
 
 A run goes from failure to failure. After each comes a restart, which may itself be interrupted. Then the steps since
 the last checkpoint are done again, in r seconds where their rollout is on disk, and the run goes on: k steps, a save, k
-steps, a save. A rollout that was interrupted is counted as lost whole; its finished groups are in truth kept, but most
-groups end late, with their longest sample.
+steps, a save. A save begins with the rollout of the step after it and counts c seconds later: a failure before that has
+the k steps done again. The step waits for the save, c - h seconds. A rollout that was interrupted is counted as lost
+whole; its finished groups are in truth kept, but most groups end late, with their longest sample.
 
     share = s x (steps of committed checkpoints) / wall time
 
 The time between two failures is exponential, so the state after a failure is all that the next one needs: the number of
-rollouts on disk since the checkpoint, and the spare nodes left. Between two failures everything has a closed form, for
-all runs of all scenarios at a time.
+rollouts on disk since the checkpoint, and how long each spare node is still to be waited for. Between two failures
+everything has a closed form, for all runs of all scenarios at a time.
 """
 
 from __future__ import annotations
@@ -52,20 +53,24 @@ class Scenario:
         step: A new step, without saves.
         redone_step: A step after a failure, where it had been done before.
         save: One checkpoint.
+        hidden_save: Part of it that passes beside the next step's rollout, at most as long as that.
         save_interval: Steps between checkpoints.
         failures_per_second: Of all nodes together.
         node_loss_share: Share of the failures that take a node away.
-        spares: Spare nodes of an allocation; when none is left, the next loss is requeued, and they are there again.
+        spares: Spare nodes of an allocation; when none is there, the next loss is requeued, and they are there again.
+        refill: From the use of a spare node until another is there; infinite where nobody sends one.
         restart: How long restarts take.
     """
 
     step: float
     redone_step: float
     save: float
+    hidden_save: float
     save_interval: int
     failures_per_second: float
     node_loss_share: float
     spares: int
+    refill: float
     restart: RestartSeconds
 
 
@@ -100,21 +105,23 @@ def with_intervals(scenario: Scenario, intervals: Sequence[int]) -> list[Scenari
 
 
 def share_without_failures(scenario: Scenario) -> float:
-    """Return k s / (k s + c): saves are all that is lost."""
+    """Return k s / (k s + c - h): waiting for saves is all that is lost."""
     kept = scenario.save_interval * scenario.step
-    return kept / (kept + scenario.save)
+    return kept / (kept + scenario.save - scenario.hidden_save)
 
 
 def share_without_replay(scenario: Scenario) -> float:
     """Return the expected share when every restart takes `restart.in_place` and nothing is replayed.
 
-        share = l w exp(-l R) / (exp(l (w + c)) - 1),  w = k s,  l failures per second
+        share = l w exp(-l (R + w + c)) / (1 - exp(-l (w + c - h))),  w = k s,  l failures per second
 
-    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    The first checkpoint of an attempt counts after R + w + c seconds, each further one w + c - h later. Source, for
+    h = 0: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
     Computer Systems 22 (2006), equation 20, which is exact for exponential failures.
     """
     rate, work = scenario.failures_per_second, scenario.save_interval * scenario.step
-    return rate * work * math.exp(-rate * scenario.restart.in_place) / math.expm1(rate * (work + scenario.save))
+    first, cycle = scenario.restart.in_place + work + scenario.save, work + scenario.save - scenario.hidden_save
+    return rate * work * math.exp(-rate * first) / -math.expm1(-rate * cycle)
 
 
 def young_interval_seconds(save: float, failures_per_second: float) -> float:
@@ -135,13 +142,17 @@ class _Runs:
     def __init__(self, scenarios: Sequence[Scenario]):
         self._step, self._redone = _column(scenarios, "step"), _column(scenarios, "redone_step")
         self._save, self._interval = _column(scenarios, "save"), _column(scenarios, "save_interval")
-        self._rate, self._spares = _column(scenarios, "failures_per_second"), _column(scenarios, "spares")
+        self._hidden_save, self._rate = _column(scenarios, "hidden_save"), _column(scenarios, "failures_per_second")
+        self._refill, spares = _column(scenarios, "refill"), _column(scenarios, "spares")
         self._node_loss_share = _column(scenarios, "node_loss_share")
         restarts = [scenario.restart for scenario in scenarios]
         self._in_place, self._on_spare = _column(restarts, "in_place"), _column(restarts, "on_spare")
         self._requeued = _column(restarts, "requeued")
         shape = (len(scenarios), NUM_RUNS)
-        self._spares_left = np.broadcast_to(self._spares, shape).copy()
+        # Seconds until each spare node is there [place, scenario, run]; one that there is not never comes.
+        places = np.arange(max(1, int(spares.max())))[:, None, None]
+        self._all_there = np.where(places < spares, 0.0, np.inf)
+        self._until_there = np.broadcast_to(self._all_there, (len(places), *shape)).copy()
         self._rolled_out, self._kept_steps, self._wall = np.zeros(shape), np.zeros(shape), np.zeros(shape)
 
     def meet_failure(self, wait: Array, draw: Array) -> None:
@@ -154,16 +165,21 @@ class _Runs:
         seconds = wait / self._rate
         self._wall += seconds
         trained = seconds - self._restart(draw)
-        until_save = self._rolled_out * self._redone + (self._interval - self._rolled_out) * self._step + self._save
-        is_saved = trained >= until_save
-        cycle = self._interval * self._step + self._save
-        later = np.where(is_saved, trained - until_save, 0.0)
+        self._until_there = np.maximum(self._until_there - seconds, 0.0)
+        redone = np.minimum(self._rolled_out, self._interval)
+        until_saved = redone * self._redone + (self._interval - redone) * self._step + self._save
+        is_saved = trained >= until_saved
+        cycle = self._interval * self._step + self._save - self._hidden_save
+        later = np.where(is_saved, trained - until_saved, 0.0)
         cycles = np.floor(later / cycle)
         self._kept_steps += np.where(is_saved, (1 + cycles) * self._interval, 0.0)
-        # Of the steps since the last checkpoint, those that were there when this attempt began come first.
-        new = np.where(is_saved, later - cycles * cycle, trained - self._rolled_out * self._redone)
+        # Of the steps since the last checkpoint, those that were there when this attempt began come first. When a
+        # checkpoint begins to count, the next rollout has been going on for as long as hides the save.
+        new = np.where(is_saved, later - cycles * cycle + self._hidden_save, trained - redone * self._redone)
         before = np.where(is_saved, 0.0, self._rolled_out)
-        self._rolled_out = np.minimum(before + self._rollouts_in(np.maximum(new, 0.0)), self._interval)
+        # The rollout beside a save may end before the save does.
+        most = self._interval + (self._hidden_save > 0)
+        self._rolled_out = np.minimum(before + self._rollouts_in(np.maximum(new, 0.0)), most)
 
     def shares(self) -> list[float]:
         """Return the share of each scenario, all its runs together."""
@@ -172,10 +188,11 @@ class _Runs:
 
     def _restart(self, draw: Array) -> Array:
         loses_node = draw < self._node_loss_share
-        has_spare = self._spares_left > 0
-        self._spares_left = np.where(
-            loses_node, np.where(has_spare, self._spares_left - 1, self._spares), self._spares_left
-        )
+        place = self._until_there.argmin(axis=0)[None]
+        nearest = np.take_along_axis(self._until_there, place, axis=0)
+        has_spare = nearest[0] == 0.0
+        np.put_along_axis(self._until_there, place, np.where(loses_node & has_spare, self._refill, nearest), axis=0)
+        np.copyto(self._until_there, self._all_there, where=loses_node & ~has_spare)
         return np.where(loses_node, np.where(has_spare, self._on_spare, self._requeued), self._in_place)
 
     def _rollouts_in(self, seconds: Array) -> Array:

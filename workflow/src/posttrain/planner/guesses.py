@@ -22,7 +22,7 @@ class Guesses:
         headroom: Share of a GPU's memory that has to stay free for a layout to be proposed first.
         expert_imbalance: Rows at the busiest rank's experts over the mean, in the worst layer and micro-batch.
         prompt_share: Longest prompt over the longest response.
-        queue_seconds: Wait of a job that was requeued for new nodes.
+        queue_seconds: Wait of a job that was requeued for new nodes, or that asks for a spare one.
     """
 
     cuda_context: float = 1.5

@@ -8,7 +8,8 @@ memory, gradients apart, which are dropped. Per phase and rank:
     optimizer awake   gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits
     weight_sync       a bucket of weights, gathered and in the engines' precision
-    save              nothing on the GPU; in host memory one tensor on its way to the file
+    while a checkpoint is written, from the end of a step until the end of the next rollout:
+                      nothing on the GPU; in host memory one tensor on its way to the file
 
 On a machine without GPUs nothing sleeps and everything lies in host memory.
 """
@@ -30,6 +31,7 @@ MIB = 1 << 20
 STATE_BYTES = 4
 # The others hold part of what one of these holds.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
+WRITING_PHASES = ("rollout", ASLEEP.name, "save")
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Plan:
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage, layers)
         host = {} if everything else self._asleep(phase, stage)
-        if phase.name == "save":
+        if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 

@@ -30,11 +30,11 @@ PHASES = {
     phase.name: phase
     for phase in (
         Phase("rollout", engines_awake=True, trainer_awake=False, optimizer_awake=False),
+        Phase("save", engines_awake=False, trainer_awake=True, optimizer_awake=True),
         Phase("old_logprobs", engines_awake=False, trainer_awake=True, optimizer_awake=False),
         Phase("mismatch", engines_awake=False, trainer_awake=True, optimizer_awake=False),
         Phase("train", engines_awake=False, trainer_awake=True, optimizer_awake=True),
         Phase("weight_sync", engines_awake=True, trainer_awake=True, optimizer_awake=False),
-        Phase("save", engines_awake=False, trainer_awake=True, optimizer_awake=True),
     )
 }
 

@@ -59,7 +59,8 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         workflow: What it was resolved from; stands in the commands.
         jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
     """
-    config, needs = resolved.config, RuleNeeds(resolved.config, jobs_at_once=jobs_at_once)
+    config = resolved.config
+    needs = RuleNeeds(config, jobs_at_once=jobs_at_once, is_fork=bool(resolved.fork))
     needed = needs.storage
     served, phases = engine.engine_memory(config), phase_memory(config)
     layouts = propose_layouts(config)
@@ -123,7 +124,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
     """
     if resolved is None:
         return render_page("plan.html.j2", plan=plan, config=None)
-    rules = rule_chain(resolved.config)
+    rules = rule_chain(resolved.config, is_fork=bool(resolved.fork))
     planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
     return render_page(
         "plan.html.j2",

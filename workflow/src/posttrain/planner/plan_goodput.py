@@ -8,7 +8,8 @@ Published rates:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,9 @@ from posttrain.planner.goodput import (
     effective_shares,
     with_intervals,
 )
+from posttrain.planner.guesses import GUESSES
 from posttrain.planner.plan_rules import counted
-from posttrain.planner.restart import STATE, WEIGHTS, RestartPart, checkpoint_reads, restart_parts, total
+from posttrain.planner.restart import KINDS, Means, means_today, restart_parts, total
 from posttrain.planner.step_time import IN_EVERY_STEP
 from posttrain.planner.storage import Storage
 
@@ -37,8 +39,8 @@ SPARES = (0, 1, 2, 4, 8)
 # What the simulation takes for granted when nothing else is said: one spare node for so many.
 NODES_PER_SPARE = 32
 NOT_MODELLED = (
-    "failures: time limits of a queue, hangs and slow nodes that nobody notices, failures that come together, the "
-    "first start of a run, evaluation and export",
+    "failures: time limits of a queue, hangs and slow nodes that nobody notices, failures that come together, loading "
+    "a state that was read, the first start of a run, evaluation and export",
 )
 
 
@@ -84,35 +86,45 @@ def goodput_part(
     """
     if "step" not in durations:
         return None
-    parts = restart_parts(config, needed, rates, durations)
+    today = means_today(config, needed)
+    parts = restart_parts(config, needed, rates, durations, today)
     scenario = scenario_of(config, total(parts), durations)
+
+    def restart_with(**means: Any) -> RestartSeconds:
+        return total(restart_parts(config, needed, rates, durations, dataclasses.replace(today, **means)))
+
+    features, missing = _features(scenario, restart_with), _what_is_missing(scenario, today, restart_with)
     return {
         "goal": GOAL,
         "step_seconds": round(scenario.step, 3),
         "redone_step_seconds": round(scenario.redone_step, 3),
         "save_seconds": scenario.save,
+        "waits_for_save_seconds": round(scenario.save - scenario.hidden_save, 3),
         "node_loss_share": NODE_LOSS_SHARE,
         "spares": scenario.spares,
+        "refill_seconds": scenario.refill if math.isfinite(scenario.refill) else None,
         "nodes_per_spare": NODES_PER_SPARE,
         "restart_seconds": dataclasses.asdict(total(parts)),
         "restart_parts": [dataclasses.asdict(part) for part in parts],
-        "rates": [_rate_part(config, rate, scenario, parts, checkpoint_reads(config, needed)) for rate in RATES],
+        "rates": [_rate_part(config, rate, features, missing) for rate in RATES],
     }
 
 
 def scenario_of(config: Config, restart: RestartSeconds, durations: Mapping[str, float]) -> Scenario:
     """Return the run of a configuration with all features, at the first of `RATES`."""
     step = sum(durations[f"step_{phase}"] for phase in IN_EVERY_STEP)
+    rollout, save = durations["step_rollout"], durations["step_save"]
+    is_slurm = config.site.launcher == "slurm"
     return Scenario(
         step=step,
-        redone_step=step - durations["step_rollout"],
-        save=durations["step_save"],
+        redone_step=step - rollout,
+        save=save,
+        hidden_save=min(save, rollout),
         save_interval=config.trainer.save_interval,
         failures_per_second=RATES[0].per_second(config.nodes * config.hardware.gpus_per_node),
         node_loss_share=NODE_LOSS_SHARE,
-        spares=nodes_with_spares(config) - config.nodes
-        if config.site.launcher == "slurm"
-        else spares_for(config.nodes),
+        spares=nodes_with_spares(config) - config.nodes if is_slurm else spares_for(config.nodes),
+        refill=math.inf if is_slurm and not config.site.slurm.refill_spares else GUESSES.queue_seconds,
         restart=restart,
     )
 
@@ -146,25 +158,29 @@ def goodput_chart(goodput: Mapping[str, Any]) -> Chart:
 
 
 def _rate_part(
-    config: Config, rate: FailureRate, run: Scenario, parts: Sequence[RestartPart], reads: int
+    config: Config, rate: FailureRate, features: Mapping[str, Scenario], missing: Mapping[str, Scenario]
 ) -> dict[str, Any]:
-    """Return what is known at one rate of failures; `reads` of the training state at a restart."""
+    """Return what is known at one rate of failures; the last feature is what the run has today."""
     per_node = rate.per_second(config.hardware.gpus_per_node)
-    run = dataclasses.replace(run, failures_per_second=per_node * config.nodes)
-    (best,) = _best([run])
-    features, missing = _features(run), _what_is_missing(run, parts, reads)
-    shares = effective_shares(list(features.values()))
-    found = {name: (run.save_interval, share) for name, share in zip(features, shares, strict=True)}
+
+    def at_rate(scenarios: Mapping[str, Scenario]) -> dict[str, Scenario]:
+        each = per_node * config.nodes
+        return {name: dataclasses.replace(scenario, failures_per_second=each) for name, scenario in scenarios.items()}
+
+    features, missing = at_rate(features), at_rate(missing)
+    run = [*features.values()][-1]
+    gained = dict(zip(features, _best(features.values()), strict=True))
+    (configured,), best = effective_shares([run]), [*gained.values()][-1]
     by_interval = effective_shares(with_intervals(run, INTERVALS))
     return {
         "name": rate.name,
         "source": rate.source,
         "hours_between_failures": round(1 / run.failures_per_second / 3600, 3),
-        "configured": _share_part(run.save_interval, shares[-1]),
+        "configured": _share_part(run.save_interval, configured),
         "best": _share_part(*best),
         "reaches_goal": best[1] >= GOAL,
         "by_interval": [_share_part(*pair) for pair in zip(INTERVALS, by_interval, strict=True)],
-        "features": _gains({**found, "best save interval": best}),
+        "features": _gains(gained),
         "missing": _gains(dict(zip(missing, _best(missing.values()), strict=True)), best[1]),
         "by_spares": _by_spares(run, config.nodes),
         "by_nodes": _by_nodes(run, per_node),
@@ -196,41 +212,50 @@ def _by_nodes(run: Scenario, failures_per_second_and_node: float) -> list[dict[s
     ]
 
 
-def _features(run: Scenario) -> dict[str, Scenario]:
-    """Return the run as it would be with nothing, then with one feature more each, at its own save interval."""
-    requeued = RestartSeconds(*[run.restart.requeued] * 3)
-    bare = dataclasses.replace(run, restart=requeued, spares=0, redone_step=run.step)
-    inside = dataclasses.replace(bare, restart=run.restart)
-    with_spares = {
-        f"{counted(run.spares, 'spare node')} in the allocation": dataclasses.replace(inside, spares=run.spares)
+def _features(run: Scenario, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
+    """Return the run as it would be with nothing, then with one feature more each."""
+    slow = restart_with(reads_weights=True, state_waits=True)
+    spares: dict[str, dict[str, Any]] = {}
+    if run.spares:
+        spares[f"{counted(run.spares, 'spare node')} in the allocation"] = {"spares": run.spares, "refill": math.inf}
+        if math.isfinite(run.refill):
+            spares["a used spare node replaced through the queue"] = {"refill": run.refill}
+    changes: dict[str, dict[str, Any]] = {
+        "every failure requeued, all steps since the last checkpoint done again": {
+            "restart": RestartSeconds(*[slow.requeued] * len(KINDS)),
+            "spares": 0,
+            "redone_step": run.step,
+            "hidden_save": 0.0,
+        },
+        "restart inside the allocation": {"restart": slow},
+        **spares,
+        "replay of finished groups": {"redone_step": run.redone_step},
+        "engines start without weights": {"restart": restart_with(state_waits=True)},
+        "the training state is read while engines start": {"restart": run.restart},
+        "checkpoints are written during the next rollout": {"hidden_save": run.hidden_save},
     }
-    return {
-        "every failure requeued, all steps since the last checkpoint done again": bare,
-        "restart inside the allocation": inside,
-        **(with_spares if run.spares else {}),
-        "replay of finished groups": run,
-    }
+    features = {}
+    for feature, change in changes.items():
+        run = features[feature] = dataclasses.replace(run, **change)
+    return features
 
 
-def _what_is_missing(run: Scenario, parts: Sequence[RestartPart], reads: int) -> dict[str, Scenario]:
+def _what_is_missing(run: Scenario, today: Means, restart_with: Callable[..., RestartSeconds]) -> dict[str, Scenario]:
     """Return what the run could be with more than there is today, one thing more each."""
-    state = parts[STATE].seconds
-    background = dataclasses.replace(run, save=0.0)
-    missing = {"steps go on while a checkpoint is written (at most)": background}
-    once = _faster(background, state, 1 - 1 / reads)
-    if reads > 1:
-        missing["nodes with the memory to read the training state once"] = once
-    no_weights = _faster(once, parts[WEIGHTS].seconds, 1.0)
-    return missing | {
-        "a restart does not read the engines' weights again": no_weights,
-        "it finds the training state in the nodes' memory (at most)": _faster(no_weights, state, 1 / reads),
-    }
-
-
-def _faster(run: Scenario, part: RestartSeconds, share: float) -> Scenario:
-    kinds = ("in_place", "on_spare", "requeued")
-    left = RestartSeconds(*(getattr(run.restart, kind) - share * getattr(part, kind) for kind in kinds))
-    return dataclasses.replace(run, restart=left)
+    missing: dict[str, Scenario] = {}
+    means: dict[str, Any] = {}
+    if run.hidden_save < run.save:
+        run = dataclasses.replace(run, hidden_save=run.save)
+        missing["steps do not wait for a checkpoint (at most)"] = run
+    for name, is_missing, mean in (
+        ("nodes with the memory to read the training state once", today.state_reads > 1, {"state_reads": 1}),
+        ("it finds the training state in the nodes' memory (at most)", True, {"state_reads": 0}),
+        ("engines live on when others fail (at most)", True, {"starts_engines": False}),
+    ):
+        if is_missing:
+            means |= mean
+            missing[name] = dataclasses.replace(run, restart=restart_with(**means))
+    return missing
 
 
 def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:

@@ -26,17 +26,25 @@ class RuleNeeds:
     Args:
         config: The resolved configuration.
         rates: Assumed bandwidths.
+        jobs_at_once: Jobs that run side by side; None where it is not known.
+        is_fork: The run begins with another run's state.
     """
 
-    def __init__(self, config: Config, rates: Bandwidths | None = None, jobs_at_once: int | None = None) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        rates: Bandwidths | None = None,
+        jobs_at_once: int | None = None,
+        is_fork: bool = False,
+    ) -> None:
+        self._config, self._is_fork = config, is_fork
         self.rates = rates or Bandwidths()
         self._jobs_at_once = jobs_at_once
 
     @cached_property
     def chain(self) -> list[RuleNode]:
         """The rules that lead to the report."""
-        return rule_chain(self._config)
+        return rule_chain(self._config, self._is_fork)
 
     @cached_property
     def storage(self) -> Storage:

@@ -75,6 +75,7 @@ def why_no_split(config: Config) -> str | None:
 
 
 def _notes(config: Config, work: Workload) -> dict[str, str]:
+    every = config.trainer.save_interval
     share, prefill = f"mean length assumed at {work.mean_share:.0%} of it", prefill_gpus(config)
     if prefill:
         share += f"; {prefill} GPUs prefill, then the others decode"
@@ -83,7 +84,7 @@ def _notes(config: Config, work: Workload) -> dict[str, str]:
         "old_logprobs": "a forward pass over all samples",
         "train": "forward, backward, recomputation, pipeline idle and the optimizer",
         "weight_sync": "new weights to all engines",
-        "save": f"every {config.trainer.save_interval} steps",
+        "save": f"during the next rollout, {'after each step' if every == 1 else f'every {every} steps'}",
         "evaluation": "before and after the run, not in a step",
     }
 

@@ -6,6 +6,7 @@ in a queue is a guess that `plan.json` repeats.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,7 @@ WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS = 88.0, 695.0 - 531.0
 # A checkpoint is read to compare its hashes, then to load it: the second time from the nodes' memory, where this share
 # of it holds what the ranks of a node read. The rest is for the processes.
 FREE_MEMORY_SHARE = 0.25
-# Places in `restart_parts`.
-WEIGHTS, STATE = 2, 4
+KINDS = tuple(field.name for field in dataclasses.fields(RestartSeconds))
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,35 @@ class RestartPart:
     note: str
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a restart has to do, which depends on what there is to help it.
+
+    Args:
+        reads_weights: Engines read or copy their weights before they start.
+        starts_engines: Engines have to be started.
+        state_reads: How often the training state is read from shared storage.
+        state_waits: It is read when engines are ready, not while they start.
+    """
+
+    reads_weights: bool
+    starts_engines: bool
+    state_reads: int
+    state_waits: bool
+
+
+def means_today(config: Config, needed: Storage) -> Means:
+    """Return what a restart of a configuration has to do."""
+    return Means(
+        reads_weights=False,
+        starts_engines=True,
+        state_reads=checkpoint_reads(config, needed),
+        state_waits=False,
+    )
+
+
 def restart_parts(
-    config: Config, needed: Storage, rates: Bandwidths, durations: Mapping[str, float]
+    config: Config, needed: Storage, rates: Bandwidths, durations: Mapping[str, float], means: Means
 ) -> list[RestartPart]:
     """Return what a restart consists of, in the order of time.
 
@@ -54,13 +81,11 @@ def restart_parts(
         needed: Bytes on disk.
         rates: What is assumed of lines and disks.
         durations: `duration.durations_seconds`.
+        means: What it has to do.
     """
-    engine_bytes = needed.rollout_fp8 or needed.hf
-    is_shared = config.stage.copy == "nothing"
-    weights = config.nodes * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
-    reads = checkpoint_reads(config, needed)
-    state = reads * needed.training_checkpoint / rates.shared_storage
     lost = config.launch.node_silence_seconds
+    start = RestartSeconds(WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS, COLD_ENGINE_SECONDS)
+    start = start if means.starts_engines else _always(0.0)
     return [
         RestartPart(
             "notice it, end what still runs",
@@ -68,24 +93,33 @@ def restart_parts(
             "a crash: measured on CPU; a lost node: the longest silence that is allowed",
         ),
         RestartPart("wait in the queue", RestartSeconds(0, 0, GUESSES.queue_seconds), "a guess, the site's own"),
-        RestartPart(
-            "read or copy the engines' weights on each node",
-            RestartSeconds(weights, weights, weights),
-            f"{engine_bytes / 1e9:,.0f} GB at the assumed rate of {'shared storage' if is_shared else 'a node disk'}",
-        ),
-        RestartPart(
-            "start engines and ranks",
-            RestartSeconds(WARM_ENGINE_SECONDS, COLD_ENGINE_SECONDS, COLD_ENGINE_SECONDS),
-            "published for SGLang: warm, and on a fresh node",
-        ),
-        RestartPart(
-            "check and load the training state",
-            RestartSeconds(state, state, state),
-            f"{needed.training_checkpoint / 1e12:.3g} TB, read {'once' if reads == 1 else 'twice'}, at the assumed "
-            "rate of shared storage",
-        ),
+        *([_weights_part(config, needed, rates)] if means.reads_weights else []),
+        RestartPart("start engines and ranks", start, "published for SGLang: warm, and on a fresh node"),
+        _state_part(needed, rates, means, start),
         RestartPart("weights to the engines", _always(durations["step_weight_sync"]), "as in a step"),
     ]
+
+
+def _weights_part(config: Config, needed: Storage, rates: Bandwidths) -> RestartPart:
+    engine_bytes = needed.rollout_fp8 or needed.hf
+    is_shared = config.stage.copy == "nothing"
+    seconds = config.nodes * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
+    return RestartPart(
+        "read or copy the engines' weights on each node",
+        _always(seconds),
+        f"{engine_bytes / 1e9:,.0f} GB at the assumed rate of {'shared storage' if is_shared else 'a node disk'}",
+    )
+
+
+def _state_part(needed: Storage, rates: Bandwidths, means: Means, start: RestartSeconds) -> RestartPart:
+    seconds = means.state_reads * needed.training_checkpoint / rates.shared_storage
+    times = {0: "not read", 1: "read once"}.get(means.state_reads, "read twice")
+    note = f"{needed.training_checkpoint / 1e12:.3g} TB, {times}, at the assumed rate of shared storage"
+    if means.state_waits:
+        return RestartPart("check and load the training state", _always(seconds), note)
+    rest = RestartSeconds(*(max(seconds - getattr(start, kind), 0.0) for kind in KINDS))
+    note = f"{note}: {seconds:,.0f} s, of which this is left when engines have started"
+    return RestartPart("check and load the training state meanwhile", rest, note)
 
 
 def checkpoint_reads(config: Config, needed: Storage) -> int:
@@ -96,8 +130,7 @@ def checkpoint_reads(config: Config, needed: Storage) -> int:
 
 def total(parts: Sequence[RestartPart]) -> RestartSeconds:
     """Return the sum of the parts."""
-    kinds = ("in_place", "on_spare", "requeued")
-    return RestartSeconds(*(sum(getattr(part.seconds, kind) for part in parts) for kind in kinds))
+    return RestartSeconds(*(sum(getattr(part.seconds, kind) for part in parts) for kind in KINDS))
 
 
 def _always(seconds: float) -> RestartSeconds:

@@ -6,7 +6,8 @@
     train          forward, backward and recomputation; x (m + p - 1) / m for p pipeline stages and m micro-batches;
                    and the optimizer's state read and written once per update
     weight_sync    all weights in the engines' format, at the rate of a published broadcast
-    save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps
+    save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
+                   step's rollout, so that a step waits only for what is longer
     evaluation     held-out prompts, before and after the run
     idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
 
@@ -170,8 +171,8 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
         shared_storage: Bytes per second of shared storage.
 
     Returns:
-        Nothing for a machine without GPUs. `step_save` is one checkpoint; `step` holds its share of one.
-        `step_idle` is part of the other phases.
+        Nothing for a machine without GPUs. `step_save` is one checkpoint; `step` holds its share of the wait for one,
+        and only after the last step it is waited for in full. `step_idle` is part of the other phases.
     """
     if config.hardware.device == "cpu":
         return {}
@@ -186,10 +187,10 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
         "save": storage(config).training_checkpoint / shared_storage,
     }
     phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
-    steps, saves = config.training.num_steps, config.training.num_steps // config.trainer.save_interval
-    step = sum(phases[name] for name in IN_EVERY_STEP)
-    total = steps * step + saves * phases["save"]
-    seconds = {"step": total / steps, **{f"step_{name}": value for name, value in phases.items()}}
+    wait = max(phases["save"] - rollout.seconds, 0.0)
+    step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
+    total = config.training.num_steps * step + phases["save"]
+    seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
     rules = {"train_grpo": total} | dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
     return _rounded(seconds | rules)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
@@ -64,12 +64,9 @@ def judge_reach(unreachable: Mapping[str, Sequence[str]]) -> Unfit:
     """
     broken = {(one, other) for one, others in unreachable.items() for other in others}
     unfit: Unfit = {}
-    while broken:
-        named = Counter(name for pair in broken for name in pair)
-        name, count = max(named.items(), key=lambda item: (item[1], item[0]))
-        others = sorted({other for pair in broken if name in pair for other in pair} - {name})
-        unfit[name] = [f"no connection with {', '.join(others)} ({count} of the tries failed)"]
-        broken = {pair for pair in broken if name not in pair}
+    for name, pairs in _fewest(broken):
+        others = sorted({other for pair in pairs for other in pair} - {name})
+        unfit[name] = [f"no connection with {', '.join(others)} ({len(pairs)} of the tries failed)"]
     return unfit
 
 
@@ -93,8 +90,34 @@ def judge_links(results: Results, min_share: float) -> Unfit:
     return {name: reasons for name, reasons in unfit.items() if reasons}
 
 
-def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results) -> str:
-    """Return the lowest rate of each kind, for a line in a log."""
+def judge_transfers(sent: Mapping[str, Rows], backend: str, min_share: float) -> Unfit:
+    """Name nodes that KV caches do not get to or from, or slowly: the fewest that explain every bad transfer.
+
+    Args:
+        sent: Node -> what its process of `preflight.kv_transfer` printed, in the order of the ring.
+        backend: What carries them.
+        min_share: A rate below this share of the median is too low; of each node the better of its two counts.
+    """
+    names = list(sent)
+    rates = {name: sum(_values([rows], "rate")) for name, rows in sent.items()}
+    around = zip(names[-1:] + names[:-1], names, strict=True)
+    median = statistics.median(max(rates[before], rates[name]) for before, name in around)
+    bad = {}
+    for name, receiver in zip(names, names[1:] + names[:1], strict=True):
+        if not rates[name]:
+            bad[name, receiver] = f"broke off, see preflight-{name}.log"
+        elif not sent[name][-1]["has_arrived"]:
+            bad[name, receiver] = "brought other bytes"
+        elif rates[name] < min_share * median:
+            bad[name, receiver] = f"{rates[name]:,.3g} MB/s, the median is {median:,.3g}"
+    return {
+        name: [f"KV cache over {backend} from {one} to {other}: {bad[one, other]}" for one, other in sorted(pairs)]
+        for name, pairs in _fewest(set(bad))
+    }
+
+
+def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results, sent: Mapping[str, Rows]) -> str:
+    """Return the lowest rate of each kind, for a line in a log; arguments as the judgements have them."""
     parts = []
     for disk in sorted({disk for said in facts.values() for disk in said["rates"]}):
         parts.append(f"{disk} {min(said['rates'][disk] for said in facts.values()):,.0f} MB/s")
@@ -102,7 +125,19 @@ def summarize(facts: Mapping[str, Mapping[str, Any]], results: Results) -> str:
     sums = [rate for processes in results.values() for rate in _values(processes, "all_reduce")]
     parts += [f"between two nodes {min(links):,.0f} MB/s"] if links else []
     parts += [f"all-reduce {min(sums):,.0f} MB/s"] if sums else []
+    caches = _values(list(sent.values()), "rate")
+    parts += [f"KV cache {min(caches):,.0f} MB/s"] if caches else []
     return ", ".join(parts)
+
+
+def _fewest(broken: set[tuple[str, str]]) -> Iterator[tuple[str, set[tuple[str, str]]]]:
+    """Yield names, each with the pairs that it explains, until all broken pairs are explained."""
+    while broken:
+        named = Counter(name for pair in broken for name in pair)
+        worst, _ = max(named.items(), key=lambda item: (item[1], item[0]))
+        explained = {pair for pair in broken if worst in pair}
+        yield worst, explained
+        broken = broken - explained
 
 
 def _add_slow(unfit: Unfit, rates: Mapping[str, float], what: str, unit: str, min_share: float) -> None:

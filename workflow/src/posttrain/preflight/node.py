@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import Config
+from posttrain.planner.flag import as_environment
+from posttrain.planner.sglang_flags import environment_flags
+from posttrain.preflight.kv_transfer import MODULES
 from posttrain.preflight.versions import installed_versions, is_too_old
 
 NVIDIA_SMI = "nvidia-smi"
@@ -57,12 +61,47 @@ def inspect_node(config: Config, node_local: Path, shared: Path) -> NodeFacts:
         found, driver = check_gpus(config.hardware.gpus_per_node)
         problems += found
         versions |= {"driver": driver} if driver else {}
+    if config.engine.pd.num_prefill_engines:
+        problems += check_transport(config)
     for name, folder in zip(DISKS, (node_local, shared), strict=True):
         try:
             rates[name] = write_rate(folder)
         except OSError as error:
             problems.append(f"{name} ({DISKS[name]}): {folder}: {error.strerror or error}")
     return NodeFacts(problems, versions, rates)
+
+
+def check_transport(config: Config) -> list[str]:
+    """Return why what carries the KV cache cannot be used in the engines' environment; nothing where it can."""
+    backend, python = config.engine.pd.transfer_backend, transport_python(config)
+    command = [python, "-c", f"import {', '.join(MODULES[backend])}"]
+    environment = os.environ | transport_environment(config)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    else:
+        if done.returncode == 0:
+            return []
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return [f"engine.pd.transfer_backend={backend}: not importable by {python} ({reason})"]
+
+
+def transport_python(config: Config) -> str:
+    """Return the interpreter that has what carries the KV cache: the engines'."""
+    return config.engine.python or sys.executable
+
+
+def transport_environment(config: Config) -> dict[str, str]:
+    """Return the variables of what carries the KV cache: the engines', and the network's for UCX over TCP.
+
+    On RDMA cards, UCX has other names for devices than the system has for interfaces.
+    """
+    is_tcp = config.hardware.device == "cpu" and config.site.network_interface
+    interface = {"UCX_NET_DEVICES": config.site.network_interface} if is_tcp else {}
+    return interface | as_environment(environment_flags(config))
 
 
 def check_gpus(wanted: int) -> tuple[list[str], str]:

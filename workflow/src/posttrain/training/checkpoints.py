@@ -131,6 +131,16 @@ def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def write_seconds(folder: Path) -> float:
+    """Return the time from the first to the last file of the newest committed checkpoint, 0 where there is none."""
+    committed = committed_checkpoints(folder)
+    try:
+        written = [path.stat().st_mtime for _, newest in committed[-1:] for path in newest.iterdir()]
+    except FileNotFoundError:  # it has just expired, and there is a newer one
+        return write_seconds(folder)
+    return max(written, default=0.0) - min(written, default=0.0)
+
+
 def check_sizes(folder: Path) -> list[str]:
     """Return a line for each file of a committed checkpoint that is missing or of another size than was written."""
     return _compare(folder, content=False)

@@ -2,6 +2,8 @@
 
 Every rank runs this loop. Rank 0 also talks to the engines, writes metrics and commits checkpoints. All that a step
 depends on is the weights and the step's number, so a run that was killed anywhere continues with the same bits.
+
+A checkpoint is written while the next step's rollout runs, which leaves the trainer's state alone.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 
 from posttrain.megatron_backend.train_step import learning_rate
 from posttrain.observability.progress import ProgressBar
+from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
 from posttrain.training.phases import PhaseClock
 from posttrain.training.run import TrainingRun
 
@@ -26,25 +29,27 @@ def train(run: TrainingRun) -> bool:
         Whether the last step is done.
     """
     num_steps = run.config.training.num_steps
-    first_step = run.resume()
+    finished = run.resume()
     with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
-        bar.advance(first_step)
-        for step in range(first_step, num_steps):
-            metrics = train_step(run, step)
+        bar.advance(finished)
+        while finished < num_steps and not run.ends_early:
+            metrics = train_step(run, finished)
+            finished += 1
             bar.advance(1, note=f"reward {metrics.get('rollout/reward_mean', 0):.3f}")
-            if run.ends_early:
-                log.info("asked to end: step %d is saved", step + 1)
-                return False
-    return True
+    finish_checkpoint(run, PhaseClock(finished))
+    if run.ends_early:
+        log.info("asked to end: step %d is saved", finished)
+    return not run.ends_early
 
 
 def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
     clock = PhaseClock(step)
     run.reseed(step)
-    run.find_slow_ranks()
     with clock.phase("rollout"):
         rollout = run.collect(step)
+    finish_checkpoint(run, clock)
+    run.find_slow_ranks()  # while engines rest, and nothing is written
     updates = run.make_updates(rollout.groups)
     with clock.phase("old_logprobs"):
         updates = [run.with_old_logprobs(update) for update in updates]
@@ -57,10 +62,15 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
         if finished < run.config.training.num_steps:
             run.publish(finished)
         is_due = run.checkpoint_is_due(finished)
-    if is_due:
-        with clock.phase("save"):
-            run.write_checkpoint(finished)
     metrics = run.log_step(step, rollout, updates, statistics, mismatch, clock)
     if is_due:
-        run.commit_checkpoint(finished)
+        report_progress(step, BEGIN_SAVE)
+        run.checkpoint_writer.begin(finished)
     return metrics
+
+
+def finish_checkpoint(run: TrainingRun, clock: PhaseClock) -> None:
+    """Wait until the checkpoint that is being written, if any, is committed: what follows changes the state."""
+    if run.checkpoint_writer.is_writing:
+        with clock.phase("save"):
+            run.checkpoint_writer.finish()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +29,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.engines.client import EngineClient
 from posttrain.megatron_backend import checkpoint, train_step
-from posttrain.megatron_backend.initialize import initialize, shut_down
+from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.ranks import (
     data_parallel_rank,
@@ -42,6 +45,7 @@ from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.training import early_end
 from posttrain.training.batch import Update, make_updates
+from posttrain.training.checkpoint_writer import CheckpointWriter, in_thread
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.metrics import step_metrics
 from posttrain.training.phases import PhaseClock
@@ -58,12 +62,14 @@ class Head:
     """What only rank 0 has.
 
     Args:
+        client: The engines.
         coordinator: Makes rollouts.
         store: Rollouts on disk.
         open_sinks: Opens the metric sinks after the last step that stays, None for a fresh start.
         sinks: The open sinks.
     """
 
+    client: EngineClient
     coordinator: RolloutCoordinator
     store: RolloutStore
     open_sinks: Callable[[int | None], MetricSinks]
@@ -78,6 +84,8 @@ class TrainingRun:
         policy: Model and optimizer of this rank.
         torch_dist: Initial weights.
         checkpoints: Where training states are.
+        content_check: Whether the newest of them is what was written.
+        checkpoint_writer: Writes them.
         publisher: Brings weights to the engines.
         runner: Event loop for everything that talks to engines.
         head: What only rank 0 has; None elsewhere.
@@ -90,11 +98,13 @@ class TrainingRun:
         weights: HubWeights,
         torch_dist: Path,
         checkpoints: CheckpointFolder,
+        content_check: Future[None],
+        checkpoint_writer: CheckpointWriter,
         publisher: WeightPublisher,
         runner: asyncio.Runner,
         head: Head | None,
     ):
-        self.config = config
+        self.config, self.checkpoint_writer, self._content_check = config, checkpoint_writer, content_check
         self._policy, self._weights, self._torch_dist = policy, weights, torch_dist
         self._checkpoints, self._publisher, self._runner, self._head = checkpoints, publisher, runner, head
         self._num_skipped = 0
@@ -118,17 +128,26 @@ class TrainingRun:
         finished = self._checkpoints.newest_step()
         if finished:
             log.info("resuming after step %d", finished)
-            self._checkpoints.check_content(finished, dist.get_rank(), dist.get_world_size())
+            self._content_check.result()
             checkpoint.load_training_state(self._policy, self._checkpoints.path(finished))
-            self._publisher.publish(finished)
         else:
             checkpoint.load_weights(self._policy.model, self._torch_dist)
             self._policy.optimizer.reload_model_params()
+        self._wait_for_engines()
+        if finished:
+            self._publisher.publish(finished)
         if self._head:
             self._checkpoints.remove_leftovers()
             self._head.sinks = self._head.open_sinks(finished or None)
         checkpoint.barrier()
         return finished
+
+    def _wait_for_engines(self) -> None:
+        """Return when they are ready: they have been loading, too."""
+        if self._head:
+            started = time.perf_counter()
+            self._runner.run(self._head.client.wait_ready(self.config.engine.start_timeout_seconds))
+            log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)
 
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
@@ -198,24 +217,6 @@ class TrainingRun:
         self.ends_early = asked[0] and finished < self.config.training.num_steps
         is_last = finished == self.config.training.num_steps
         return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0
-
-    def write_checkpoint(self, finished: int) -> None:
-        """Write the state aside; it does not count before `commit_checkpoint`."""
-        if self._head:
-            self._checkpoints.begin(finished)
-        checkpoint.barrier()
-        checkpoint.save_training_state(self._policy, finished, self._checkpoints.partial(finished))
-        checkpoint.barrier()
-        records = _from_all_ranks(self._checkpoints.record_share(finished, dist.get_rank()))
-        if self._head:
-            self._checkpoints.write_manifest(finished, records)
-
-    def commit_checkpoint(self, finished: int) -> None:
-        """Make the state visible; the metrics of its steps are on disk by now."""
-        if self._head:
-            self._checkpoints.commit(finished)
-            self._head.store.forget_before(finished)
-        checkpoint.barrier()
 
     def log_step(
         self,
@@ -300,20 +301,30 @@ def open_run(
         engine_urls: Engines, ready or about to be.
         may_commit: See `CheckpointFolder`.
     """
-    initialize(config)
+    checkpoints = CheckpointFolder(run_folder / "checkpoints", config.trainer.keep_checkpoints, may_commit)
+    # Reading a checkpoint takes longest of all: it begins before the ranks meet and the model is built.
+    content_check = in_thread(partial(_check_newest, checkpoints))
     with ExitStack() as stack:
-        stack.callback(shut_down)
+        stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
         policy = build_policy(config)
         weights = HubWeights(policy.model, config.model.architecture)
-        checkpoints = CheckpointFolder(run_folder / "checkpoints", config.trainer.keep_checkpoints, may_commit)
         head, client = None, None
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, runner, stack)
             head = _open_head(config, run_name, run_folder, model_folder, dataset, client, stack)
             stack.callback(lambda: head.sinks and head.sinks.close())
         publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
-        yield TrainingRun(config, policy, weights, torch_dist, checkpoints, publisher, runner, head)
+        writer = CheckpointWriter(policy, checkpoints, head.store.forget_before if head else lambda _: None)
+        yield TrainingRun(
+            config, policy, weights, torch_dist, checkpoints, content_check, writer, publisher, runner, head
+        )
+
+
+def _check_newest(checkpoints: CheckpointFolder) -> None:
+    """Compare this rank's share of the newest checkpoint, if there is one, with what was written."""
+    if finished := checkpoints.newest_step():
+        checkpoints.check_content(finished, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def _open_client(config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack) -> EngineClient:
@@ -325,7 +336,6 @@ def _open_client(config: Config, engine_urls: Sequence[str], runner: asyncio.Run
     )
     runner.run(client.__aenter__())
     stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
-    runner.run(client.wait_ready(config.engine.start_timeout_seconds))
     return client
 
 
@@ -348,4 +358,4 @@ def _open_head(
         graders=stack.enter_context(GraderPool()),
     )
     open_sinks = partial(MetricSinks, run_folder, run_name, config.logging, config=experiment_of(config))
-    return Head(coordinator, store, lambda last_step: open_sinks(last_step=last_step))
+    return Head(client, coordinator, store, lambda last_step: open_sinks(last_step=last_step))

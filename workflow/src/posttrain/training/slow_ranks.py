@@ -7,16 +7,17 @@ tells which it is. Each rank therefore times the same small computation once a s
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from statistics import median_low
+from statistics import median, median_low
 
 import torch
 
 # About 50 ms of one CPU core, a few ms of a GPU: longer than the slices in which a system shares a core out.
 PROBE_SIZE, PROBE_REPEATS = 256, 160
 SLOW_FACTOR = 3.0
-# One slow probe may be chance: another process had the core.
-STEPS_IN_A_ROW = 3
+# One slow probe may be chance, and a fast rank's one too: another process had the core.
+STEPS = 3
 
 
 def probe_seconds() -> float:
@@ -35,21 +36,23 @@ class SlowRanks:
     """Judges the probes of all ranks, step by step."""
 
     def __init__(self) -> None:
-        self._times_in_a_row: dict[int, int] = {}
+        self._steps: deque[Sequence[float]] = deque(maxlen=STEPS)
 
     def look(self, seconds: Sequence[float]) -> dict[int, float]:
-        """Return the ranks that were slow in the last steps, with how many times the median they took.
+        """Return the ranks whose median of the last steps is slow, with how many times that of the others they took.
 
         Args:
             seconds: Of each rank's probe in this step.
 
         Example:
-            Probes of 1, 1, 5 and 1 seconds in three steps: {2: 5.0} after the third.
+            Probes of 1, 1, 5 and 1 seconds in two of three steps: {2: 5.0} after the third.
         """
-        usual = median_low(seconds)  # of two ranks, the faster one's
-        slow = {rank: value / usual for rank, value in enumerate(seconds) if value > SLOW_FACTOR * usual}
-        self._times_in_a_row = {rank: self._times_in_a_row.get(rank, 0) + 1 for rank in slow}
-        return {rank: factor for rank, factor in slow.items() if self._times_in_a_row[rank] >= STEPS_IN_A_ROW}
+        self._steps.append(seconds)
+        if len(self._steps) < STEPS:
+            return {}
+        own = [median(probes) for probes in zip(*self._steps, strict=True)]
+        usual = median_low(own)  # of two ranks, the faster one's
+        return {rank: value / usual for rank, value in enumerate(own) if value > SLOW_FACTOR * usual}
 
 
 def _wait_for(device: str) -> None:

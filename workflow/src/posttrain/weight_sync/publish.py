@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,12 +14,15 @@ from safetensors.torch import save_file
 from posttrain import artifacts
 from posttrain.checkpoint.fp8 import Fp8Format, dequantize, largest_magnitude, quantize_stream
 from posttrain.checkpoint.quantize import make_fp8
-from posttrain.checkpoint.safetensors_io import TensorSpec, read_header
+from posttrain.checkpoint.quantized_names import layer_of
+from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
 from posttrain.checkpoint.shard_writer import write_index
 from posttrain.config.derived import fp8_settings
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.client import EngineClient
+from posttrain.engines.responses import NO_WEIGHTS
+from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.weights import HubWeights
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ class WeightPublisher:
         client: The engines, on rank 0; None elsewhere.
         runner: Event loop of rank 0.
         disk_folder: Where the "disk" transport puts the weights.
-        model_folder: The checkpoint that engines loaded first; its config and tokenizer go along with weights on disk.
+        model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class WeightPublisher:
         """Bring all engines to the present weights under a version number; collective.
 
         Raises:
+            CheckpointError: Engines started without weights, and the trainer does not have all of them.
             RuntimeError: When an engine did not take the update; none of them serves a mixture.
         """
         if self._client is None:
@@ -90,14 +94,49 @@ class WeightPublisher:
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
+        assert self._client is not None, "rank 0 talks to the engines"
         served = served_format(self._config)
         tensors = self._whole_tensors()
-        return quantize_stream(tensors, served) if served else tensors
+        tensors = quantize_stream(tensors, served) if served else tensors
+        if NO_WEIGHTS in self._runner.run(self._client.weight_versions()):
+            num_layers = self._config.model.architecture.num_hidden_layers
+            drafts = self._config.engine.mtp_steps > 0
+            return whole_checkpoint(tensors, self._model_folder, num_layers, drafts)
+        return tensors
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights.gather():
             assert tensor is not None, "rank 0 gets every tensor"
             yield name, tensor
+
+
+def whole_checkpoint(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, num_layers: int, drafts: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, then what engines that started without weights need besides.
+
+    Args:
+        tensors: What is trained, by Hub name, with scales.
+        folder: The checkpoint that the engines started from.
+        num_layers: Decoder layers; the MTP layers come after them.
+        drafts: Engines draft with the MTP layers, which nobody trains: they are read from the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has tensors in other layers that are not trained: engines would compute with
+            noise. Names them.
+    """
+    missing = dict.fromkeys(read_index(folder).weight_map)
+    for name, tensor in tensors:
+        missing.pop(name, None)
+        yield name, tensor
+    untrained = [name for name in missing if (layer_of(name) or 0) >= num_layers]
+    if unknown := [*missing.keys() - untrained]:
+        listed = ", ".join(sorted(unknown)[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise CheckpointError(f"{folder}: engines started without weights, and the trainer does not have {listed}")
+    if drafts:
+        checkpoint = CheckpointReader(folder)
+        for name in untrained:
+            yield name, checkpoint.tensor(name)
 
 
 def served_format(config: Config) -> Fp8Format | None:

@@ -44,7 +44,8 @@ async def _serve(arguments: argparse.Namespace, listening: socket.socket, starte
 
     if arguments.served_threads:
         torch.set_num_threads(arguments.served_threads)
-    loaded = load_model(arguments.model_path, getattr(torch, arguments.dtype))
+    has_weights = arguments.load_format == "auto"
+    loaded = load_model(arguments.model_path, getattr(torch, arguments.dtype), has_weights)
     loaded.weights.version = arguments.weight_version
     worker = Worker(
         loaded.model,
@@ -91,6 +92,12 @@ def _parse_arguments() -> argparse.Namespace:
         help="every request is a batch of its own; off, waiting requests are merged",
     )
     parser.add_argument("--max-running-requests", type=int, default=512, help="rows of a merged batch")
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: read no weights, the first update brings them",
+    )
     parser.add_argument("--weight-version", default="default", help="name of the weights in --model-path")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies")
     return parser.parse_args()

@@ -53,13 +53,15 @@ class LoadedModel:
     max_positions: int
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> LoadedModel:
+def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> LoadedModel:
     """Build the model of `folder` and load its weights.
 
     Args:
         folder: config.json, shards in BF16, FP32 or FP8, and optionally
             generation_config.json.
         dtype: What weights and activations are computed in.
+        has_weights: Off, nothing but config.json and generation_config.json is read, and the first update, which must
+            hold every tensor, makes the model ready.
 
     Raises:
         CheckpointError: When the architecture is not served, or the weights do not fit it.
@@ -72,7 +74,12 @@ def load_model(folder: Path, dtype: torch.dtype) -> LoadedModel:
     model = _build(config_file, config, dtype)
     num_mtp_layers = int(config.get("num_nextn_predict_layers") or 0)
     weights = ServedWeights(model, config["num_hidden_layers"], num_mtp_layers)
-    fill_from_folder(weights.initial_load(), folder)
+    if has_weights:
+        fill_from_folder(weights.initial_load(), folder)
+    else:
+        for tensor in model.state_dict().values():
+            tensor.zero_()  # memory holds anything at first, not the same every time
+        log.info("no weights are read from %s: the first update brings them", folder)
     log.info("%s with %d indexers", type(model).__name__, make_indexers_stable(model))
     return LoadedModel(
         folder=folder,

@@ -1,0 +1,39 @@
+"""Look at the nodes of a training job, the spare ones too, as training does before it begins; nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.artifacts import Paths
+from posttrain.cli import add_configuration, run
+from posttrain.errors import raise_if_any
+from posttrain.launch.inspection import describe_unfit
+from posttrain.launch.preflight import check_launchable, look_at_nodes
+from posttrain.launch.site import find_nodes
+from posttrain.planner.layout_choice import resolve
+from posttrain.preflight.report import print_findings
+
+
+def main() -> None:
+    """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
+    arguments = parse_arguments()
+    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    config = paths.resolved.config
+    raise_if_any(check_launchable(config))
+    found = look_at_nodes(paths, find_nodes(config, paths.train))
+    print_findings(found.findings())
+    print(f"preflight: {paths.preflight.resolve()}", flush=True)
+    if found.unfit:
+        num_nodes = len(found.fit) + len(found.unfit)
+        raise RuntimeError(f"{len(found.unfit)} of {num_nodes} nodes are {describe_unfit(found.unfit, config)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_configuration(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

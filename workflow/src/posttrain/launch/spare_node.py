@@ -1,0 +1,30 @@
+"""What runs in a job that holds a spare node: `python -m posttrain.launch.spare_node`.
+
+It does nothing but end with the job that trains: the head of that one starts on the node what it needs, and cancels
+this job at its own end. Who is killed cancels nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from posttrain import cli
+from posttrain.launch.slurm import END_QUERY_SECONDS
+from posttrain.launch.slurm_query import job_state
+
+# In which a job has its nodes; one that was put back into the queue has none.
+STATES_WITH_NODES = ("RUNNING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")
+
+
+def main() -> None:
+    """Wait for the end of the job that trains; a SLURM that does not answer is asked again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", required=True, help="SLURM's number of the job that trains")
+    job = parser.parse_args().job
+    while job_state(job) in (None, *STATES_WITH_NODES):
+        time.sleep(END_QUERY_SECONDS)
+
+
+if __name__ == "__main__":
+    cli.run(main, role="spare node")

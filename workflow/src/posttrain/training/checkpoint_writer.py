@@ -1,0 +1,121 @@
+"""Writes checkpoints in a thread, while the main thread does what leaves the training state alone.
+
+Nothing is copied for it: from the end of a step until the first pass of the next, a rollout long, weights and optimizer
+state stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from posttrain.artifacts import FileRecord
+from posttrain.megatron_backend import checkpoint
+from posttrain.megatron_backend.model import Policy
+from posttrain.training.checkpoints import CheckpointFolder
+
+log = logging.getLogger(__name__)
+
+# Ranks wait for the one that writes longest. Whether it hangs is judged where training waits for it.
+WRITE_TIMEOUT = timedelta(days=1)
+
+
+class CheckpointWriter:
+    """Writes and commits one checkpoint at a time; every rank makes one and calls it at the same points.
+
+    Args:
+        policy: What is trained; nobody changes it between `begin` and the end of `finish`.
+        folder: Where checkpoints are.
+        forget_before: Called on rank 0 with the finished steps of a checkpoint that was committed.
+    """
+
+    def __init__(self, policy: Policy, folder: CheckpointFolder, forget_before: Callable[[int], None]):
+        self._policy, self._folder, self._forget_before = policy, folder, forget_before
+        self._is_rank0 = dist.get_rank() == 0
+        # The default group is the main thread's.
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._written: Future[None] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """A checkpoint was begun and is not finished."""
+        return self._written is not None
+
+    def begin(self, finished: int) -> None:
+        """Begin to write the state after `finished` steps; their metrics are on disk by now."""
+        assert self._written is None, "one checkpoint at a time"
+        started = time.perf_counter()
+        partial_folder = self._folder.partial(finished)
+        with naming_the_folder(partial_folder):
+            if self._is_rank0:
+                self._folder.begin(finished)
+            checkpoint.barrier()
+            write = checkpoint.prepare_save(self._policy, finished, partial_folder, self._group)
+        self._written = in_thread(partial(self._write_and_commit, finished, write, started))
+
+    def finish(self) -> None:
+        """Return when the checkpoint is committed.
+
+        Raises:
+            RuntimeError: It could not be written; with folder and free space.
+            LeaseLostError: Another supervisor has taken over the run.
+        """
+        assert self._written is not None, "no checkpoint was begun"
+        self._written.result()
+        self._written = None
+
+    def _write_and_commit(self, finished: int, write: Callable[[], None], started: float) -> None:
+        with naming_the_folder(self._folder.partial(finished)):
+            write()
+            records = self._gather(self._folder.record_share(finished, dist.get_rank()))
+            if self._is_rank0:
+                self._folder.write_manifest(finished, records)
+        if self._is_rank0:
+            self._folder.commit(finished)
+            self._forget_before(finished)
+            seconds = time.perf_counter() - started
+            log.info("checkpoint after step %d committed, written in %.1f s", finished, seconds)
+        dist.barrier(self._group)
+
+    def _gather(self, mine: list[FileRecord]) -> list[FileRecord]:
+        """Return the records of all ranks on rank 0, none elsewhere."""
+        everybody: list[Any] | None = [None] * dist.get_world_size() if self._is_rank0 else None
+        dist.gather_object(mine, everybody, group=self._group)
+        return [record for records in everybody or [] for record in records]
+
+
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Run a function in a thread that holds up nobody's end, and return what tells how it went."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
+
+
+@contextmanager
+def naming_the_folder(folder: Path) -> Iterator[None]:
+    """Say with each failure to write where that was, and how much room there is."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        free = shutil.disk_usage(folder.parent).free
+        raise RuntimeError(f"{folder}: the checkpoint could not be written; {free} bytes are free there") from error
