@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 from posttrain.artifacts import Paths
-from posttrain.cli import add_configuration, run
+from posttrain.cli import parse_configuration, run
 from posttrain.errors import raise_if_any
 from posttrain.launch.inspection import describe_unfit
 from posttrain.launch.preflight import check_launchable, look_at_nodes
@@ -16,7 +14,7 @@ from posttrain.preflight.report import print_findings
 
 def main() -> None:
     """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
-    arguments = parse_arguments()
+    arguments = parse_configuration(__doc__)
     paths = Paths(resolve(arguments.workflow, arguments.config_dir))
     config = paths.resolved.config
     raise_if_any(check_launchable(config))
@@ -26,13 +24,6 @@ def main() -> None:
     if found.unfit:
         num_nodes = len(found.fit) + len(found.unfit)
         raise RuntimeError(f"{len(found.unfit)} of {num_nodes} nodes are {describe_unfit(found.unfit, config)}")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.artifacts import Paths
-from posttrain.cli import add_configuration, run
+from posttrain.cli import parse_configuration, run
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
@@ -23,7 +22,7 @@ from posttrain.planner.layout_choice import resolve
 
 def main() -> None:
     """Read every run, or the one that was named; write nothing."""
-    arguments = parse_arguments()
+    arguments = parse_configuration(__doc__)
     resolved = resolve(arguments.workflow, arguments.config_dir)
     results = Paths(resolved).run.parent
     runs = choose(find_runs(results), resolved, results, is_named=bool(arguments.workflow.get("run")))
@@ -86,13 +85,6 @@ def show_queue(jobs: list[QueuedJob]) -> None:
     for job in jobs:
         table.add_row(*dataclasses.astuple(job))
     Console(width=160).print(table)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.requirements import require
 
 SFTP_SERVER = Path("/usr/lib/openssh/sftp-server")
 SFTP_PORT = 2022
@@ -52,8 +52,7 @@ def require_network() -> None:
     programs = [name for name in ("ip", "tc", "nsenter", "sshfs", "socat", "fusermount3") if not shutil.which(name)]
     reason = f"missing {programs}: make env-network" if programs or not SFTP_SERVER.exists() else ""
     reason = reason or ("" if os.geteuid() == 0 else "network namespaces need root")
-    if reason:
-        pytest.fail(reason) if "network" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    require("network", reason)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.requirements import require
 
 OPTIONS = "loop,noauto_da_alloc,data=writeback,commit=300"
 
@@ -72,10 +72,8 @@ def new_disk(folder: Path, size_mib: int = 256) -> Iterator[Disk]:
 
 def _require_mounts() -> None:
     """Skip where loop devices or ext4 are not to be had; fail where REQUIRE asks for them."""
-    if os.getuid() == 0 and os.path.exists("/dev/loop-control") and shutil.which("mkfs.ext4"):
-        return
-    reason = "a disk needs root, loop devices and mkfs.ext4"
-    pytest.fail(reason) if "crash" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    is_there = os.getuid() == 0 and os.path.exists("/dev/loop-control") and shutil.which("mkfs.ext4")
+    require("crash", "" if is_there else "a disk needs root, loop devices and mkfs.ext4")
 
 
 def _call(*command: object) -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.requirements import require
 
 ENVIRONMENT = Path(__file__).resolve().parents[1] / ".envs" / "sglang-cpu"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -18,9 +18,7 @@ STAMP = ENVIRONMENT / ".posttrain-sglang-cpu"
 
 def require_sglang() -> None:
     """Skip the test where SGLang is not installed; fail it where REQUIRE asks for it."""
-    if not STAMP.exists():
-        reason = f".envs/{ENVIRONMENT.name} is not installed: make env-sglang"
-        pytest.fail(reason) if "sglang" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    require("sglang", "" if STAMP.exists() else f".envs/{ENVIRONMENT.name} is not installed: make env-sglang")
 
 
 def run_in_sglang(code: str, given: Any) -> list[Any]:

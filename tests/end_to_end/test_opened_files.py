@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from benchmarks.opened_files import ENVIRONMENT, GOAL, ONE_STEP, before_first_step, missing_strace, most_shared
+from tests.requirements import require
 from tests.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 
 
 def test_few_shared_files_are_opened_before_the_first_step(store: Path, tmp_path: Path) -> None:
-    if reason := missing_strace():
-        pytest.fail(reason) if "strace" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    require("strace", missing_strace())
     counts = before_first_step(WorkflowFolder(tmp_path / "work", store, ONE_STEP))
     assert [program for program, _ in counts] == ["head", "node", "trainer rank", "trainer rank", "engine"]
     for program, opened in counts:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 from tests.interruptions import assert_gone, assert_same_training, start
+from tests.sglang_environment import PYTHON, require_sglang
 from tests.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
-from tests.workflow_runs import FAST, ROOT, WorkflowFolder
+from tests.workflow_runs import FAST, WorkflowFolder
 
-PYTHON = ROOT / ".envs/sglang-cpu/bin/python"
-STAMP = ROOT / ".envs/sglang-cpu/.posttrain-sglang-cpu"
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -27,9 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 @pytest.fixture(autouse=True)
 def environment() -> None:
-    if not STAMP.exists():
-        reason = "the SGLang environment is not installed: make env-sglang"
-        pytest.fail(reason) if "sglang" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    require_sglang()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
-import pytest
+from tests.requirements import require
 
 SCRIPT = Path(__file__).with_name("slurm_localhost.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "ip", "nsenter", "unshare")
@@ -138,8 +138,7 @@ def missing_slurm() -> str:
 
 def require_slurm() -> None:
     """Skip the test where the cluster cannot run; fail it where REQUIRE asks for it."""
-    if reason := missing_slurm():
-        pytest.fail(reason) if "slurm" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+    require("slurm", missing_slurm())
 
 
 @contextmanager

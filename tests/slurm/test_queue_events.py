@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import grp
-import os
 import pwd
 import shutil
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from tests.fault_record import FaultRecord
 from tests.interruptions import assert_same_training, check_claims, start
+from tests.requirements import require
 from tests.slurm.cluster import Cluster
 from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.slurm.slurm_folder import SlurmFolder, as_user
@@ -173,9 +173,8 @@ def two_users() -> Iterator[tuple[str, str]]:
             words = ["--no-log-init", "--create-home", "--home-dir", home, "--gid", group, name]
             _call(stack, ["useradd", *words], ["userdel", name])
             home.chmod(0o755)
-        if subprocess.run([*as_user(names[0]), sys.executable, "-c", ""], capture_output=True, check=False).returncode:
-            reason = f"other users cannot run {sys.executable}"
-            pytest.fail(reason) if "users" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
+        tried = subprocess.run([*as_user(names[0]), sys.executable, "-c", ""], capture_output=True, check=False)
+        require("users", f"other users cannot run {sys.executable}" if tried.returncode else "")
         yield names
 
 

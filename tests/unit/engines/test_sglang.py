@@ -1,13 +1,11 @@
 """What this package says to SGLang, held against SGLang 0.5.23 itself (no server; those are end-to-end
 tests)."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from tests.sglang_environment import require_sglang, run_in_sglang
 
 from posttrain.config.load import resolve
 from posttrain.engines.launch_command import render_engine_command
@@ -15,42 +13,28 @@ from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.engines.tensor_payload import serialize_bucket
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".envs" / "sglang-cpu"
-PYTHON = ENVIRONMENT / "bin" / "python"
-# Written last by envs/sglang-cpu/install.sh.
-STAMP = ENVIRONMENT / ".posttrain-sglang-cpu"
 
 pytestmark = pytest.mark.sglang
 
 READ_PAYLOAD = """
 import json, sys
 from sglang.srt.utils import MultiprocessingSerializer
-tensors = MultiprocessingSerializer.deserialize(sys.stdin.read())
-print(json.dumps([[name, str(t.dtype), list(t.shape), t.float().flatten().tolist()] for name, t in tensors]))
+tensors = MultiprocessingSerializer.deserialize(json.load(sys.stdin))
+print("RESULT", json.dumps([[name, str(t.dtype), list(t.shape), t.float().flatten().tolist()] for name, t in tensors]))
 """
 PARSE_FLAGS = """
 import json, sys
 from sglang.srt.server_args import prepare_server_args
-for argv in json.loads(sys.stdin.read()):
+for argv in json.load(sys.stdin):
     parsed = prepare_server_args(argv)
     parallel = [parsed.tp_size, parsed.attn_dp_size, parsed.page_size, parsed.device]
-    print(json.dumps([*parallel, parsed.load_format, parsed.weight_version]))
+    print("RESULT", json.dumps([*parallel, parsed.load_format, parsed.weight_version]))
 """
 
 
 @pytest.fixture(autouse=True)
 def environment():
-    if not STAMP.exists():
-        reason = f"{ENVIRONMENT.relative_to(ROOT)} is not installed: make env-sglang"
-        pytest.fail(reason) if "sglang" in os.environ.get("REQUIRE", "") else pytest.skip(reason)
-
-
-def run_in_sglang(code, given):
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-    env.pop("PYTHONPATH", None)
-    ended = subprocess.run([PYTHON, "-c", code], input=given, env=env, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    require_sglang()
 
 
 def test_its_unpickler_reads_our_payload():
@@ -73,7 +57,7 @@ def test_its_parser_knows_our_flags():
             config, 0, Path("/m"), "127.0.0.1", 30000, first_node="node0:5000", without_weights=True
         )
         argv.append(command.argv[3:])
-    on_cpu, on_cuda = run_in_sglang(PARSE_FLAGS, json.dumps(argv))
+    on_cpu, on_cuda = run_in_sglang(PARSE_FLAGS, argv)
     assert on_cpu[0] == 1
     assert on_cpu[3] == "cpu"
     assert on_cuda[:3] == [64, 64, 64]

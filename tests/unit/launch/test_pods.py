@@ -182,8 +182,9 @@ def test_pods_end_well_where_the_head_is_lost(tmp_path: Path, start: Callable) -
     job = make_pods_job(tmp_path, waiting_ranks(tmp_path))
     head, other = start(job)
     wait_until(lambda: ranks_run(job, 1))
+    # A rank's log is there a moment before its process.
+    wait_until(lambda: len(psutil.Process(other.pid).children(recursive=True)) > 2)
     started = psutil.Process(other.pid).children(recursive=True)
-    assert len(started) > 2
     head.kill()
     assert other.wait(SECONDS) == 0
     _, alive = psutil.wait_procs(started, timeout=5)

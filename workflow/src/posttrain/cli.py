@@ -27,6 +27,13 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
 
 
+def parse_configuration(description: str | None) -> argparse.Namespace:
+    """Return the command line of a script that takes nothing but the configuration."""
+    parser = argparse.ArgumentParser(description=description)
+    add_configuration(parser)
+    return parser.parse_args()
+
+
 def run(main: Callable[[], None], role: str | None = None) -> None:
     """Run a script's `main` and exit with 0, or with 1 and a message.
 

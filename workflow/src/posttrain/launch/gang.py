@@ -19,6 +19,7 @@ from posttrain.launch.inspection import must_inspect
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.nodes import Nodes
 from posttrain.launch.time_to_save import TimeToSave
+from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,9 @@ class Gang(Gathering):
 
     def _assign(self) -> None:
         members = [self._members[name] for name in self._names]
+        # Looked up once, for all: nodes may see a shared folder change at different times.
+        checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
+        finished = checkpoints.newest_step()
         for rank, member in enumerate(members):
             member.channel.send(
                 "assign",
@@ -97,6 +101,7 @@ class Gang(Gathering):
                 job=self._job.as_dict(),
                 folder=str(self._folder),
                 first_port=self._nodes.first_port,
+                finished=finished,
             )
 
     def _train(self) -> None:

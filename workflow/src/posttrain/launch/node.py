@@ -34,7 +34,6 @@ from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.training import early_end
-from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +103,9 @@ class NodeSupervisor:
         self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
         self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
-        checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
+        self._finished = int(order["finished"])
         # Before the first rollout of a resumed run its engines get all of their weights from the trainer.
-        self._is_resumed = checkpoints.newest_step() > 0
+        self._is_resumed = self._finished > 0
         self._urls: dict[int, str] = {}
 
     def run(self) -> None:
@@ -181,6 +180,7 @@ class NodeSupervisor:
             *self._job.arguments,
             *("--torch-dist", str(self._weights.folder_of(self._weights.torch_dist))),
             *("--model-folder", str(self._model_folder)),
+            *("--finished", str(self._finished)),
             *(word for url in engine_urls for word in ("--engine", url)),
             *("--lease-folder", lease["folder"], "--epoch", str(lease["epoch"])),
         ]

@@ -27,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-folder", type=Path, required=True, help="checkpoint with the tokenizer")
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--engine", action="append", required=True, help="URL of an engine; repeated for several")
+    parser.add_argument("--finished", type=int, help="finished steps of the checkpoint to load; by default the newest")
     parser.add_argument("--lease-folder", type=Path, help="lease to check before each commit")
     parser.add_argument("--epoch", type=int, help="epoch of that lease")
     return parser.parse_args()
@@ -51,6 +52,7 @@ def main() -> None:
         dataset=arguments.dataset,
         engine_urls=arguments.engine,
         may_commit=may_commit,
+        finished=arguments.finished,
     ) as run:
         is_done = train(run)
     if not is_done:

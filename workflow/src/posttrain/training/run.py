@@ -84,7 +84,8 @@ class TrainingRun:
         policy: Model and optimizer of this rank.
         torch_dist: Initial weights.
         checkpoints: Where training states are.
-        content_check: Whether the newest of them is what was written.
+        finished: Finished steps of the one to load, 0 for none.
+        content_check: Whether that is what was written.
         checkpoint_writer: Writes them.
         publisher: Brings weights to the engines.
         runner: Event loop for everything that talks to engines.
@@ -98,6 +99,7 @@ class TrainingRun:
         weights: HubWeights,
         torch_dist: Path,
         checkpoints: CheckpointFolder,
+        finished: int,
         content_check: Future[None],
         checkpoint_writer: CheckpointWriter,
         publisher: WeightPublisher,
@@ -107,7 +109,7 @@ class TrainingRun:
         self.config, self.checkpoint_writer, self._content_check = config, checkpoint_writer, content_check
         self._policy, self._weights, self._torch_dist = policy, weights, torch_dist
         self._checkpoints, self._publisher, self._runner, self._head = checkpoints, publisher, runner, head
-        self._num_skipped = 0
+        self._finished, self._num_skipped = finished, 0
         self._slow_ranks = SlowRanks()
         # The present step is the last one of this attempt.
         self.ends_early = False
@@ -120,12 +122,12 @@ class TrainingRun:
     # ---- where to begin ----
 
     def resume(self) -> int:
-        """Load the newest checkpoint, or the initial weights; bring engines and metrics to the same point.
+        """Load the checkpoint to go on from, or the initial weights; bring engines and metrics to the same point.
 
         Returns:
             The number of finished steps.
         """
-        finished = self._checkpoints.newest_step()
+        finished = self._finished
         if finished:
             log.info("resuming after step %d", finished)
             self._content_check.result()
@@ -288,6 +290,7 @@ def open_run(
     dataset: Path,
     engine_urls: Sequence[str],
     may_commit: Callable[[], None],
+    finished: int | None = None,
 ) -> Iterator[TrainingRun]:
     """Join the ranks, build the policy, and open everything that the loop needs; closes it all at the end.
 
@@ -300,10 +303,18 @@ def open_run(
         dataset: Folder with `train.jsonl`.
         engine_urls: Engines, ready or about to be.
         may_commit: See `CheckpointFolder`.
+        finished: Finished steps of the checkpoint to load, 0 for none; by default of the newest that this node sees.
+
+    Raises:
+        RuntimeError: This node sees a newer one.
     """
     checkpoints = CheckpointFolder(run_folder / "checkpoints", config.trainer.keep_checkpoints, may_commit)
     # Reading a checkpoint takes longest of all: it begins before the ranks meet and the model is built.
-    content_check = in_thread(partial(_check_newest, checkpoints))
+    newest = checkpoints.newest_step()
+    if finished is not None and newest > finished:
+        raise RuntimeError(f"step {newest} is committed, but the head of the job saw only step {finished}: start again")
+    finished = newest if finished is None else finished
+    content_check = in_thread(partial(_check_content, checkpoints, finished))
     with ExitStack() as stack:
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
@@ -317,13 +328,13 @@ def open_run(
         publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
         writer = CheckpointWriter(policy, checkpoints, head.store.forget_before if head else lambda _: None)
         yield TrainingRun(
-            config, policy, weights, torch_dist, checkpoints, content_check, writer, publisher, runner, head
+            config, policy, weights, torch_dist, checkpoints, finished, content_check, writer, publisher, runner, head
         )
 
 
-def _check_newest(checkpoints: CheckpointFolder) -> None:
-    """Compare this rank's share of the newest checkpoint, if there is one, with what was written."""
-    if finished := checkpoints.newest_step():
+def _check_content(checkpoints: CheckpointFolder, finished: int) -> None:
+    """Compare this rank's share of a checkpoint, if there is one, with what was written."""
+    if finished:
         checkpoints.check_content(finished, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
