@@ -89,7 +89,7 @@ def test_a_named_run_is_the_same_run(undisturbed: WorkflowFolder) -> None:
         ({"data.seed": 8}, {"download_dataset"} | STAGED | TRAINED | SHOWN),
         ({"evaluation.seed": 99}, {"evaluate"} | SHOWN),
     ],
-    ids=str,
+    ids=["patch", "precision", "data", "evaluation"],
 )
 def test_a_setting_runs_its_dependants_and_nothing_else(
     undisturbed: WorkflowFolder, settings: dict[str, object], expected: set[str]

@@ -143,7 +143,7 @@ def supervisors() -> dict[str, psutil.Process]:
 
 
 def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
-    job = make_pods_job(tmp_path, more="launch.preflight=true")
+    job = make_pods_job(tmp_path, more="launch.preflight=true launch.preflight_min_share=0")
     head, other = start(job)
     assert (head.wait(SECONDS), other.wait(SECONDS)) == (0, 0)
     (row,) = attempts_of(tmp_path)

@@ -27,6 +27,8 @@ from posttrain.launch.preflight import Preflight, look_at_nodes
 from posttrain.preflight.node import check_transport
 
 HAS_NO_VERSIONS = "[[ $1 == -c ]] && exit 1"
+# Processes that share a few cores are not equally fast.
+ANY_RATE = "launch.preflight_min_share=0"
 
 
 class LoopbackNodes(ThisMachine):
@@ -56,7 +58,7 @@ class LoopbackNodes(ThisMachine):
 
 
 def supervise(folder: Path, *names: str, nodes: int = 2, settings: str = "") -> None:
-    job = make_job(folder, f"{HAS_NO_VERSIONS}; {STAYS}", nodes=nodes, more=settings)
+    job = make_job(folder, f"{HAS_NO_VERSIONS}; {STAYS}", nodes=nodes, more=f"{ANY_RATE} {settings}")
     supervisor.supervise(job, load_resolved(job.config_path), LoopbackNodes(*names))
 
 
@@ -118,6 +120,7 @@ def test_the_preflight_can_be_left_out(tmp_path: Path) -> None:
 
 def look(folder: Path, *names: str, dead: str = "") -> tuple[Preflight, Paths]:
     settings = f"site.results={folder}/results site.node_local={folder}/local launch.node_start_timeout_seconds=15"
+    settings += f" {ANY_RATE}"
     paths = Paths(resolve({"model": "tiny", "site": "local", "nodes": len(names), "set": settings}, ROOT / "config"))
     return look_at_nodes(paths, LoopbackNodes(*names, dead=dead)), paths
 
@@ -165,7 +168,6 @@ def prefill_apart(monkeypatch: pytest.MonkeyPatch) -> Config:
     config = resolve({"model": "tiny", "site": "local", "nodes": 2}, ROOT / "config").config
     pd = dataclasses.replace(config.engine.pd, num_prefill_engines=1, transfer_backend="nixl")
     engine = dataclasses.replace(config.engine, kind="sglang", python=str(PYTHON), pd=pd)
-    # Processes that share a few cores are not equally fast.
     launch = dataclasses.replace(config.launch, preflight_min_share=0.0)
     config = dataclasses.replace(config, engine=engine, launch=launch)
     monkeypatch.setattr(node_inspection, "load_resolved", lambda _: config)
