@@ -248,6 +248,12 @@ def test_phases_add_up_to_the_step(plan_of):
     assert "32,768" in rows["rollout"]["note"]
 
 
+@pytest.mark.parametrize("nodes", [16, 32])
+def test_no_phase_takes_less_than_no_time(plan_of, nodes):
+    step = plan_of("glm5", nodes=nodes)["step"]
+    assert all((row["per_step"] or 0) >= 0 for row in (*step["phases"], *step["waiting"]))
+
+
 @pytest.mark.parametrize(
     ("model", "more", "reason"),
     [

@@ -32,11 +32,12 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     notes = _notes(config, work)
     every = {name: seconds[f"step_{name}"] for name in IN_EVERY_STEP}
     rows = [_row(name, once, once, step, notes[name]) for name, once in every.items()]
-    rows.append(_row("save", seconds["step_save"], step - sum(every.values()), step, notes["save"]))
+    # Seconds are rounded, and a rest of zero shall not be less; the same below.
+    wait = max(step - sum(every.values()), 0.0)
+    rows.append(_row("save", seconds["step_save"], wait, step, notes["save"]))
     rows.append(_row("evaluation", seconds["evaluate before"], None, step, notes["evaluation"]))
     rollout = rollout_of(engine_of(config), config.engine.num_engines, work)
     tail = rollout.seconds * (1 - rollout.busy_share)
-    # Its seconds are rounded, and a rest of zero shall not be less.
     bubble = max(seconds["step_idle"] - tail, 0.0)
     waiting = [
         _row("idle: longest sample", tail, tail, step, "responses that have ended wait for it"),
