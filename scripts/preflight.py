@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from posttrain.artifacts import Paths
 from posttrain.cli import parse_configuration, run
+from posttrain.config.site_rules import check_preflight
 from posttrain.errors import raise_if_any
 from posttrain.launch.inspection import describe_unfit
-from posttrain.launch.preflight import check_launchable, look_at_nodes
+from posttrain.launch.preflight import look_at_nodes
 from posttrain.launch.site import find_nodes
 from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.report import print_findings
@@ -17,7 +18,7 @@ def main() -> None:
     arguments = parse_configuration(__doc__)
     paths = Paths(resolve(arguments.workflow, arguments.config_dir))
     config = paths.resolved.config
-    raise_if_any(check_launchable(config))
+    raise_if_any(list(check_preflight(config)))
     found = look_at_nodes(paths, find_nodes(config, paths.train))
     print_findings(found.findings())
     print(f"preflight: {paths.preflight.resolve()}", flush=True)

@@ -51,12 +51,15 @@ def test_a_preflight_is_made_each_time_it_is_asked_for(snakemake, tmp_path: Path
 
 def test_what_cannot_be_trained_yet_has_a_preflight(snakemake, tmp_path: Path) -> None:
     """GLM-5 with engines that prefill apart from those that decode: only one machine is too few for it."""
-    code, output = snakemake("preflight", "--cores", "1", model="glm5", site="local")
+    code, output = snakemake("-n", "preflight", model="glm5", site="local")
     assert code != 0
     assert re.findall(r"^  - (.*?) = (.*)$", output, re.MULTILINE) == [("nodes", "16")]
     code, output = snakemake("-n", "preflight", model="glm5", site="example_slurm")
     assert code == 0, output
     assert "17 nodes of h200" in output
+    code, output = snakemake("-n", "preflight", model="glm5", site="example_kubernetes")
+    assert code != 0
+    assert "site.launcher = kubernetes" in output
 
 
 def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:

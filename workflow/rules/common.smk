@@ -13,6 +13,7 @@ from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, receipt
 from posttrain.artifacts.sharing import share_store, share_umask
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
+from posttrain.config.site_rules import check_preflight
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
@@ -43,6 +44,8 @@ try:
         refuse_other_experiment(PATHS.experiment, RESOLVED)
     if not ONLY_LOOKS:
         raise_if_any(check_fork(PATHS))
+    if "preflight" in sys.argv:
+        raise_if_any(list(check_preflight(RESOLVED.config)))
     # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads
     # this, so what is asked for beside it passes here and is refused by resolve_config.
     if not PATHS.train_done.exists() and "plan" not in sys.argv and not ONLY_LOOKS:

@@ -27,6 +27,15 @@ def check_launcher(config: Config) -> Problems:
         yield Problem("nodes", str(config.nodes), "1 with site.launcher=local, which is one machine", remedy)
 
 
+def check_preflight(config: Config) -> Problems:
+    """Yield why the nodes of a configuration cannot be looked at without training."""
+    yield from check_launcher(config)
+    if config.site.launcher == "kubernetes":
+        allowed = "local or slurm to look at nodes without training"
+        remedy = "training looks at its pods' nodes itself before it begins"
+        yield Problem("site.launcher", "kubernetes", allowed, remedy)
+
+
 def time_limit_minutes(limit: str) -> int:
     """Return a time limit in minutes.
 

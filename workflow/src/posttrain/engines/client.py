@@ -279,7 +279,7 @@ class EngineClient:
         self._closed_because = ""
 
     async def _close_abandoned_update(self) -> None:
-        """End a session that failed half-way, so that the next one can begin; its weights are never used."""
+        """End an update that failed half-way, so that the next one can begin; its weights are never used."""
         for engine in self._engines:
             try:
                 await self._call(engine, "POST", "/end_weight_update", {})

@@ -15,8 +15,6 @@ from posttrain import artifacts
 from posttrain.artifacts import Paths
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.load import dump_resolved
-from posttrain.config.schema import Config
-from posttrain.config.site_rules import check_launcher
 from posttrain.errors import Problem
 from posttrain.launch.gathering import AttemptFailedError, Gathering
 from posttrain.launch.inspection import FILE_NAME, KV_TRANSFER, LINKS, UnfitNodesError
@@ -51,16 +49,6 @@ class Preflight:
     def _figures_of(self, name: str) -> list[dict[str, Any]]:
         parts = [self.figures.get(part, {}) for part in ("nodes", LINKS, KV_TRANSFER)]
         return [{name: part[name]} if part else {} for part in parts]
-
-
-def check_launchable(config: Config) -> list[Problem]:
-    """Return why the nodes of a configuration cannot be looked at."""
-    problems = list(check_launcher(config))
-    if config.site.launcher == "kubernetes":
-        allowed = "local or slurm to look at nodes without training"
-        remedy = "training looks at its pods' nodes itself before it begins"
-        problems.append(Problem("site.launcher", "kubernetes", allowed, remedy))
-    return problems
 
 
 def look_at_nodes(paths: Paths, nodes: Nodes) -> Preflight:
