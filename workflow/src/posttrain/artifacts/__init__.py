@@ -20,6 +20,7 @@ from posttrain.artifacts.durable import (
     write_json,
     write_text,
 )
+from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import (
     FORMAT_VERSIONS,
     Paths,
@@ -49,6 +50,7 @@ __all__ = [
     "FileRecord",
     "Paths",
     "Receipt",
+    "RelativeName",
     "append_json_line",
     "building",
     "check_files",

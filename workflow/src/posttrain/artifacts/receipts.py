@@ -23,6 +23,7 @@ from typing import Any
 from posttrain import __version__
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import append_json_line, hash_file, write_json
+from posttrain.artifacts.names import RelativeName, check_digest
 from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of, partial_of
 from posttrain.errors import CheckpointError
 
@@ -37,16 +38,21 @@ class FileRecord:
     """One file of an artefact.
 
     Args:
-        path: Relative to the artefact's folder, with "/".
+        path: Inside the artefact's folder, with "/"; whatever text is given is checked.
         size_bytes: Its length.
         xxh3_128: Hash of its content, 32 hex digits.
         sha256: The Hub's hash of it, where the Hub gives one; checked when the file was fetched.
     """
 
-    path: str
+    path: RelativeName
     size_bytes: int
     xxh3_128: str
     sha256: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", RelativeName(self.path))
+        check_digest(self.xxh3_128, 32)
+        check_digest(self.sha256, 64)
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ def read_receipt(path: Path) -> Receipt:
 
 def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:
     """Read a file of `folder` and return its record."""
-    path = folder / name
+    path = folder / RelativeName(name, folder)
     return FileRecord(name, path.stat().st_size, hash_file(path), sha256)
 
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.testimony import SUFFIX, CopiedFile, is_as_left, path_of_testimony, read_testimony
 from posttrain.errors import CheckpointError
 from posttrain.observability.report_format import format_bytes
@@ -57,8 +58,8 @@ class OldCopy:
 
     folder: Path
     used_unix: float
-    names: tuple[str, ...]
-    links: tuple[str, ...]
+    names: tuple[RelativeName, ...]
+    links: tuple[RelativeName, ...]
     size_bytes: int
 
 
@@ -139,7 +140,7 @@ def _hold(folder: Path) -> int:
 
 def _read_copy(path: Path) -> OldCopy:
     row, folder = read_testimony(path), path.with_name(path.name.removesuffix(SUFFIX))
-    ours = [file for file in row["files"] if file.is_ours and _is_still_ours(folder / file.path, file)]
+    ours = [file for file in row["files"] if file.is_ours and _is_still_ours(file.path.below(folder), file)]
     names = tuple(file.path for file in ours)
     return OldCopy(folder, row["used_unix"], names, tuple(row["links"]), sum(file.size_bytes for file in ours))
 
@@ -152,10 +153,10 @@ def _is_still_ours(path: Path, file: CopiedFile) -> bool:
 
 def _delete(copy: OldCopy) -> None:
     for name in copy.names:
-        (copy.folder / name).unlink(missing_ok=True)
+        name.below(copy.folder).unlink(missing_ok=True)
     for name in copy.links:
-        if (copy.folder / name).is_symlink():
-            (copy.folder / name).unlink()
+        if (link := name.below(copy.folder)).is_symlink():
+            link.unlink()
     for parent, _, _ in os.walk(copy.folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(parent)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.artifacts import FileRecord, Receipt, hash_file, read_receipt, receipt_of, record_files
+from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, read_receipt, receipt_of, record_files
 from posttrain.checkpoint.param_names import (
     Placement,
     by_hf_name,
@@ -134,7 +134,8 @@ def checkpoint_of(folder: Path, receipt: Receipt) -> Path:
         folder: What the receipt is about: a training's run folder, or the checkpoint itself.
         receipt: Of a finished training, which names its final checkpoint, or of a converted checkpoint.
     """
-    return folder / receipt.settings.get("final_checkpoint", "")
+    name = receipt.settings.get("final_checkpoint", "")
+    return folder / RelativeName(name) if name else folder
 
 
 def identify_checkpoint(folder: Path) -> str:

@@ -239,7 +239,7 @@ def patch_folder(source: Path, destination: Path, target: str, source_receipt: R
     patch = changes_for(target, source)
     linked = [record for record in source_receipt.files if record.path not in patch]
     for record in linked:
-        _link(source / record.path, destination / record.path)
+        _link(source / record.path, record.path.below(destination))
     if not patch:
         return tuple(sorted(linked, key=lambda record: record.path))
     patched = {name: apply_changes(read_json(source / name), patch[name], name) for name in patch}

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import huggingface_hub
 
-from posttrain.artifacts import FileRecord
+from posttrain.artifacts import FileRecord, RelativeName
 from posttrain.checkpoint.file_placement import remove_half_written
 from posttrain.checkpoint.hub_listing import HubSource, list_files
 from posttrain.checkpoint.hub_retries import RetryRule
@@ -125,7 +125,9 @@ def list_what_lies_there(source: HubSource, folder: Path, needed: Callable[[str]
         CheckpointError: When there is nothing.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = [ListedFile(name, path.stat().st_size) for name, path in paths.items() if needed(name)]
+    files = [
+        ListedFile(RelativeName(name, folder), path.stat().st_size) for name, path in paths.items() if needed(name)
+    ]
     if not files:
         raise CheckpointError(
             f"{source}: HF_HUB_OFFLINE is set and {folder} holds no files\n"

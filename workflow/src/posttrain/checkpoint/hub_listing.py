@@ -8,7 +8,7 @@ network.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
+from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.file_placement import TransferStopped
 from posttrain.checkpoint.hub_retries import GaveUp, Retries, RetryRule, status_of
 from posttrain.checkpoint.listed_files import ListedFile, Manifest, read_manifest, write_manifest
@@ -81,7 +82,7 @@ def list_files(
     """
     if huggingface_hub.is_offline_mode():
         return _read_kept(source, kept) if kept.exists() else None
-    files = [file for file in _ask_hub(source, rule or RetryRule()) if needed(file.path)]
+    files = [_listed_file(source, row) for row in _ask_hub(source, rule or RetryRule()) if needed(row.rfilename)]
     if not files:
         raise CheckpointError(f"{source}: the repository holds none of the files that are needed")
     manifest = Manifest(source.identity, tuple(sorted(files, key=lambda file: file.path)))
@@ -166,13 +167,13 @@ def _is_local(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError)
 
 
-def _ask_hub(source: HubSource, rule: RetryRule) -> list[ListedFile]:
+def _ask_hub(source: HubSource, rule: RetryRule) -> Sequence[Any]:
     with explained(source):
         info = _ask_until_answered(source, Retries(rule, f"list {source}"))
     if info.sha != source.revision:
         allowed, remedy = "the full commit id, 40 hex digits", f"the Hub resolves it to {info.sha}: pin that"
         raise ConfigError([Problem(f"{source.key}.revision", source.revision, allowed, remedy)])
-    return [_listed_file(source, sibling) for sibling in info.siblings or []]
+    return info.siblings or []
 
 
 def _ask_until_answered(source: HubSource, retries: Retries) -> ModelInfo | DatasetInfo:
@@ -186,8 +187,9 @@ def _ask_until_answered(source: HubSource, retries: Retries) -> ModelInfo | Data
 
 
 def _listed_file(source: HubSource, sibling: Any) -> ListedFile:
+    name = RelativeName(sibling.rfilename, source)
     if sibling.lfs:
-        return ListedFile(sibling.rfilename, sibling.lfs.size, sha256=sibling.lfs.sha256)
+        return ListedFile(name, sibling.lfs.size, sha256=sibling.lfs.sha256)
     if sibling.size is None or not sibling.blob_id:
-        raise RuntimeError(f"{source}: the Hub gives no size or hash for {sibling.rfilename}; is HF_ENDPOINT a Hub?")
-    return ListedFile(sibling.rfilename, sibling.size, git_blob=sibling.blob_id)
+        raise RuntimeError(f"{source}: the Hub gives no size or hash for {name}; is HF_ENDPOINT a Hub?")
+    return ListedFile(name, sibling.size, git_blob=sibling.blob_id)

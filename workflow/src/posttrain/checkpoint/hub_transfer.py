@@ -74,7 +74,7 @@ class HttpOrigin:
                 hashes = self._complete(output, file, progress)
                 reason = hashes.misfit()
                 if not reason:
-                    write_atomic(folder / file.path, lambda temporary: os.replace(path, temporary))
+                    write_atomic(file.path.below(folder), lambda temporary: os.replace(path, temporary))
                     return hashes.record()
                 _empty(output, hashes, progress)
                 log.warning(

@@ -58,7 +58,7 @@ class XetOrigin(HttpOrigin):
                 f"{self._source}: {file.path} arrives with wrong bytes\n  {reason}\n"
                 f"  remedy: run again with download.xet=false, which does without the library's cache"
             )
-        write_atomic(folder / file.path, lambda temporary: os.replace(staged, temporary))
+        write_atomic(file.path.below(folder), lambda temporary: os.replace(staged, temporary))
         shutil.rmtree(home)
         return record
 

@@ -18,7 +18,8 @@ from typing import Protocol
 
 import xxhash
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, write_json
+from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, write_json
+from posttrain.artifacts.names import check_digest
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
     explain_full_disk,
@@ -37,18 +38,23 @@ class ListedFile:
     """One file, with what is known of its content.
 
     Args:
-        path: Inside the folder, with "/".
+        path: Inside the folder, with "/"; whatever text is given is checked.
         size_bytes: Its length.
         sha256: Hash of a file in LFS or Xet storage; empty for a file that Git holds itself.
         git_blob: Git's id of the content, for a file that Git holds itself; empty otherwise.
         xxh3_128: Hash by the receipt of the step that made it; empty where there is none.
     """
 
-    path: str
+    path: RelativeName
     size_bytes: int
     sha256: str = ""
     git_blob: str = ""
     xxh3_128: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", RelativeName(self.path))
+        for text, num_digits in ((self.sha256, 64), (self.git_blob, 40), (self.xxh3_128, 32)):
+            check_digest(text, num_digits)
 
     @property
     def content_id(self) -> str:

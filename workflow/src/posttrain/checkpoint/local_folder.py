@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, Receipt, hash_file, manifest_of
+from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, manifest_of
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
     copy_file,
@@ -47,7 +47,11 @@ def list_folder(origin: Path, receipt: Receipt | None = None) -> Manifest:
         allowed = "a folder with a checkpoint in Hub layout"
         raise ConfigError([Problem(KEY, str(origin), allowed, "check the path and that it is mounted here")])
     names = (path.relative_to(origin).as_posix() for path in sorted(origin.rglob("*")) if path.is_file())
-    found = {name: ListedFile(name, (origin / name).stat().st_size) for name in names if is_needed(name)}
+    found = {
+        name: ListedFile(RelativeName(name, origin), (origin / name).stat().st_size)
+        for name in names
+        if is_needed(name)
+    }
     if not found:
         allowed = "config.json, tokenizer and *.safetensors"
         raise ConfigError([Problem(KEY, str(origin), allowed, "give the folder that holds them directly")])
@@ -131,7 +135,7 @@ class LocalOrigin:
 
     def bring(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord | None:
         """Link or copy a file, and hash it; None when it is not what is listed."""
-        source, target = self._origin / file.path, folder / file.path
+        source, target = self._origin / file.path, file.path.below(folder)
         if hard_link(source, target):
             record, reason = verify_file(target, file)
             progress.advance(file.size_bytes)

@@ -197,7 +197,7 @@ def _is_there(origin: Origin, destination: Path) -> bool:
 
 def _tasks_of(origin: Origin, destination: Path) -> list[CopyTask]:
     target = destination / origin.folder.name
-    return [CopyTask(origin.folder / r.path, target / r.path, r) for r in origin.local_receipt.files]
+    return [CopyTask(origin.folder / r.path, r.path.below(target), r) for r in origin.local_receipt.files]
 
 
 def _find_wrong(tasks: Sequence[CopyTask], workers: int, believe: bool) -> list[CopyTask]:
@@ -270,7 +270,7 @@ def _link_others(origin: Origin, destination: Path) -> None:
     folder, source = destination / origin.folder.name, origin.folder.absolute()
     changed = set()
     for record in origin.receipt.files if origin.local is not None else ():
-        target = folder / record.path
+        target = record.path.below(folder)
         if record.path in origin.local or (target.is_file() and not target.is_symlink()):
             continue
         if not target.is_symlink() or target.readlink() != source / record.path:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from posttrain.artifacts.names import RelativeName
 from posttrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -190,11 +191,11 @@ class Index:
         metadata: The index's `metadata` object; `total_size` is the bytes of all tensors.
     """
 
-    weight_map: Mapping[str, str]
+    weight_map: Mapping[str, RelativeName]
     metadata: Mapping[str, Any]
 
     @property
-    def files(self) -> list[str]:
+    def files(self) -> list[RelativeName]:
         """The files, in the order in which the index first names them."""
         return list(dict.fromkeys(self.weight_map.values()))
 
@@ -213,11 +214,9 @@ def read_index(folder: Path) -> Index:
         weight_map, metadata = content["weight_map"], content.get("metadata") or {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an index of safetensors shards ({error!r})") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: `weight_map` must map each tensor's name to a file's name")
-    if outside := [name for name in set(weight_map.values()) if Path(name).name != name]:
-        raise CheckpointError(f"{path}: names files outside its folder: {sorted(outside)}")
-    return Index(weight_map, metadata)
+    return Index({tensor: RelativeName(name, path) for tensor, name in weight_map.items()}, metadata)
 
 
 def _index_of_single_file(folder: Path) -> Index:
@@ -225,7 +224,7 @@ def _index_of_single_file(folder: Path) -> Index:
         raise CheckpointError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; not a checkpoint")
     header = read_header(folder / SINGLE_NAME)
     total = sum(info.size_bytes for info in header.values())
-    return Index(dict.fromkeys(header, SINGLE_NAME), {"total_size": total})
+    return Index(dict.fromkeys(header, RelativeName(SINGLE_NAME)), {"total_size": total})
 
 
 class CheckpointReader:

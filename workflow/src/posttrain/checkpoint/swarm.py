@@ -18,6 +18,7 @@ import libtorrent
 import psutil
 
 from posttrain.artifacts import write_atomic
+from posttrain.errors import CheckpointError
 
 # Pieces are fetched from different peers: enough of them in a file, and few enough in a large one.
 PIECES_PER_FILE, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 1 << 16, 1 << 23
@@ -148,6 +149,8 @@ class Swarm:
     def _add(self, content: str, torrent: Path, flags: int) -> None:
         wanted = libtorrent.add_torrent_params()
         wanted.ti = libtorrent.torrent_info(str(torrent))
+        if (wanted.ti.num_files(), wanted.ti.name()) != (1, content):
+            raise CheckpointError(f"{torrent}: of other files than {content}; delete it and run again")
         wanted.save_path = str(self._folder)
         wanted.flags = libtorrent.torrent_flags.default_flags | flags
         wanted.flags &= ~(libtorrent.torrent_flags.paused | libtorrent.torrent_flags.auto_managed)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import write_json
+from posttrain.artifacts import RelativeName, write_json
 from posttrain.errors import CheckpointError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -28,18 +28,21 @@ class CopiedFile:
     """One file of a copy.
 
     Args:
-        path: Relative to the copy's folder.
+        path: Inside the copy's folder; whatever text is given is checked.
         size_bytes: Its length.
         xxh3_128: Hash of its content.
         mtime_ns: Its modification time when its content was verified; 0 while it is being copied.
         is_ours: We wrote it, so we may delete it.
     """
 
-    path: str
+    path: RelativeName
     size_bytes: int
     xxh3_128: str
     mtime_ns: int
     is_ours: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", RelativeName(self.path))
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def read_testimony(path: Path) -> dict[str, Any]:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
         row["files"] = [CopiedFile(**file) for file in row["files"]]
-        _ = row["boot_id"], row["used_unix"], row["links"]
+        row["links"] = [RelativeName(name) for name in row["links"]]
+        _ = row["boot_id"], row["used_unix"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing; staging to this node has not finished") from error
     except (ValueError, KeyError, TypeError) as error:

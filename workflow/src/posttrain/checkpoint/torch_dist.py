@@ -178,7 +178,8 @@ def write_format_files(folder: Path, parts: Mapping[str, Description], arch: Arc
     Raises:
         CheckpointError: Listing every tensor that the chunks do not cover exactly once.
     """
-    rows = [{**chunk, "file": name} for name, part in sorted(parts.items()) for chunk in part.notes["chunks"]]
+    # Plain text: readers of the format unpickle nothing of ours.
+    rows = [{**chunk, "file": str(name)} for name, part in sorted(parts.items()) for chunk in part.notes["chunks"]]
     by_tensor: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_tensor.setdefault(row["key"], []).append(row)

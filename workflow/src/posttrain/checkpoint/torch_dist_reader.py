@@ -25,6 +25,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.tiling import Box, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError
 
@@ -80,6 +81,8 @@ class TorchDistReader:
         self.folder = Path(folder)
         metadata = _load_metadata(self.folder / METADATA_NAME)
         storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+        for info in storage.values():
+            RelativeName(info.relative_path, self.folder / METADATA_NAME)
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
         self._tensors = {
             key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)
