@@ -260,7 +260,7 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     (made,) = (path for path in (store / "made").iterdir() if receipt_of(path).exists())
     workflow.settings |= {"model.source.kind": "folder", "model.source.folder": made, "rollout.fp8": "false"}
     refusal = refuse(workflow, "stage_all_nodes")
-    refusal.check("convert_hf_to_torch_dist", "the disk became full", "free some space and run again")
+    refusal.check("convert_hf_to_torch_dist", "larger than files may be", "ulimit -f", "what is finished is kept")
     kept = hashes_of(workflow.store)
     workflow.max_file_bytes = 1 << 30
     workflow.run("stage_all_nodes")

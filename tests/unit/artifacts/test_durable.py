@@ -1,12 +1,35 @@
+"""Durable writes: what reaches the disk and in which order, whose links are followed, whose leftovers are removed."""
+
 from __future__ import annotations
 
+import errno
+import json
 import os
 import resource
+import secrets
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
+from tests.system_calls import Calls
+
+from posttrain.artifacts import (
+    append_json_line,
+    hash_file,
+    make_next_folder,
+    place_atomic,
+    sync_folder,
+    sync_tree,
+    write_atomic,
+    write_json,
+    write_text,
+)
+from posttrain.artifacts.durable import naming, remove_dead_temporaries, write_new
+from posttrain.artifacts.processes import started_ticks
 
 LIMIT_BYTES = 4096
 # In a process of its own: the limit holds for every file, the report of the tests too.
@@ -20,6 +43,208 @@ try:
 except OSError as error:
     print(error.filename, error.strerror, error, sep="\\n")
 """
+# Writes half a file, says so, and waits.
+HALF = """
+import sys
+from pathlib import Path
+from posttrain.artifacts import write_atomic
+def half(file):
+    file.write(b"half")
+    file.flush()
+    print("half", flush=True)
+    sys.stdin.readline()
+write_atomic(Path(sys.argv[1]), half)
+"""
+HOST = os.uname().nodename
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where things are written; nothing else lies there."""
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def half_written(folder: Path) -> Iterator[subprocess.Popen]:
+    """A living process in the middle of writing `folder/file`."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HALF, str(folder / "file")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout.readline() == "half\n"
+    yield writer
+    writer.kill()
+    writer.communicate()
+
+
+def temporaries(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".*.tmp"))
+
+
+# ---- what reaches the disk ----
+
+
+def write_bytes(path: Path) -> None:
+    write_atomic(path, lambda file: file.write(b"new"))
+
+
+def place_link(path: Path) -> None:
+    source = path.parents[1] / "source"
+    source.write_text("new")
+    place_atomic(path, lambda temporary: os.link(source, temporary))
+
+
+@pytest.mark.parametrize("write", [write_bytes, place_link, lambda path: write_text(path, "new")])
+def test_the_old_content_or_the_new(write: Callable[[Path], None], folder: Path, monkeypatch) -> None:
+    """The new bytes are on the disk before the name is theirs, and the name before the call returns."""
+    path, seen = folder / "file", []
+    path.write_text("old")
+
+    def look(name: str, *paths: str) -> None:
+        if name == "replace":
+            seen.append((path.read_text(), Path(paths[0]).read_text()))
+
+    calls = Calls(monkeypatch, look)
+    write(path)
+    (temporary,) = {call[1] for call in calls.of("replace")}
+    assert Path(temporary).parent == folder
+    assert calls.of("fsync", "replace", "rename", "unlink") == [
+        ("fsync", temporary),
+        ("replace", temporary, str(path)),
+        ("fsync", str(folder)),
+    ]
+    assert seen == [("old", "new")]
+    assert path.read_text() == "new"
+    assert os.listdir(folder) == ["file"]
+
+
+def test_a_link_is_placed_but_what_it_points_to_is_not_written(folder: Path, monkeypatch) -> None:
+    calls = Calls(monkeypatch)
+    place_atomic(folder / "link", lambda temporary: os.symlink("nowhere", temporary))
+    assert (folder / "link").readlink() == Path("nowhere")
+    assert [call[0] for call in calls.of("fsync", "replace")] == ["replace", "fsync"]
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    write_text(tmp_path / "a" / "b" / "file", "ü\n")
+    assert (tmp_path / "a" / "b" / "file").read_bytes() == b"\xc3\xbc\n"
+
+
+def test_json_has_a_key_per_line_in_the_given_order(folder: Path) -> None:
+    write_json(folder / "file", {"b": 1, "a": [1.5]})
+    assert (folder / "file").read_text() == '{\n  "b": 1,\n  "a": [\n    1.5\n  ]\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(folder / "file", {"x": float("nan")})
+    assert json.loads((folder / "file").read_text()) == {"b": 1, "a": [1.5]}
+
+
+def test_a_tree_is_synced_whole(folder: Path, monkeypatch) -> None:
+    (folder / "a" / "b").mkdir(parents=True)
+    for name in ("1", "a/2", "a/b/3"):
+        (folder / name).touch()
+    (folder / "a" / "link").symlink_to("nowhere")
+    calls = Calls(monkeypatch)
+    sync_tree(folder)
+    expected = [folder, *(folder / name for name in ("1", "a", "a/2", "a/b", "a/b/3"))]
+    assert sorted(calls.of("fsync")) == sorted(("fsync", str(path)) for path in expected)
+    with pytest.raises(FileNotFoundError):
+        sync_tree(folder / "none")
+
+
+def test_a_folder_is_synced_and_its_descriptor_closed(folder: Path, monkeypatch) -> None:
+    calls, before = Calls(monkeypatch), len(os.listdir("/proc/self/fd"))
+    sync_folder(folder)
+    assert calls.made == [("fsync", str(folder))]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- rows of a log ----
+
+
+def test_a_row_is_on_the_disk_when_it_is_told(folder: Path, monkeypatch) -> None:
+    path, calls = folder / "log.jsonl", Calls(monkeypatch)
+    append_json_line(path, {"a": 1})
+    assert calls.of("fsync") == [("fsync", str(path)), ("fsync", str(folder))]
+    append_json_line(path, {"b": None})
+    assert path.read_bytes() == b'{"a": 1}\n{"b": null}\n'
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"a": 1}\n', b'{"a": 1}\n\n'])
+def test_what_a_power_cut_left_of_a_row_is_cut_off(folder: Path, torn: bytes) -> None:
+    path = folder / "log.jsonl"
+    path.write_bytes(torn + b'{"half')
+    append_json_line(path, {"b": 2})
+    assert path.read_bytes() == torn + b'{"b": 2}\n'
+
+
+def test_a_row_that_is_no_json_is_not_written(folder: Path) -> None:
+    path = folder / "log.jsonl"
+    append_json_line(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_json_line(path, {"x": float("inf")})
+    assert path.read_bytes() == b'{"a": 1}\n'
+
+
+# ---- names that others have taken, and links that they have planted ----
+
+
+def test_nobody_can_guess_where_a_file_is_written(folder: Path, monkeypatch) -> None:
+    calls = Calls(monkeypatch)
+    for _ in range(20):
+        write_text(folder / "file", "x")
+    names = {call[1] for call in calls.of("replace")}
+    assert len(names) == 20
+    assert all(len(secret) == 16 for secret in (name.split(".")[-2] for name in names))
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling link", "file"])
+def test_what_was_planted_is_neither_followed_nor_used(folder: Path, tmp_path: Path, monkeypatch, planted: str) -> None:
+    """Even where somebody has guessed the name."""
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 2 * count)
+    victim, path = tmp_path / "victim", folder / "file"
+    taken = folder / f".file.{HOST}.{os.getpid()}.{started_ticks(os.getpid())}.{'0' * 16}.tmp"
+    if planted != "dangling link":
+        victim.write_text("precious")
+    taken.symlink_to(victim) if "link" in planted else taken.touch(mode=0o666)
+    with pytest.raises(FileExistsError) as raised:
+        write_text(path, "secret")
+    assert raised.value.filename == str(path)
+    assert not path.exists()
+    assert (victim.read_text() if victim.exists() else "nothing") == ("nothing" if "d" in planted[:1] else "precious")
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o600), (0o666, 0o640)])
+def test_a_file_is_as_open_as_asked_whatever_it_was_before(folder: Path, mode: int, expected: int) -> None:
+    path = folder / "file"
+    path.touch()
+    path.chmod(0o666)
+    before = os.umask(0o027)
+    try:
+        write_atomic(path, lambda file: file.write(b"x"), mode)
+        write_text(folder / "text", "x")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == expected
+    assert (folder / "text").stat().st_mode & 0o777 == 0o640
+
+
+def test_rows_are_not_added_behind_a_link(folder: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("no newline: it would be emptied")
+    (folder / "log.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="Too many levels of symbolic links") as raised:
+        append_json_line(folder / "log.jsonl", {"a": 1})
+    assert raised.value.errno == errno.ELOOP
+    assert victim.read_text() == "no newline: it would be emptied"
+
+
+def test_a_name_that_is_as_long_as_can_be(folder: Path) -> None:
+    name = "n" * 255
+    write_text(folder / name, "x")
+    assert os.listdir(folder) == [name]
+
+
+# ---- failures ----
 
 
 @pytest.mark.parametrize("write", ["write_text(path, 'x' * 2 * limit)", "append_json_line(path, {'x': 'y' * limit})"])
@@ -37,4 +262,169 @@ def test_a_write_for_which_there_is_no_room_names_the_file(tmp_path: Path, write
     assert filename == str(path)
     assert reason == "File too large"
     assert str(path) in message
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".tmp")] == []
+    assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError("refused")])
+def test_a_write_that_fails_leaves_what_was_there(folder: Path, error: BaseException) -> None:
+    (folder / "file").write_text("old")
+
+    def fail(file) -> None:
+        file.write(b"new")
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        write_atomic(folder / "file", fail)
+    assert raised.value is error
+    assert os.listdir(folder) == ["file"]
+    assert (folder / "file").read_text() == "old"
+
+
+def test_errors_name_the_file_and_what_it_would_have_taken(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full") as raised, naming(tmp_path / "file", needed_bytes=3 << 30):
+        raise OSError(errno.ENOSPC, "full")
+    assert raised.value.filename == str(tmp_path / "file")
+    assert raised.value.__notes__ == ["needed: 3221225472 bytes (3.00 GiB)"]
+    with pytest.raises(OSError, match="full") as raised, naming(tmp_path / "file", tmp_path / "temporary"):
+        raise OSError(errno.ENOSPC, "full", str(tmp_path / "temporary"))
+    assert raised.value.filename == str(tmp_path / "file"), "nobody knows the temporary name"
+    with pytest.raises(OSError, match="gone") as raised, naming(tmp_path / "file"):
+        raise OSError(errno.ENOENT, "gone", "another")
+    assert raised.value.filename == "another"
+    assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(OSError, match="own words") as raised, naming(tmp_path / "file"):
+        raise OSError("own words")
+    assert raised.value.filename is None
+
+
+# ---- what killed processes leave ----
+
+
+def test_a_living_writers_file_stays_and_a_dead_ones_goes(folder: Path, half_written: subprocess.Popen) -> None:
+    (temporary,) = temporaries(folder)
+    remove_dead_temporaries([temporary])
+    write_text(folder / "file", "another's")
+    assert temporary.exists()
+    assert temporary.read_text() == "half"
+    half_written.communicate("\n")
+    assert half_written.returncode == 0
+    assert (folder / "file").read_text() == "half"
+    assert temporaries(folder) == []
+
+
+def test_a_killed_writers_file_goes_with_the_next_write(folder: Path, half_written: subprocess.Popen) -> None:
+    (temporary,) = temporaries(folder)
+    half_written.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, half_written.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    write_text(folder / "other", "x")
+    assert not temporary.exists()
+
+
+def test_only_what_dead_processes_of_this_host_were_writing_goes(folder: Path) -> None:
+    mine, ticks = os.getpid(), started_ticks(os.getpid())
+    no_process = 2**22 + 7
+    dead = [
+        f".weights.{HOST}.{no_process}.5.{'a' * 16}.tmp",
+        f".weights.{HOST}.{mine}.{ticks - 1}.{'a' * 16}.tmp",
+        f".a.b.{HOST}.{mine}.{ticks + 1}.{'0' * 16}.tmp",
+    ]
+    kept = [
+        f".weights.{HOST}.{mine}.{ticks}.{'a' * 16}.tmp",
+        f".weights.{HOST}.1.{started_ticks(1)}.{'a' * 16}.tmp",
+        f".weights.elsewhere.{no_process}.5.{'a' * 16}.tmp",
+        f".weights.{HOST}.{no_process}.5.{'a' * 15}.tmp",
+        f".weights.{HOST}.{no_process}.5.{'a' * 16}.tmp.txt",
+        f"weights.{HOST}.{no_process}.5.{'a' * 16}.tmp",
+        f".weights.{HOST}.x.5.{'a' * 16}.tmp",
+        "weights",
+    ]
+    for name in (*dead, *kept):
+        (folder / name).touch()
+    remove_dead_temporaries(sorted(folder.iterdir()))
+    assert sorted(os.listdir(folder)) == sorted(kept)
+
+
+def test_what_may_not_be_removed_does_not_fail_a_write(folder: Path) -> None:
+    (folder / f".weights.{HOST}.{2**22 + 7}.5.{'a' * 16}.tmp").mkdir()
+    write_text(folder / "file", "x")
+    assert (folder / "file").read_text() == "x"
+
+
+# ---- a name for one of several ----
+
+
+def test_of_several_one_gets_the_name(folder: Path, monkeypatch) -> None:
+    calls = Calls(monkeypatch)
+    write_new(folder / "name", "first")
+    (temporary,) = {call[1] for call in calls.of("link")}
+    assert calls.of("fsync", "link", "unlink", "replace") == [
+        ("fsync", temporary),
+        ("link", temporary, str(folder / "name")),
+        ("unlink", temporary),
+        ("fsync", str(folder)),
+    ]
+    with pytest.raises(FileExistsError) as raised:
+        write_new(folder / "name", "second")
+    assert raised.value.filename == str(folder / "name")
+    assert (folder / "name").read_text() == "first"
+    assert os.listdir(folder) == ["name"]
+
+
+def test_an_answer_that_was_lost_is_no_failure(folder: Path, monkeypatch) -> None:
+    """As over NFS: the link is made, the answer is lost, and the repeated request finds the name taken."""
+    link = os.link
+
+    def link_twice(*places: Path) -> None:
+        link(*places)
+        link(*places)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    write_new(folder / "name", "ours")
+    assert (folder / "name").read_text() == "ours"
+
+
+def test_a_link_that_cannot_be_made_is_told(folder: Path, monkeypatch) -> None:
+    def refuse(*places: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(PermissionError, match="no links here"):
+        write_new(folder / "name", "ours")
+    assert os.listdir(folder) == []
+
+
+# ---- the rest ----
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ([], "001"),
+        (["001", "002"], "003"),
+        (["002", "010", "009"], "011"),
+        (["999"], "1000"),
+        (["1000", "999"], "1001"),
+        (["007", "12abc", "x", "9.log"], "008"),
+    ],
+)
+def test_numbered_folders(folder: Path, there: list[str], expected: str) -> None:
+    for name in there:
+        (folder / name).mkdir()
+    assert make_next_folder(folder) == folder / expected
+    assert (folder / expected).is_dir()
+
+
+def test_of_two_at_once_one_has_to_try_again(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [])
+    assert make_next_folder(folder / "new") == folder / "new" / "001"
+    with pytest.raises(FileExistsError):
+        make_next_folder(folder / "new")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, "99aa06d3014798d86001c324468d497f"), (8 << 20, None), ((8 << 20) + 1, None)]
+)
+def test_hashes(folder: Path, size: int, expected: str | None) -> None:
+    content = os.urandom(size)
+    (folder / "file").write_bytes(content)
+    assert hash_file(folder / "file") == (expected or xxhash.xxh3_128(content).hexdigest())

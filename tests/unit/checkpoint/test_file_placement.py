@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.small_disk import small_disk
 
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
     TransferStopped,
     copy_file,
-    explain_full_disk,
     git_blob_hash,
     hard_link,
     hash_twice,
@@ -20,6 +20,7 @@ from posttrain.checkpoint.file_placement import (
     require_free_space,
     run_parallel,
 )
+from posttrain.errors import explain
 from posttrain.observability.progress import ProgressBar
 
 
@@ -145,40 +146,39 @@ def test_parallel_raises_the_first_error_and_stops_the_others(progress):
 
 def test_free_space_is_compared_with_what_is_needed(tmp_path):
     require_free_space(tmp_path, 1, "one byte")
-    with pytest.raises(RuntimeError, match=r"not enough disk space for a lot\n  needed: 1152921504606846976 bytes"):
+    with pytest.raises(OSError, match="not enough disk space for a lot; nothing has been written yet") as refused:
         require_free_space(tmp_path, 1 << 60, "a lot")
+    assert refused.value.errno == errno.ENOSPC
+    first, needed, *_ = explain(refused.value).splitlines()
+    assert first == f"{tmp_path}: not enough disk space for a lot; nothing has been written yet"
+    assert needed == "  needed: 1152921504606846976 bytes (1073741824.00 GiB)"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_explained(tmp_path, number):
-    with (
-        pytest.raises(RuntimeError, match="free some space and run again") as raised,
-        explain_full_disk(tmp_path),
-    ):
-        raise OSError(number, os.strerror(number))
-    assert raised.value.__cause__.errno == number
+def test_without_inodes_there_is_no_room_however_much_is_free(tmp_path):
+    with small_disk(tmp_path, "nr_inodes=3") as disk:
+        require_free_space(disk, 1000, "a file")
+        (disk / "a").touch()
+        (disk / "b").touch()
+        require_free_space(disk, 0, "nothing")
+        with pytest.raises(OSError, match="not enough disk space for a file") as refused:
+            require_free_space(disk, 1000, "a file")
+        assert "its inodes are used up" in explain(refused.value)
 
 
-def test_other_errors_of_the_disk_stay_what_they_are(tmp_path):
-    with pytest.raises(PermissionError), explain_full_disk(tmp_path):
-        raise PermissionError(errno.EACCES, "no")
+def test_a_disk_that_becomes_full_is_named_with_the_file(tmp_path, progress):
+    (tmp_path / "a").write_bytes(bytes(3 << 20))
+    with small_disk(tmp_path, "size=1m") as disk:
+        with pytest.raises(OSError, match="No space left on device") as refused:
+            copy_file(tmp_path / "a", disk / "b", progress)
+        assert explain(refused.value).startswith(f"{disk}/b: the disk is full\n  free:   ")
+        assert list(disk.iterdir()) == []
 
 
-def test_only_half_files_of_dead_processes_of_this_host_are_removed(tmp_path):
-    host = os.uname().nodename
-    dead = [
-        tmp_path / f".model.safetensors.{host}.{2**22 + 7}.tmp",
-        tmp_path / "deep" / f".a.{host}.{os.getpid()}.tmp",
-    ]
-    kept = [
-        tmp_path / f".model.safetensors.{host}.1.tmp",
-        tmp_path / ".model.safetensors.elsewhere.7.tmp",
-        tmp_path / "model.safetensors",
-        tmp_path / ".hidden.tmp",
-    ]
+def test_half_files_of_dead_processes_are_removed_wherever_they_lie(tmp_path):
+    """Whose they are is told in tests/unit/artifacts/test_durable.py."""
+    half = f"{os.uname().nodename}.{2**22 + 7}.5.{'a' * 16}.tmp"
     (tmp_path / "deep").mkdir()
-    for path in (*dead, *kept):
-        path.touch()
+    for name in (f".model.{half}", f"deep/.a.{half}", "deep/a"):
+        (tmp_path / name).touch()
     remove_half_written(tmp_path)
-    assert not any(path.exists() for path in dead)
-    assert all(path.exists() for path in kept)
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["deep", "a"]

@@ -112,13 +112,14 @@ def test_a_disk_without_space_is_refused_before_the_first_byte(origin, node, mon
         (node / "torch_dist-1" / name).unlink()
     before, usage = _written(node), file_placement.shutil.disk_usage(node)
     monkeypatch.setattr(file_placement.shutil, "disk_usage", lambda folder: usage._replace(free=499_999))
-    with pytest.raises(RuntimeError, match=r"not enough disk space(.|\n)*needed: 500000 bytes"):
+    with pytest.raises(OSError, match="not enough disk space for the copy to") as refused:
         stage([origin], node)
+    assert refused.value.__notes__ == ["needed: 500000 bytes (0.00 GiB)"]
     assert _written(node) == before
 
 
 def test_half_copies_of_killed_attempts_are_removed(origin, node):
-    half = node / "torch_dist-1" / f".a.distcp.{os.uname().nodename}.{2**22 + 7}.tmp"
+    half = node / "torch_dist-1" / f".a.distcp.{os.uname().nodename}.{2**22 + 7}.5.{'a' * 16}.tmp"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
     stage([origin], node)

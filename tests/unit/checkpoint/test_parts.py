@@ -114,7 +114,7 @@ def test_a_finished_folder_loses_its_name_and_receipt_before_it_changes(folder, 
 
 def test_a_disk_that_is_too_small_is_known_before_the_first_byte(folder, maker):
     huge = OutputFile("a", 1 << 60, {}, lambda output: maker.written.append("a"))
-    with pytest.raises(RuntimeError, match="not enough disk space"):
+    with pytest.raises(OSError, match="not enough disk space"):
         make_files(folder, [huge], "test")
     assert maker.written == []
 

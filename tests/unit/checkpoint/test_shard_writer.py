@@ -31,7 +31,7 @@ def specs_of(tensors):
 
 
 def write(path, tensors):
-    with HashingFile(path) as file:
+    with open(path, "wb") as opened, HashingFile(opened) as file:
         write_shard(file, specs_of(tensors), tensors.__getitem__)
     return file
 
@@ -90,15 +90,18 @@ def test_odd_sizes_leave_every_tensor_aligned_and_readable(tmp_path):
 
 
 def test_a_tensor_that_is_not_as_announced_is_a_defect(tmp_path):
-    with HashingFile(tmp_path / "x") as file, pytest.raises(AssertionError, match="announced as F32"):
-        write_shard(file, {"a": TensorSpec((2,), "F32")}, lambda name: torch.zeros(3))
+    with (
+        open(tmp_path / "x", "wb") as opened,
+        pytest.raises(AssertionError, match="announced as F32"),
+    ):
+        write_shard(HashingFile(opened), {"a": TensorSpec((2,), "F32")}, lambda name: torch.zeros(3))
 
 
 @pytest.mark.parametrize(("length", "order"), [(2, ["half", "a", "b"]), (3, ["a", "b", "half"])])
 def test_one_tensor_is_read_at_a_time_and_the_order_given_stays_unless_it_misaligns(tmp_path, length, order):
     tensors = {"half": torch.zeros(length).bfloat16(), "a": torch.zeros(2), "b": torch.zeros(2)}
     asked = []
-    with HashingFile(tmp_path / "x") as file:
+    with open(tmp_path / "x", "wb") as opened, HashingFile(opened) as file:
         write_shard(file, specs_of(tensors), lambda name: asked.append(name) or tensors[name])
     assert asked == order
     assert list(read_header(tmp_path / "x")) == asked
@@ -116,7 +119,7 @@ def test_a_full_disk_is_told_and_not_what_torch_makes_of_it(tmp_path):
     """torch.save ends with an error of its own about positions in the file; the caller needs the system's."""
 
     def save(path):
-        with HashingFile(path) as file:
+        with open(path, "wb") as opened, HashingFile(opened) as file:
             torch.save(torch.zeros(100_000), file)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
 
@@ -46,12 +46,12 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
     try:
         main()
     except (ConfigError, CheckpointError) as error:
-        _refuse(str(error))
+        _refuse(explain(error) or str(error))
     except (RuntimeError, OSError) as error:
         if os.environ.get("POSTTRAIN_TRACEBACK"):
             raise
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""
-        _refuse(f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)")
+        _refuse(explain(error) or f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)")
     except KeyboardInterrupt:
         _refuse("interrupted; run the same command again to go on")
 

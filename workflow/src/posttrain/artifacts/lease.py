@@ -12,10 +12,10 @@ the same job is its next run, and takes over); elsewhere, no heartbeat for `HEAR
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import json
+import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -24,11 +24,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from posttrain.artifacts.durable import sync_folder, write_json
+from posttrain.artifacts.durable import write_json, write_new
+from posttrain.artifacts.names import shown
+from posttrain.artifacts.processes import process_ids, started_ticks, user_name
+from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_DEAD_SECONDS = 120.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_EPOCH = re.compile(r"epoch-(\d+)\.json")
 
 
 # Job -> whether its scheduler runs it or will; None where that cannot be told.
@@ -75,7 +80,7 @@ class Holder:
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix))
         job = f" in {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job} (user {self.user}, since {since})"
+        return shown(f"process {self.pid} on {self.host}{job} (user {self.user}, since {since})")
 
 
 class Lease:
@@ -110,7 +115,6 @@ class Lease:
     def __enter__(self) -> Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._holder = self._acquire()
-        self._beat()
         threading.Thread(target=self._keep_beating, daemon=True).start()
         return self
 
@@ -118,8 +122,12 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        if read_holder(self._folder) == self._holder:
-            write_json(_released_path(self._folder, self.epoch), {"unix": time.time()})
+        try:
+            if read_holder(self._folder) == self._holder:
+                write_json(_released_path(self._folder, self.epoch), {"unix": time.time()})
+        except OSError as unwritten:
+            # Never instead of an error under way. Others see that this process is gone, or that its heartbeat stops.
+            log.warning("the lease on %s could not be given back: %s", self._subject, unwritten)
 
     @property
     def epoch(self) -> int:
@@ -143,22 +151,13 @@ class Lease:
             )
         mine = _this_process((current.epoch if current else 0) + 1, self._job)
         # The heartbeat first: whoever sees the epoch finds its holder alive.
-        _heartbeat_path(self._folder, mine.epoch).touch()
-        offer = self._folder / f".offer-{mine.host}-{mine.pid}-{threading.get_native_id()}.json"
-        write_json(offer, asdict(mine))
-        epoch_path = _epoch_path(self._folder, mine.epoch)
+        heartbeat = _heartbeat_path(self._folder, mine.epoch)
+        os.close(os.open(heartbeat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+        os.utime(heartbeat, follow_symlinks=False)
         try:
-            os.link(offer, epoch_path)
-        except OSError as error:
-            # The error alone does not tell: NFS may repeat a request whose answer was lost, and then find our own
-            # link; SFTP says only "failure".
-            if not epoch_path.exists():
-                raise
-            if epoch_path.read_text() != offer.read_text():
-                raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
-        finally:
-            offer.unlink()
-        sync_folder(self._folder)
+            write_new(_epoch_path(self._folder, mine.epoch), json.dumps(asdict(mine)))
+        except FileExistsError as error:
+            raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
         return mine
 
     def _may_take_over(self, current: Holder) -> bool:
@@ -167,19 +166,42 @@ class Lease:
         return is_earlier_run or _is_free(self._folder, current, self._job_is_alive)
 
     def _keep_beating(self) -> None:
-        # Whoever deletes the lease's folder under us has lost it for us; the next `check_epoch` tells.
-        with contextlib.suppress(FileNotFoundError):
-            while not self._stop.wait(HEARTBEAT_SECONDS):
-                self._beat()
-
-    def _beat(self) -> None:
-        _heartbeat_path(self._folder, self.epoch).touch()
+        is_failing = False
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                # It is never made anew: who deletes the lease under us has taken it, and the next `check_epoch` tells.
+                os.utime(_heartbeat_path(self._folder, self.epoch), follow_symlinks=False)
+                is_failing = False
+            except OSError as error:
+                if not is_failing:
+                    log.warning("no heartbeat in %s, it is tried again: %s", self._folder, error)
+                is_failing = True
 
 
 def read_holder(lease_folder: Path) -> Holder | None:
-    """Return the holder of the highest epoch, released or not."""
-    epochs = sorted(lease_folder.glob("epoch-*.json"))
-    return Holder(**json.loads(epochs[-1].read_text())) if epochs else None
+    """Return the holder of the highest epoch, released or not.
+
+    Raises:
+        OSError: The folder is there and cannot be read: that is not the same as no holder.
+        CheckpointError: What is written there is no holder.
+    """
+    try:
+        epochs = [(int(match[1]), name) for name in os.listdir(lease_folder) if (match := _EPOCH.fullmatch(name))]
+    except FileNotFoundError:
+        return None
+    if not epochs:
+        return None
+    epoch, name = max(epochs)
+    path = lease_folder / name
+    try:
+        holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+        str(holder)  # It is shown in messages, which must not fail.
+        if holder.epoch != epoch:
+            raise ValueError(f"epoch {holder.epoch}")
+    except (ValueError, TypeError, OverflowError) as error:
+        remedy = f"delete {lease_folder} when nobody works there"
+        raise CheckpointError(f"{path}: not a lease ({error})\n  remedy: {remedy}") from error
+    return holder
 
 
 def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Holder | None:
@@ -195,8 +217,10 @@ def living_holder(lease_folder: Path, job_is_alive: JobIsAlive = unknown) -> Hol
 
 def heartbeat_age_seconds(lease_folder: Path, holder: Holder) -> float:
     """Return how long ago a holder last gave a sign of life; infinite where it never did."""
-    heartbeat = _heartbeat_path(lease_folder, holder.epoch)
-    return time.time() - heartbeat.stat().st_mtime if heartbeat.exists() else float("inf")
+    try:
+        return time.time() - _heartbeat_path(lease_folder, holder.epoch).stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
 
 
 def check_epoch(lease_folder: Path, epoch: int) -> None:
@@ -215,8 +239,8 @@ def _this_process(epoch: int, job: str) -> Holder:
         epoch=epoch,
         host=socket.gethostname(),
         pid=os.getpid(),
-        process_ids=_process_ids(),
-        started_ticks=_started_ticks(os.getpid()) or 0,
+        process_ids=process_ids(),
+        started_ticks=started_ticks(os.getpid()) or 0,
         user=user_name(),
         since_unix=round(time.time(), 3),
         job=job,
@@ -227,7 +251,7 @@ def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
     if _released_path(folder, holder.epoch).exists():
         return True
     if _is_here(holder):
-        return _started_ticks(holder.pid) != holder.started_ticks
+        return started_ticks(holder.pid) != holder.started_ticks
     if holder.job and (is_alive := job_is_alive(holder.job)) is not None:
         return not is_alive
     return heartbeat_age_seconds(folder, holder) > HEARTBEAT_DEAD_SECONDS
@@ -235,31 +259,7 @@ def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
 
 def _is_here(holder: Holder) -> bool:
     """Tell whether the holder's process id means the same here."""
-    return (holder.host, holder.process_ids) == (socket.gethostname(), _process_ids())
-
-
-def _process_ids() -> str:
-    """Return a name for the set of process ids that we see: containers on one host may each have their own."""
-    return f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _started_ticks(pid: int) -> int | None:
-    """Return when a process started, None when it does not run. Ticks, unlike seconds, do not move with the clock."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name in parentheses may hold anything; behind it, state is the 1st word and the start time the 20th.
-    words = status.rpartition(")")[2].split()
-    return None if words[0] in "ZX" else int(words[19])
-
-
-def user_name() -> str:
-    """Return who we are, as a number where the machine has no name for it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
+    return (holder.host, holder.process_ids) == (socket.gethostname(), process_ids())
 
 
 def _epoch_path(folder: Path, epoch: int) -> Path:

@@ -55,6 +55,11 @@ class RelativeName(str):
         return folder / self
 
 
+def shown(text: str) -> str:
+    """Return a text that somebody else may have written as it can be shown: what cannot be printed is escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def check_digest(text: object, num_digits: int) -> None:
     """Refuse what is no digest, since files are named after digests; an empty one means that there is none.
 

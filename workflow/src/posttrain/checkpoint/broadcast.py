@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from posttrain.artifacts import hash_file
-from posttrain.checkpoint.file_placement import TransferProgress, explain_full_disk, publish_link
+from posttrain.checkpoint.file_placement import TransferProgress, publish_link
 from posttrain.checkpoint.meeting import Meeting, Peer
 from posttrain.checkpoint.node_local import CopyTask, copy_task
 from posttrain.checkpoint.swarm import Swarm
@@ -58,13 +58,12 @@ class Broadcast:
 
         Raises:
             CheckpointError: An origin's file is not what its receipt says.
-            RuntimeError: The disk is full.
+            OSError: The disk is full.
         """
         self._scratch.mkdir(parents=True, exist_ok=True)
         total = sum(task.record.size_bytes for task in wrong)
         with (
             ProgressBar(f"copy to {self._scratch.parent}", total) as bar,
-            explain_full_disk(self._scratch.parent),
             Swarm(self._scratch) as swarm,
             ThreadPoolExecutor(MAX_READS + 1) as pool,
         ):

@@ -7,23 +7,22 @@ new one under a name (`artifacts.write_atomic`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
-import re
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import xxhash
 
-from posttrain.artifacts import write_atomic
+from posttrain.artifacts import place_atomic, write_atomic
+from posttrain.artifacts.durable import naming, remove_dead_temporaries
+from posttrain.errors import lacks_inodes
 from posttrain.observability.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ R = TypeVar("R")
 # Errors of link(2) that mean "not possible here", as opposed to "something is wrong": another file system,
 # a file of somebody else's (fs.protected_hardlinks), a file system without links, too many links.
 NO_LINK_ERRORS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
-# The temporary names of `artifacts.write_atomic`: .{name}.{host}.{process}.tmp
-_HALF_WRITTEN = re.compile(r"^\..+\.(?P<process>\d+)\.tmp$")
 
 
 class TransferStopped(RuntimeError):
@@ -116,16 +113,25 @@ def copy_file(
     """
     state = xxhash.xxh3_128()
 
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb", buffering=0) as file:
-            for chunk in _chunks(source):
-                state.update(chunk)
-                write_whole(file, chunk)
-                progress.advance(len(chunk))
+    def write(file: BinaryIO) -> None:
+        for chunk in _chunks(source):
+            state.update(chunk)
+            file.write(chunk)
+            progress.advance(len(chunk))
         check(state.hexdigest())
 
     write_atomic(target, write)
     return state.hexdigest()
+
+
+def copy_plainly(source: Path, target: Path) -> None:
+    """Copy a small file durably."""
+
+    def write(file: BinaryIO) -> None:
+        with open(source, "rb") as content:
+            shutil.copyfileobj(content, file)
+
+    write_atomic(target, write)
 
 
 def write_whole(file: RawIOBase, chunk: bytes | memoryview) -> None:
@@ -138,15 +144,11 @@ def write_whole(file: RawIOBase, chunk: bytes | memoryview) -> None:
 def hard_link(source: Path, target: Path) -> bool:
     """Give `source` a second name and return True; False where the file systems do not allow it."""
 
-    def link(temporary: Path) -> None:
-        temporary.unlink(missing_ok=True)
-        # A link to a symlink would be a second symlink on Linux: name the file behind it.
-        os.link(source.resolve(strict=True), temporary)
-
     if target.exists() and target.samefile(source) and not target.is_symlink():
         return True
     try:
-        write_atomic(target, link)
+        # A link to a symlink would be a second symlink on Linux: name the file behind it.
+        place_atomic(target, lambda temporary: os.link(source.resolve(strict=True), temporary))
     except OSError as error:
         if error.errno in NO_LINK_ERRORS:
             return False
@@ -156,7 +158,7 @@ def hard_link(source: Path, target: Path) -> bool:
 
 def publish_link(source: Path, target: Path) -> None:
     """Give a file that is complete and right a second, durable name on the same disk; an older file there goes."""
-    write_atomic(target, lambda temporary: os.link(source, temporary))
+    place_atomic(target, lambda temporary: os.link(source, temporary))
 
 
 def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress) -> list[R]:
@@ -189,52 +191,21 @@ def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
         what: Named in the message: "the rest of zai-org/GLM-5".
 
     Raises:
-        RuntimeError: With the bytes needed and free.
+        OSError: As from a full disk, with the bytes that are needed in a note.
     """
-    free = shutil.disk_usage(folder).free
-    if needed_bytes > free:
-        raise RuntimeError(
-            f"{folder}: not enough disk space for {what}\n"
-            f"  needed: {needed_bytes} bytes ({needed_bytes / 2**30:.2f} GiB)\n"
-            f"  free:   {free} bytes ({free / 2**30:.2f} GiB)\n"
-            f"  remedy: free some, or put the folder on another file system; nothing has been written yet"
-        )
-
-
-@contextlib.contextmanager
-def explain_full_disk(folder: Path) -> Iterator[None]:
-    """Turn "no space left" in the middle of the work into one clear message.
-
-    Raises:
-        RuntimeError: From the OSError, with what is kept and what to do.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RuntimeError(
-            f"{folder}: the disk became full, or a quota or file size limit was reached, while writing\n"
-            f"  free:   {shutil.disk_usage(folder).free} bytes\n"
-            f"  remedy: free some space and run again; the files that are complete are kept"
-        ) from error
+    if needed_bytes > shutil.disk_usage(folder).free or (needed_bytes and lacks_inodes(folder)):
+        with naming(folder, needed_bytes=needed_bytes):
+            raise OSError(errno.ENOSPC, f"not enough disk space for {what}; nothing has been written yet", str(folder))
 
 
 def remove_half_written(folder: Path) -> None:
     """Delete what killed processes of ours left under temporary names anywhere below `folder`."""
-    for path in folder.rglob(f".*.{socket.gethostname()}.*.tmp"):
-        match = _HALF_WRITTEN.match(path.name)
-        if match and not _is_alive(int(match["process"])):
-            path.unlink()
+    remove_dead_temporaries(folder.rglob(".*.tmp"))
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:
     """Yield a file's content; each chunk is valid until the next, and small enough to stay in a core's cache."""
     buffer = memoryview(bytearray(COPY_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         while length := file.readinto(buffer):
             yield buffer[:length]
-
-
-def _is_alive(process: int) -> bool:
-    return process != os.getpid() and Path(f"/proc/{process}").exists()

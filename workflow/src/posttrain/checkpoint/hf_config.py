@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import FileRecord, Receipt, record_file, write_atomic
+from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file
 from posttrain.checkpoint.config_patch import PATCH_FILE, Change, apply_changes, write_patched
 from posttrain.checkpoint.file_placement import hard_link, remove_half_written
 from posttrain.checkpoint.hf_layout import read_json
@@ -254,4 +254,4 @@ def _link(source: Path, target: Path) -> None:
         return
     where = os.path.relpath(source.resolve(strict=True), target.parent.resolve())
     if not (target.is_symlink() and os.readlink(target) == where):
-        write_atomic(target, lambda temporary: os.symlink(where, temporary))
+        place_atomic(target, lambda temporary: os.symlink(where, temporary))

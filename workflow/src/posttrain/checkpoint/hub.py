@@ -82,7 +82,8 @@ def download(
     Raises:
         ConfigError: The repository, revision or file does not exist or may not be read.
         CheckpointError: The bytes are not those that the Hub lists; or offline and files are missing.
-        RuntimeError: No connection, or no space on the disk.
+        RuntimeError: No connection.
+        OSError: No space on the disk.
     """
     options = options or FetchOptions()
     folder.mkdir(parents=True, exist_ok=True)

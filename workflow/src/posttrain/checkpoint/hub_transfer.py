@@ -23,7 +23,8 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, write_atomic
+from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, place_atomic
+from posttrain.artifacts.durable import naming
 from posttrain.checkpoint.file_placement import TransferProgress, write_whole
 from posttrain.checkpoint.hub_listing import HubSource, explained
 from posttrain.checkpoint.hub_retries import BadStatus, Retries, RetryRule
@@ -74,7 +75,7 @@ class HttpOrigin:
                 hashes = self._complete(output, file, progress)
                 reason = hashes.misfit()
                 if not reason:
-                    write_atomic(file.path.below(folder), lambda temporary: os.replace(path, temporary))
+                    place_atomic(file.path.below(folder), lambda temporary: os.replace(path, temporary))
                     return hashes.record()
                 _empty(output, hashes, progress)
                 log.warning(
@@ -109,7 +110,8 @@ class HttpOrigin:
             _require_length(response, file, hashes.size_bytes)
             begun_at = hashes.size_bytes
             for chunk in response.iter_bytes():
-                write_whole(output, chunk)
+                with naming(Path(output.name)):
+                    write_whole(output, chunk)
                 hashes.update(chunk)
                 progress.advance(len(chunk))
                 if hashes.size_bytes > file.size_bytes:

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
 
-from posttrain.artifacts import FileRecord, write_atomic
+from posttrain.artifacts import FileRecord, place_atomic
 from posttrain.checkpoint.file_placement import TransferProgress
 from posttrain.checkpoint.hub_listing import explained
 from posttrain.checkpoint.hub_transfer import STAGING, HttpOrigin
@@ -58,7 +58,7 @@ class XetOrigin(HttpOrigin):
                 f"{self._source}: {file.path} arrives with wrong bytes\n  {reason}\n"
                 f"  remedy: run again with download.xet=false, which does without the library's cache"
             )
-        write_atomic(file.path.below(folder), lambda temporary: os.replace(staged, temporary))
+        place_atomic(file.path.below(folder), lambda temporary: os.replace(staged, temporary))
         shutil.rmtree(home)
         return record
 

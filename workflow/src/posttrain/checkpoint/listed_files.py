@@ -22,7 +22,6 @@ from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, writ
 from posttrain.artifacts.names import check_digest
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
-    explain_full_disk,
     git_blob_hash,
     require_free_space,
     run_parallel,
@@ -220,7 +219,8 @@ def bring_files(
 
     Raises:
         CheckpointError: The bytes are not those that are listed.
-        RuntimeError: No connection, or no space on the disk.
+        RuntimeError: No connection.
+        OSError: No space on the disk.
     """
     lacking = {file.path: file for file in everything if not _seems_there(file, folder)}
     lacking |= {file.path: file for file in files}
@@ -228,7 +228,7 @@ def bring_files(
     require_free_space(folder, need, f"the rest of {label}")
     total = sum(file.size_bytes for file in files)
     log.info("%s: %d files of %.3f GB to fetch", label, len(files), total / 1e9)
-    with ProgressBar(f"download {label}", total) as bar, explain_full_disk(folder):
+    with ProgressBar(f"download {label}", total) as bar:
         progress = TransferProgress(bar)
         largest_first = sorted(files, key=lambda file: -file.size_bytes)
         records = run_parallel(lambda file: origin.bring(file, folder, progress), largest_first, num_workers, progress)

@@ -94,7 +94,7 @@ def place_files(origin: Path, folder: Path, files: Collection[ListedFile], num_w
 
     Raises:
         CheckpointError: Manifest every file that is not what is listed.
-        RuntimeError: No space on the disk.
+        OSError: No space on the disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)

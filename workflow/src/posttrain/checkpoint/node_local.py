@@ -27,7 +27,6 @@ from posttrain.checkpoint.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
     copy_file,
-    explain_full_disk,
     remove_half_written,
     require_free_space,
     run_parallel,
@@ -106,7 +105,7 @@ def stage(
 
     Raises:
         CheckpointError: An origin's file is not what its receipt says, or a copy is not after `reread`.
-        RuntimeError: No space on the disk; said before the first byte where it can be known.
+        OSError: No space on the disk; said before the first byte where it can be known.
     """
     destination.mkdir(parents=True, exist_ok=True)
     away = [origin for origin in origins if not _is_there(origin, destination)]
@@ -237,7 +236,7 @@ def _copy_all(
 ) -> None:
     largest_first = sorted(tasks, key=lambda task: -task.record.size_bytes)
     total = sum(task.record.size_bytes for task in tasks)
-    with ProgressBar(f"copy to {destination}", total) as bar, explain_full_disk(destination):
+    with ProgressBar(f"copy to {destination}", total) as bar:
         progress = TransferProgress(bar)
         run_parallel(partial(copy_task, progress=progress, reread=reread), largest_first, workers, progress)
 

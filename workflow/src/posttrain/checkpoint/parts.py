@@ -15,11 +15,10 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from posttrain.artifacts import (
     FileRecord,
@@ -36,7 +35,7 @@ from posttrain.artifacts import (
 )
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
-    explain_full_disk,
+    copy_plainly,
     remove_half_written,
     require_free_space,
     run_parallel,
@@ -98,13 +97,13 @@ def make_files(folder: Path, files: Sequence[OutputFile], label: str, num_thread
         Their descriptions, in order.
 
     Raises:
-        RuntimeError: When the disk is too small or became full; what is complete is kept.
+        OSError: When the disk is too small or became full; what is complete is kept.
     """
     home = FolderInTheMaking(folder)
     missing = [file for file in files if not home.seems_finished(file)]
     require_free_space(home.path, sum(file.size_bytes for file in missing), label)
     total = sum(file.size_bytes for file in files)
-    with ProgressBar(label, total) as bar, explain_full_disk(home.path):
+    with ProgressBar(label, total) as bar:
         progress = TransferProgress(bar)
         return run_parallel(lambda file: home.make(file, progress), files, num_threads, progress)
 
@@ -154,8 +153,8 @@ class FolderInTheMaking:
     def _write(self, file: OutputFile, progress: TransferProgress) -> Description:
         made: list[Description] = []
 
-        def write(temporary: Path) -> None:
-            with HashingFile(temporary, progress.advance) as output:
+        def write(opened: BinaryIO) -> None:
+            with HashingFile(opened, progress.advance) as output:
                 notes = file.write(output)
             record = FileRecord(file.name, output.size_bytes, output.xxh3_128)
             made.append(Description(record, digest(file.made_from), notes))
@@ -302,5 +301,5 @@ def copy_other_files(source: Path, destination: Path, skip: Collection[str] = ()
         name for name in paths if name not in skip and not name.endswith((".safetensors", ".safetensors.index.json"))
     )
     for name in names:
-        write_atomic(destination / name, lambda temporary, path=paths[name]: shutil.copyfile(path, temporary))
+        copy_plainly(paths[name], destination / name)
     return names

@@ -10,7 +10,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -40,12 +40,12 @@ class HashingFile:
     """A file open for writing that knows the hash of what went into it, so that nothing is read again.
 
     Args:
-        path: Created, or emptied.
+        file: Open and empty; whoever opened it closes it.
         on_bytes: Called with the number of bytes after each write.
     """
 
-    def __init__(self, path: Path, on_bytes: Callable[[int], None] = lambda amount: None):
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None] = lambda amount: None):
+        self._file = file
         self._state = xxhash.xxh3_128()
         self._on_bytes = on_bytes
         self._failure: OSError | None = None
@@ -55,12 +55,9 @@ class HashingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file; a write that failed is what is raised, not what torch.save makes of it."""
-        try:
-            self._file.close()
-        finally:
-            if self._failure:
-                raise self._failure
+        """Raise the write that failed, not what torch.save makes of it."""
+        if self._failure:
+            raise self._failure
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; returns its length, as torch.save expects of a file."""

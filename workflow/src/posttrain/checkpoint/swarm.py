@@ -94,7 +94,7 @@ class Swarm:
         made = libtorrent.create_torrent(storage, _piece_bytes(file.stat().st_size), libtorrent.create_torrent.v1_only)
         libtorrent.set_piece_hashes(made, str(self._folder))
         encoded = libtorrent.bencode(made.generate())
-        write_atomic(torrent, lambda temporary: _write(temporary, encoded))
+        write_atomic(torrent, lambda file: file.write(encoded))
 
     def seed(self, content: str, file: Path, torrent: Path) -> None:
         """Give a file, whose bytes are right, to whoever asks."""
@@ -173,7 +173,3 @@ def _piece_bytes(size_bytes: int) -> int:
 def _free_port() -> int:
     with socket.create_server(("", 0)) as listening:
         return int(listening.getsockname()[1])
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import RelativeName, write_json
+from posttrain.artifacts.processes import BOOT_ID
 from posttrain.errors import CheckpointError
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUFFIX = ".testimony.json"
 
 

@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -185,7 +185,7 @@ def write_format_files(folder: Path, parts: Mapping[str, Description], arch: Arc
         by_tensor.setdefault(row["key"], []).append(row)
     _require_cover(folder, by_tensor, arch)
     metadata = pickle.dumps(_metadata(by_tensor), protocol=4)
-    write_atomic(folder / METADATA_NAME, lambda temporary: _write_bytes(temporary, metadata))
+    write_atomic(folder / METADATA_NAME, lambda file: file.write(metadata))
     write_json(folder / "metadata.json", MEGATRON_FORMAT)
     write_atomic(folder / "common.pt", _write_common)
 
@@ -218,15 +218,11 @@ def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
     return Metadata(state_dict_metadata=tensors, storage_data=places, version=CURRENT_DCP_VERSION)
 
 
-def _write_common(path: Path) -> None:
+def _write_common(opened: BinaryIO) -> None:
     """Write Megatron's dictionary of what is no tensor."""
-    # Given a path, torch.save would write the name of the temporary file into it.
-    with HashingFile(path) as file:
+    # Given a file with a name, torch.save would write that of the temporary file into it.
+    with HashingFile(opened) as file:
         torch.save(COMMON_STATE, file)
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 # ---- proof ----

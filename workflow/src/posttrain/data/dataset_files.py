@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, record_files, write_text
-from posttrain.checkpoint.file_placement import explain_full_disk, remove_half_written
+from posttrain.checkpoint.file_placement import remove_half_written
 from posttrain.checkpoint.hub import FetchOptions, download
 from posttrain.checkpoint.hub_listing import HubSource
 from posttrain.checkpoint.hub_retries import RetryRule
@@ -43,19 +43,18 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     Raises:
         ConfigError: A source is missing or its lines are wrong, there are too few prompts to hold out, or a
             prompt stands in both files.
-        RuntimeError: The Hub cannot be reached, or the disk is full.
+        RuntimeError: The Hub cannot be reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)
-    with explain_full_disk(folder):
-        if data.kind == "sort_digits":
-            return _write_generated(data, folder)
-        if data.kind == "jsonl":
-            return _write_split(data, Path(data.train_file), Path(data.heldout_file), folder)
-        fetched = _fetch(data, folder / SOURCE_FOLDER, manifest, rule or RetryRule())
-        source = folder / SOURCE_FOLDER
-        written = _write_split(data, source / data.train_file, source / data.heldout_file, folder)
-        return (*written, *fetched)
+    if data.kind == "sort_digits":
+        return _write_generated(data, folder)
+    if data.kind == "jsonl":
+        return _write_split(data, Path(data.train_file), Path(data.heldout_file), folder)
+    fetched = _fetch(data, folder / SOURCE_FOLDER, manifest, rule or RetryRule())
+    source = folder / SOURCE_FOLDER
+    written = _write_split(data, source / data.train_file, source / data.heldout_file, folder)
+    return (*written, *fetched)
 
 
 def _write_generated(data: Data, folder: Path) -> tuple[FileRecord, ...]:

@@ -37,12 +37,8 @@ class Invitation:
 
     def write(self, path: Path) -> None:
         """Let processes of this user read it, and nobody else."""
-
-        def fill(temporary: Path) -> None:
-            temporary.touch(mode=0o600)
-            temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-
-        write_atomic(path, fill)
+        content = json.dumps(dataclasses.asdict(self)).encode()
+        write_atomic(path, lambda file: file.write(content), mode=0o600)
 
     @staticmethod
     def read(path: Path) -> Invitation:

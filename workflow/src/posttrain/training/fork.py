@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from posttrain import artifacts
 from posttrain.artifacts import Paths, Receipt
 from posttrain.artifacts.lease import Lease, check_epoch
-from posttrain.checkpoint.file_placement import hard_link
+from posttrain.checkpoint.file_placement import copy_plainly, hard_link
 from posttrain.errors import raise_if_any
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import BEGUN_FROM_NAME, MANIFEST_NAME, CheckpointFolder
@@ -61,15 +60,11 @@ def _take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> 
     for path in sorted(source.iterdir()):
         target = checkpoints.partial(step) / path.name
         if not hard_link(path, target):
-            artifacts.write_atomic(target, lambda temporary, path=path: _copy(path, temporary))
+            copy_plainly(path, target)
             copied += path.stat().st_size
     if copied:
         log.warning("%s bytes were copied: the file system has no hard links from %s", f"{copied:,}", source)
     checkpoints.commit(step)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
 
 
 def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
