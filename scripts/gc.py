@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
+from posttrain.artifacts.names import shown
 from posttrain.cli import run
 
 
@@ -23,8 +25,10 @@ def main() -> None:
     if not args.delete:
         print(f"{len(unused)} can be freed: {size}; nothing was deleted (--config gc=delete does)")
         return
-    gone = delete_unused(args.store, args.unused_days)
+    gone, errors = delete_unused(args.store, args.unused_days)
     print(f"{len(gone)} of {len(unused)} deleted, {size} in all:", *(artefact.folder for artefact in gone), sep="\n  ")
+    if errors:
+        raise RuntimeError("\n  ".join(["not everything could be deleted; all else was:", *errors]))
 
 
 def show(found: list[Stored], store: Path) -> None:
@@ -32,10 +36,11 @@ def show(found: list[Stored], store: Path) -> None:
     table = Table("artefact", "state", "last change", "used by", show_edge=False, header_style="bold")
     table.add_column("frees alone", justify="right")
     for artefact in found:
-        users = [f"{user.user}: {user.run}" for user in artefact.users]
+        users = [shown(f"{user.user}: {user.run}") for user in artefact.users]
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(artefact.last_change_unix))
         size = f"{freed_bytes([artefact]):,}"
-        table.add_row(str(artefact.folder.relative_to(store)), state_of(artefact), changed, "\n".join(users), size)
+        cells = (shown(str(artefact.folder.relative_to(store))), state_of(artefact), changed, "\n".join(users), size)
+        table.add_row(*map(escape, cells))
     Console(width=160).print(table)
 
 

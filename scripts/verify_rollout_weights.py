@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from posttrain.artifacts import require_files, write_json
+from posttrain.artifacts.sharing import shared
 from posttrain.checkpoint.quantization_report import verify_weights
 from posttrain.cli import run
 
@@ -19,7 +20,8 @@ def main() -> None:
     source = require_files(args.source, args.source_receipt)
     quantized = require_files(args.folder, args.receipt)
     report = verify_weights(args.source, args.folder, args.threads)
-    write_json(args.report, {"inputs": {"source": source.digest, "quantized": quantized.digest}, "classes": report})
+    with shared(args.report):
+        write_json(args.report, {"inputs": {"source": source.digest, "quantized": quantized.digest}, "classes": report})
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, receipt_of
-from posttrain.artifacts.sharing import share_store, share_umask
+from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
 from posttrain.config.site_rules import check_preflight
@@ -39,7 +39,7 @@ ONLY_LOOKS = {"status", "attach"} & set(sys.argv)
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))
     PATHS = Paths(RESOLVED)
-    share_umask(RESOLVED.config.site.store_group)
+    announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
     if PATHS.train.exists() and not ONLY_LOOKS:
         refuse_other_experiment(PATHS.experiment, RESOLVED)
     if not ONLY_LOOKS:

@@ -52,4 +52,6 @@ rule gc:
 
 onstart:
     make_shared_roots(CFG)
-    share_store(PATHS.store, CFG.site.store_group)
+    share_store(
+        PATHS.store, CFG.site.store_group, [path for job in workflow.dag.needrun_jobs() for path in job.output]
+    )

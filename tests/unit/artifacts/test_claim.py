@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,9 +12,21 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from tests.system_calls import Calls
 
-from posttrain.artifacts import FORMAT_VERSIONS, Receipt, building, claim, receipt_of, record_files, write_receipt
-from posttrain.artifacts.build_lock import lock_folder_of
+from posttrain.artifacts import (
+    FORMAT_VERSIONS,
+    Receipt,
+    building,
+    claim,
+    part_receipt_of,
+    partial_of,
+    receipt_of,
+    record_files,
+    write_receipt,
+    write_text,
+)
+from posttrain.artifacts.build_lock import confirm, hold, lock_folder_of, release
 from posttrain.artifacts.lease import LeaseLostError, living_holder
 
 WANTED = Receipt("patch_hf_config", (), {"hf": "0" * 64}, {"target": "native"})
@@ -133,3 +147,217 @@ def test_a_failed_step_does_not_get_its_old_receipt_back(
     assert backup.exists()
     assert claim(receipt_of(folder), dataclasses.replace(WANTED, inputs={}), folder)
     assert not backup.exists()
+
+
+def supersede(receipt: Path) -> None:
+    """Let another process take over what this one holds."""
+    lock = lock_folder_of(receipt)
+    (lock / "epoch-000002.json").write_text((lock / "epoch-000001.json").read_text().replace(": 1,", ": 2,"))
+
+
+def test_who_was_superseded_after_his_folder_was_there_writes_no_receipt(folder: Path) -> None:
+    assert claim(receipt_of(folder), WANTED, folder)
+    with building(folder) as partial:
+        (partial / "config.json").write_text("{}")
+    supersede(receipt_of(folder))
+    with pytest.raises(LeaseLostError):
+        write_receipt(receipt_of(folder), dataclasses.replace(WANTED, files=record_files(folder)))
+    assert not receipt_of(folder).exists()
+    release(receipt_of(folder))
+    assert not (lock_folder_of(receipt_of(folder)) / "epoch-000002.released").exists()
+
+
+def test_a_part_that_was_taken_over_is_noticed(folder: Path) -> None:
+    part = part_receipt_of(folder, 0)
+    hold(receipt_of(folder), [part])
+    confirm(receipt_of(folder))
+    supersede(part)
+    with pytest.raises(LeaseLostError):
+        confirm(receipt_of(folder))
+    release(receipt_of(folder))
+
+
+def test_what_is_held_is_held_once_and_given_back_whole(folder: Path) -> None:
+    receipt, part = receipt_of(folder), part_receipt_of(folder, 0)
+    confirm(receipt)
+    release(receipt)
+    hold(receipt, [part])
+    hold(receipt, [part])
+    for held in (receipt, part):
+        assert living_holder(lock_folder_of(held)).epoch == 1
+    release(receipt)
+    for held in (receipt, part):
+        assert living_holder(lock_folder_of(held)) is None
+    hold(receipt)
+    assert living_holder(lock_folder_of(receipt)).epoch == 2
+    release(receipt)
+
+
+def test_where_locks_lie() -> None:
+    assert lock_folder_of(Path("store/hf.receipt.json")) == Path("store/hf.lease")
+    assert lock_folder_of(Path("store/hf.parts/3.receipt.json")) == Path("store/hf.parts/3.lease")
+
+
+def test_an_error_while_locks_are_taken_gives_back_those_that_were(folder: Path) -> None:
+    part = part_receipt_of(folder, 0)
+    part.parent.parent.mkdir(exist_ok=True)
+    part.parent.touch()
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        hold(receipt_of(folder), [part])
+    assert living_holder(lock_folder_of(receipt_of(folder))) is None
+    part.parent.unlink()
+    hold(receipt_of(folder), [part])
+    assert living_holder(lock_folder_of(part)).pid == os.getpid()
+    release(receipt_of(folder))
+
+
+def test_who_waits_is_told_at_once_and_reminded_now_and_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, told = [1000.0], []
+    holder = start_maker(folder)
+    assert holder.stdout.readline() == "makes it\n"
+
+    def sleep(seconds: float) -> None:
+        told.append((now[0], len(caplog.records)))
+        now[0] += 30.0
+        if len(told) == 6:
+            holder.communicate("\n")
+
+    monkeypatch.setattr("posttrain.artifacts.build_lock.time.sleep", sleep)
+    monkeypatch.setattr("posttrain.artifacts.build_lock.time.monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO, "posttrain.artifacts.build_lock"):
+        hold(receipt_of(folder))
+    release(receipt_of(folder))
+    assert told == [(1000.0, 1), (1030.0, 1), (1060.0, 1), (1090.0, 2), (1120.0, 2), (1150.0, 2)]
+    assert {row.getMessage().partition(" on ")[0] for row in caplog.records} == {
+        f"waiting: {folder} is being made by process {holder.pid}"
+    }
+
+
+def test_a_part_is_looked_for_where_it_is_made(folder: Path) -> None:
+    part = part_receipt_of(folder, 0)
+    partial_of(folder).mkdir()
+    (partial_of(folder) / "shard").write_text("x")
+    made = dataclasses.replace(WANTED, files=record_files(partial_of(folder)))
+    write_receipt(part, made)
+    assert not claim(part, WANTED, folder)
+    partial_of(folder).rename(folder)
+    assert not claim(part, WANTED, folder)
+    write_receipt(receipt_of(folder), made)
+    assert not claim(receipt_of(folder), WANTED, folder)
+    folder.rename(partial_of(folder))
+    assert claim(receipt_of(folder), WANTED, folder), "what is half made is no whole"
+    release(receipt_of(folder))
+
+
+def test_files_that_are_wanted_must_be_among_those_that_were_made(folder: Path) -> None:
+    make(folder)
+    (record,) = record_files(folder)
+    assert not claim(receipt_of(folder), dataclasses.replace(WANTED, files=(record,)), folder)
+    other = dataclasses.replace(record, xxh3_128="0" * 32)
+    assert claim(receipt_of(folder), dataclasses.replace(WANTED, files=(other,)), folder)
+    release(receipt_of(folder))
+
+
+def test_settings_that_nobody_asked_for_do_not_matter(folder: Path) -> None:
+    make(folder, dataclasses.replace(WANTED, settings={"target": "native", "more": 1}))
+    assert not claim(receipt_of(folder), WANTED, folder)
+    assert claim(receipt_of(folder), dataclasses.replace(WANTED, settings={"other": 1}), folder)
+    release(receipt_of(folder))
+
+
+def test_a_file_that_has_grown_is_made_anew(folder: Path) -> None:
+    make(folder)
+    with open(folder / "config.json", "a") as file:
+        file.write(" ")
+    assert claim(receipt_of(folder), WANTED, folder)
+    release(receipt_of(folder))
+
+
+def test_sources_are_looked_at_both_before_and_after_waiting(folder: Path, tmp_path: Path) -> None:
+    """Given as an iterator, too."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{}")
+    make(folder)
+    made = receipt_of(folder).stat().st_mtime
+    os.utime(source, (made, made))
+    assert not claim(receipt_of(folder), WANTED, folder, iter([source])), "as old as the receipt"
+    os.utime(source, (made + 1, made + 1))
+    assert claim(receipt_of(folder), WANTED, folder, iter([source]))
+    release(receipt_of(folder))
+
+
+def test_a_fork_does_not_give_away_what_its_parent_holds(folder: Path) -> None:
+    script = """
+        import os, sys
+        from pathlib import Path
+        from posttrain.artifacts.build_lock import hold, lock_folder_of
+        from posttrain.artifacts.lease import living_holder
+        receipt = Path(sys.argv[1])
+        hold(receipt)
+        if child := os.fork():
+            os.waitpid(child, 0)
+            print(living_holder(lock_folder_of(receipt)).pid == os.getpid(), flush=True)
+        else:
+            sys.exit()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(receipt_of(folder))]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    assert living_holder(lock_folder_of(receipt_of(folder))) is None
+    released = lock_folder_of(receipt_of(folder)) / "epoch-000001.released"
+    assert "unix" in json.loads(released.read_text()), "given back when its process has ended"
+
+
+# ---- building ----
+
+
+def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    with building(folder) as partial:
+        assert partial == partial_of(folder)
+        (partial / "config.json").write_text("{}")
+        assert calls.of("fsync") == []
+    assert calls.of("fsync", "rename", "replace")[-4:] == [
+        ("fsync", str(partial / "config.json")),
+        ("fsync", str(partial)),
+        ("rename", str(partial), str(folder)),
+        ("fsync", str(folder.parent)),
+    ]
+
+
+def test_what_an_earlier_attempt_left_is_built_on(folder: Path) -> None:
+    for before in (partial_of(folder), folder):
+        before.mkdir()
+        (before / "kept").write_text("1")
+        with building(folder) as partial:
+            assert (partial / "kept").exists()
+            assert not folder.exists()
+        assert (folder / "kept").exists()
+        assert not partial.exists()
+        (folder / "kept").unlink()
+        folder.rmdir()
+
+
+def test_of_two_the_finished_folder_is_the_better_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path, text in ((folder, "finished"), (partial_of(folder), "half")):
+        path.mkdir()
+        (path / "file").write_text(text)
+    with building(folder) as partial:
+        assert (partial / "file").read_text() == "finished"
+    assert f"removing {partial_of(folder)}: {folder} is complete" in caplog.text
+
+
+def test_an_error_leaves_what_was_made_under_its_partial_name(folder: Path) -> None:
+    partial_of(folder).mkdir()
+    (partial_of(folder) / "file").touch()
+    with pytest.raises(ValueError, match="broken"), building(folder):
+        raise ValueError("broken")
+    assert not folder.exists()
+    assert (partial_of(folder) / "file").exists()
+
+
+def test_of_two_that_finish_at_once_the_first_stays(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="another process finished it while this one did"), building(folder):
+        write_text(folder / "theirs", "")
+    assert (folder / "theirs").exists()

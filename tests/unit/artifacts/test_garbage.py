@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+from tests.system_calls import Calls
 
 from posttrain.artifacts import (
     Receipt,
@@ -20,7 +22,7 @@ from posttrain.artifacts import (
 )
 from posttrain.artifacts.build_lock import lock_folder_of
 from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
-from posttrain.artifacts.lease import Lease
+from posttrain.artifacts.lease import Lease, living_holder
 from posttrain.artifacts.references import Reference, references_folder
 
 OLD_SECONDS = 30 * 86_400
@@ -128,7 +130,219 @@ def test_deleting_leaves_nothing_of_what_is_unused_and_all_of_the_rest(store: Pa
     run = tmp_path / "results/first"
     run.mkdir(parents=True)
     refer(store, run, NAMES[1:2])
-    gone = delete_unused(store, DAYS)
+    gone, errors = delete_unused(store, DAYS)
+    assert errors == []
     assert [found.folder for found in gone] == [store / NAMES[0], store / NAMES[2], store / NAMES[3]]
     assert [found.folder for found in list_store(store, DAYS)] == [store / NAMES[1]]
     assert sorted(path.name for path in (store / "glm5/abc").iterdir()) == ["hf", "hf.history.jsonl", "hf.receipt.json"]
+
+
+# ---- what is ours ----
+
+
+def names(store: Path) -> list[str]:
+    return [found.folder.relative_to(store).as_posix() for found in list_store(store, DAYS)]
+
+
+@pytest.mark.parametrize("beside", ["manifest.json", "history.jsonl", "receipt.json", "partial", "parts", "lease"])
+def test_a_users_own_folder_is_no_artefact_whatever_lies_beside_it(store: Path, beside: str) -> None:
+    """Only a step's receipt or lease makes it one."""
+    mine = store / "glm5" / "abc" / "mydata"
+    mine.mkdir()
+    (mine / "precious").write_text("x")
+    other = mine.with_name(f"mydata.{beside}")
+    other.write_text("{}") if "json" in beside else other.mkdir()
+    make_old(store)
+    assert names(store) == NAMES
+    delete_unused(store, DAYS)
+    assert (mine / "precious").exists()
+    assert other.exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_listed_is_the_users_until_a_part_of_it_is_brought(store: Path, begun: bool) -> None:
+    """Files of a repository that were put into the store by hand, of which so far only the list was made."""
+    hand, name = store / "glm5" / "def" / "hf", "glm5/def/hf"
+    hand.mkdir(parents=True)
+    write_json(hand.with_name("hf.manifest.json"), {"source": {}, "files": []})
+    with Lease(hand, lock_folder_of(receipt_of(hand))):
+        pass
+    if begun:
+        with Lease(hand, lock_folder_of(part_receipt_of(hand, 0))):
+            pass
+    make_old(store)
+    assert (name in names(store)) == begun
+    delete_unused(store, DAYS)
+    assert hand.exists() != begun
+    hand.mkdir(exist_ok=True)
+    hand.rmdir()
+    if not begun:
+        assert name in names(store), "without the user's folder there is only the list"
+
+
+def test_receipts_of_other_versions_are_ours_too(store: Path) -> None:
+    path = receipt_of(store / NAMES[1])
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99'))
+    shutil.rmtree(store / "glm5/abc/torch_dist-1.parts")
+    make_old(store)
+    assert names(store) == NAMES[:3], "a partial folder without receipt or lease is nobody's"
+
+
+def test_a_link_goes_and_what_it_points_to_stays(store: Path, tmp_path: Path) -> None:
+    shared, linked = tmp_path / "shared", store / NAMES[1]
+    linked.rename(shared)
+    linked.symlink_to(shared)
+    make_old(store)
+    weights = shared / "weights"
+    assert freed_bytes([find(store, NAMES[1])]) < 100_000, "a link frees nothing of what is behind it"
+    gone, errors = delete_unused(store, DAYS)
+    assert [found.folder for found in gone] == [store / name for name in NAMES]
+    assert errors == []
+    assert weights.exists()
+    assert not linked.is_symlink()
+
+
+def test_after_an_error_the_others_are_deleted_all_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmtree = shutil.rmtree
+
+    def fail(path: Path, *more: object, **options: object) -> None:
+        if path == store / NAMES[1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        rmtree(path, *more, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    gone, errors = delete_unused(store, DAYS)
+    assert [found.folder for found in gone] == [store / name for name in (NAMES[0], *NAMES[2:])]
+    assert errors == [f"{store / NAMES[1]}: [Errno 13] Permission denied: '{store / NAMES[1]}'"]
+    assert living_holder(lock_folder_of(receipt_of(store / NAMES[1]))) is None
+    assert not receipt_of(store / NAMES[1]).exists(), "something half made, which the next gc deletes"
+    monkeypatch.undo()
+    make_old(store)
+    assert names(store) == [NAMES[1]]
+    assert len(delete_unused(store, DAYS)[0]) == 1
+    assert list((store / "glm5" / "abc").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["lease", "folder"])
+def test_what_cannot_be_understood_stays_and_is_named(
+    store: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = lock_folder_of(receipt_of(store / NAMES[1]))
+    if damage == "lease":
+        lock.mkdir()
+        (lock / "epoch-000001.json").write_text("{")
+    else:
+        lock.touch()
+    make_old(store)
+    assert unused(store) == [name for name in NAMES if name != NAMES[1]]
+    assert f"{store / NAMES[1]} stays: " in caplog.text
+    delete_unused(store, DAYS)
+    assert (store / NAMES[1] / "weights").exists()
+    assert receipt_of(store / NAMES[1]).exists()
+
+
+# ---- what is deleted, and in which order ----
+
+
+def test_the_receipt_goes_first_and_the_locks_last(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill at any point leaves something half made that nobody begins to make before all of it is gone."""
+    folder, removed = store / NAMES[3], []
+    write_receipt(receipt_of(folder), Receipt("finalize_torch_dist", (), {}, {}))
+    folder.mkdir()
+    make_old(store)
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, *more: object, **options: object) -> None:
+        if path.name.startswith(folder.name):
+            assert not receipt_of(folder).exists()
+            removed.append(path.name.removeprefix(folder.name))
+            lock = lock_folder_of(receipt_of(folder))
+            assert (living_holder(lock) is not None) == lock.exists()
+        rmtree(path, *more, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    calls = Calls(monkeypatch)
+    delete_unused(store, DAYS)
+    assert removed == ["", ".partial", ".parts", ".lease"]
+    moved = calls.made.index(("rename", str(receipt_of(folder)), f"{folder}.receipt.deleted"))
+    synced = calls.made.index(("fsync", str(folder.parent)), moved)
+    first = calls.made.index(("unlink", f"{folder}.history.jsonl"))
+    assert moved < synced < first
+    assert not list((store / "glm5" / "abc").glob("torch_dist-1*"))
+
+
+@pytest.mark.parametrize("when", ["after the listing", "when the receipt is gone"])
+def test_what_a_run_takes_meanwhile_stays(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    run, folder = tmp_path / "results/first", store / NAMES[1]
+    run.mkdir(parents=True)
+    before = receipt_of(folder).read_bytes()
+
+    def take(name: str, *paths: str) -> None:
+        is_first = not references_folder(store).exists()
+        moves = name == "rename" and paths[0] == str(receipt_of(folder))
+        locks = name == "link" and paths[-1].startswith(str(lock_folder_of(receipt_of(folder))))
+        if is_first and (locks if when == "after the listing" else moves):
+            refer(store, run, [NAMES[1]])
+
+    calls = Calls(monkeypatch, take)
+    gone, errors = delete_unused(store, DAYS)
+    assert [found.folder for found in gone] == [store / name for name in (NAMES[0], *NAMES[2:])]
+    assert errors == []
+    assert receipt_of(folder).read_bytes() == before
+    assert (folder / "weights").exists()
+    moved = [call for call in calls.of("rename") if str(receipt_of(folder)) in call]
+    assert len(moved) == (0 if when == "after the listing" else 2)
+
+
+def test_what_somebody_begins_to_make_meanwhile_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = list_store(store, DAYS)
+    monkeypatch.setattr("posttrain.artifacts.garbage.list_store", lambda *_: listed)
+    with Lease(store, lock_folder_of(part_receipt_of(store / NAMES[3], 0))):
+        gone, errors = delete_unused(store, DAYS)
+        assert partial_of(store / NAMES[3]).is_dir()
+    assert [found.folder for found in gone] == [store / name for name in NAMES[:3]]
+    assert errors == []
+
+
+# ---- what is shown ----
+
+
+@pytest.mark.parametrize(("age_days", "is_unused"), [(13.99, False), (14.01, True)])
+def test_how_long_something_must_have_been_left_alone(store: Path, age_days: float, is_unused: bool) -> None:
+    then = time.time() - age_days * 86_400
+    for path in [store, *store.rglob("*")]:
+        os.utime(path, (then, then))
+    assert (unused(store) == NAMES) == is_unused
+    assert all(abs(found.last_change_unix - then) < 1 for found in list_store(store, DAYS))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["hf", "hf.receipt.json", "hf.history.jsonl", "hf.manifest.json", "hf.parts", "hf.parts/x", "hf.partial/a/b"],
+)
+def test_whatever_of_it_changed_counts(store: Path, changed: str) -> None:
+    path = store / "glm5" / "abc" / changed
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    make_old(store)
+    assert unused(store) == NAMES
+    path.touch()
+    assert NAMES[1] not in unused(store)
+
+
+def test_several_makers_are_all_named(store: Path) -> None:
+    folder = store / NAMES[3]
+    with Lease(folder, lock_folder_of(receipt_of(folder))), Lease(folder, lock_folder_of(part_receipt_of(folder, 0))):
+        first, second = find(store, NAMES[3]).builder.split("; ")
+        assert first.startswith(f"process {os.getpid()} on ")
+        assert second.startswith(f"process {os.getpid()} on ")
+
+
+def test_only_dead_references_are_forgotten(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "results/alive").mkdir(parents=True)
+    kept = [refer(store, tmp_path / "results/alive", []), refer(store, tmp_path / "results/new", [], time.time())]
+    dead = refer(store, tmp_path / "results/gone", [])
+    delete_unused(store, DAYS)
+    assert [path.exists() for path in (*kept, dead)] == [True, True, False]

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from posttrain.artifacts.lease import Lease, LeaseHeldError, check_epoch, read_holder
+from posttrain.artifacts.sharing import share_what_follows
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +37,16 @@ def hold(receipt: Path, parts: Iterable[Path] = ()) -> None:
         receipt: The artefact's receipt.
         parts: Receipts of parts that must not be made anew meanwhile.
     """
-    if receipt not in _held:
-        _held[receipt] = []
+    if receipt in _held:
+        return
+    share_what_follows(receipt)
+    _held[receipt] = []
+    try:
         for path in (receipt, *parts):
             _held[receipt].append(_wait_for(path))
+    except BaseException:
+        release(receipt)
+        raise
 
 
 def confirm(receipt: Path) -> None:

@@ -104,6 +104,7 @@ def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (
         sources: Files outside the store that it is made from; one that is newer than the receipt makes it be made anew.
         parts: Receipts of the parts it consists of; nobody makes them anew meanwhile.
     """
+    sources = tuple(sources)
     if _is_made(path, wanted, folder, sources):
         log.info("%s: is there already", folder)
         return False
@@ -118,7 +119,7 @@ def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (
     return True
 
 
-def _is_made(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path]) -> bool:
+def _is_made(path: Path, wanted: Receipt, folder: Path, sources: Sequence[Path]) -> bool:
     try:
         receipt, made = read_receipt(path), path.stat().st_mtime
     except (CheckpointError, FileNotFoundError):
@@ -167,8 +168,8 @@ def read_receipt(path: Path) -> Receipt:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
         files = tuple(FileRecord(**record) for record in row["files"])
-        receipt = Receipt(row["step"], files, row["inputs"], row["settings"])
-        version, digest = row["format_version"], row["digest"]
+        receipt = Receipt(str(row["step"]), files, dict(row["inputs"]), dict(row["settings"]))
+        version, digest = row["format_version"], str(row["digest"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such receipt; the step before has not finished") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -177,8 +178,8 @@ def read_receipt(path: Path) -> Receipt:
         raise CheckpointError(f"{path}: of a step {receipt.step!r}, which does not exist; delete it and run again")
     if version != FORMAT_VERSIONS[receipt.step] or digest != receipt.digest:
         raise CheckpointError(
-            f"{path}: written by another version or changed by hand (format {version}, digest {digest[:12]}, "
-            f"computed {receipt.digest[:12]}); delete it and run again"
+            f"{path}: written by another version or changed by hand (format {version!r}, digest {digest[:12]!r}, "
+            f"computed {receipt.digest[:12]!r}); delete it and run again"
         )
     return receipt
 
