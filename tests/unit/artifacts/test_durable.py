@@ -1,4 +1,4 @@
-"""Durable writes: what reaches the disk and in which order, whose links are followed, whose leftovers are removed."""
+"""Durable writes: what reaches the disk and in which order, and what an error leaves."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import errno
 import json
 import os
 import resource
-import secrets
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +26,7 @@ from posttrain.artifacts import (
     write_json,
     write_text,
 )
-from posttrain.artifacts.durable import naming, remove_dead_temporaries, write_new
-from posttrain.artifacts.processes import started_ticks
+from posttrain.artifacts.durable import naming, write_new
 
 LIMIT_BYTES = 4096
 # In a process of its own: the limit holds for every file, the report of the tests too.
@@ -43,19 +40,6 @@ try:
 except OSError as error:
     print(error.filename, error.strerror, error, sep="\\n")
 """
-# Writes half a file, says so, and waits.
-HALF = """
-import sys
-from pathlib import Path
-from posttrain.artifacts import write_atomic
-def half(file):
-    file.write(b"half")
-    file.flush()
-    print("half", flush=True)
-    sys.stdin.readline()
-write_atomic(Path(sys.argv[1]), half)
-"""
-HOST = os.uname().nodename
 
 
 @pytest.fixture
@@ -63,18 +47,6 @@ def folder(tmp_path: Path) -> Path:
     """Where things are written; nothing else lies there."""
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder"
-
-
-@pytest.fixture
-def half_written(folder: Path) -> Iterator[subprocess.Popen]:
-    """A living process in the middle of writing `folder/file`."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", HALF, str(folder / "file")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout.readline() == "half\n"
-    yield writer
-    writer.kill()
-    writer.communicate()
 
 
 def temporaries(folder: Path) -> list[Path]:
@@ -185,65 +157,6 @@ def test_a_row_that_is_no_json_is_not_written(folder: Path) -> None:
     assert path.read_bytes() == b'{"a": 1}\n'
 
 
-# ---- names that others have taken, and links that they have planted ----
-
-
-def test_nobody_can_guess_where_a_file_is_written(folder: Path, monkeypatch) -> None:
-    calls = Calls(monkeypatch)
-    for _ in range(20):
-        write_text(folder / "file", "x")
-    names = {call[1] for call in calls.of("replace")}
-    assert len(names) == 20
-    assert all(len(secret) == 16 for secret in (name.split(".")[-2] for name in names))
-
-
-@pytest.mark.parametrize("planted", ["link", "dangling link", "file"])
-def test_what_was_planted_is_neither_followed_nor_used(folder: Path, tmp_path: Path, monkeypatch, planted: str) -> None:
-    """Even where somebody has guessed the name."""
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 2 * count)
-    victim, path = tmp_path / "victim", folder / "file"
-    taken = folder / f".file.{HOST}.{os.getpid()}.{started_ticks(os.getpid())}.{'0' * 16}.tmp"
-    if planted != "dangling link":
-        victim.write_text("precious")
-    taken.symlink_to(victim) if "link" in planted else taken.touch(mode=0o666)
-    with pytest.raises(FileExistsError) as raised:
-        write_text(path, "secret")
-    assert raised.value.filename == str(path)
-    assert not path.exists()
-    assert (victim.read_text() if victim.exists() else "nothing") == ("nothing" if "d" in planted[:1] else "precious")
-
-
-@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o600), (0o666, 0o640)])
-def test_a_file_is_as_open_as_asked_whatever_it_was_before(folder: Path, mode: int, expected: int) -> None:
-    path = folder / "file"
-    path.touch()
-    path.chmod(0o666)
-    before = os.umask(0o027)
-    try:
-        write_atomic(path, lambda file: file.write(b"x"), mode)
-        write_text(folder / "text", "x")
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == expected
-    assert (folder / "text").stat().st_mode & 0o777 == 0o640
-
-
-def test_rows_are_not_added_behind_a_link(folder: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("no newline: it would be emptied")
-    (folder / "log.jsonl").symlink_to(victim)
-    with pytest.raises(OSError, match="Too many levels of symbolic links") as raised:
-        append_json_line(folder / "log.jsonl", {"a": 1})
-    assert raised.value.errno == errno.ELOOP
-    assert victim.read_text() == "no newline: it would be emptied"
-
-
-def test_a_name_that_is_as_long_as_can_be(folder: Path) -> None:
-    name = "n" * 255
-    write_text(folder / name, "x")
-    assert os.listdir(folder) == [name]
-
-
 # ---- failures ----
 
 
@@ -295,59 +208,6 @@ def test_errors_name_the_file_and_what_it_would_have_taken(tmp_path: Path) -> No
     with pytest.raises(OSError, match="own words") as raised, naming(tmp_path / "file"):
         raise OSError("own words")
     assert raised.value.filename is None
-
-
-# ---- what killed processes leave ----
-
-
-def test_a_living_writers_file_stays_and_a_dead_ones_goes(folder: Path, half_written: subprocess.Popen) -> None:
-    (temporary,) = temporaries(folder)
-    remove_dead_temporaries([temporary])
-    write_text(folder / "file", "another's")
-    assert temporary.exists()
-    assert temporary.read_text() == "half"
-    half_written.communicate("\n")
-    assert half_written.returncode == 0
-    assert (folder / "file").read_text() == "half"
-    assert temporaries(folder) == []
-
-
-def test_a_killed_writers_file_goes_with_the_next_write(folder: Path, half_written: subprocess.Popen) -> None:
-    (temporary,) = temporaries(folder)
-    half_written.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, half_written.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    write_text(folder / "other", "x")
-    assert not temporary.exists()
-
-
-def test_only_what_dead_processes_of_this_host_were_writing_goes(folder: Path) -> None:
-    mine, ticks = os.getpid(), started_ticks(os.getpid())
-    no_process = 2**22 + 7
-    dead = [
-        f".weights.{HOST}.{no_process}.5.{'a' * 16}.tmp",
-        f".weights.{HOST}.{mine}.{ticks - 1}.{'a' * 16}.tmp",
-        f".a.b.{HOST}.{mine}.{ticks + 1}.{'0' * 16}.tmp",
-    ]
-    kept = [
-        f".weights.{HOST}.{mine}.{ticks}.{'a' * 16}.tmp",
-        f".weights.{HOST}.1.{started_ticks(1)}.{'a' * 16}.tmp",
-        f".weights.elsewhere.{no_process}.5.{'a' * 16}.tmp",
-        f".weights.{HOST}.{no_process}.5.{'a' * 15}.tmp",
-        f".weights.{HOST}.{no_process}.5.{'a' * 16}.tmp.txt",
-        f"weights.{HOST}.{no_process}.5.{'a' * 16}.tmp",
-        f".weights.{HOST}.x.5.{'a' * 16}.tmp",
-        "weights",
-    ]
-    for name in (*dead, *kept):
-        (folder / name).touch()
-    remove_dead_temporaries(sorted(folder.iterdir()))
-    assert sorted(os.listdir(folder)) == sorted(kept)
-
-
-def test_what_may_not_be_removed_does_not_fail_a_write(folder: Path) -> None:
-    (folder / f".weights.{HOST}.{2**22 + 7}.5.{'a' * 16}.tmp").mkdir()
-    write_text(folder / "file", "x")
-    assert (folder / "file").read_text() == "x"
 
 
 # ---- a name for one of several ----

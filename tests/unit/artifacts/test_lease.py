@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
-import getpass
 import json
-import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.system_calls import Calls
 
-from posttrain.artifacts import lease as lease_module
 from posttrain.artifacts.lease import (
     HEARTBEAT_DEAD_SECONDS,
-    Holder,
     Lease,
     LeaseHeldError,
     LeaseLostError,
     check_epoch,
-    heartbeat_age_seconds,
-    living_holder,
     read_holder,
 )
-from posttrain.artifacts.processes import process_ids, started_ticks
-from posttrain.errors import CheckpointError
 
 HOLD = """
     import sys, time
@@ -162,107 +149,6 @@ def test_a_lease_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pyte
         assert read_holder(tmp_path / "lease").pid == os.getpid()
 
 
-# ---- who is alive ----
-
-
-def plant(folder: Path, holder: Holder, heartbeat_unix: float | None = None) -> Path:
-    """Leave an epoch as another process has it; returns its heartbeat."""
-    folder.mkdir(exist_ok=True)
-    (folder / f"epoch-{holder.epoch:06d}.json").write_text(json.dumps(dataclasses.asdict(holder)))
-    heartbeat = folder / f"epoch-{holder.epoch:06d}.heartbeat"
-    if heartbeat_unix is not None:
-        heartbeat.touch()
-        os.utime(heartbeat, (heartbeat_unix, heartbeat_unix))
-    return heartbeat
-
-
-def elsewhere(epoch: int = 1, **more: object) -> Holder:
-    row = {"epoch": epoch, "host": "elsewhere", "pid": 7, "process_ids": "x", "started_ticks": 5, "user": "ada"}
-    return Holder(**{**row, "since_unix": 1.0, **more})
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.01)
-
-
-def test_what_is_written_about_a_holder(tmp_path: Path) -> None:
-    before = time.time()
-    with Lease(tmp_path, tmp_path / "lease", job="slurm:7") as lease:
-        row = json.loads((tmp_path / "lease" / "epoch-000001.json").read_text())
-        assert lease.folder == tmp_path / "lease"
-    assert before - 0.001 <= row.pop("since_unix") <= time.time() + 0.001
-    assert row == {
-        "epoch": 1,
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "process_ids": process_ids(),
-        "started_ticks": started_ticks(os.getpid()),
-        "user": getpass.getuser(),
-        "job": "slurm:7",
-    }
-    assert sorted(os.listdir(tmp_path / "lease")) == [
-        *("epoch-000001.heartbeat", "epoch-000001.json", "epoch-000001.released"),
-    ]
-
-
-def test_a_lease_that_is_not_held_has_no_epoch(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="not held"):
-        _ = Lease(tmp_path, tmp_path / "lease").epoch
-
-
-def test_in_messages_a_holder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    told = "process 7 on elsewhere (user ada, since 1970-01-01 00:01:00)"
-    assert str(elsewhere(since_unix=60.0)) == told
-    assert str(elsewhere(since_unix=60.0, job="slurm:3")) == told.replace(" (user", " in slurm:3 (user")
-    assert str(elsewhere(since_unix=60.0, user="\x1b[2J")) == told.replace("ada", "\\x1b[2J")
-
-
-@pytest.mark.parametrize("job", ["", "slurm:1"])
-def test_a_living_holder_on_this_host_keeps_others_out_of_the_same_job_too(tmp_path: Path, job: str) -> None:
-    """Two commands of one allocation: only on another node is it a later run of the job."""
-    alive = elsewhere(
-        host=os.uname().nodename, process_ids=process_ids(), pid=os.getpid(), started_ticks=started_ticks(os.getpid())
-    )
-    plant(tmp_path / "lease", dataclasses.replace(alive, job=job), heartbeat_unix=1.0)
-    with pytest.raises(LeaseHeldError, match=f"is being written by process {os.getpid()} on"):
-        Lease(tmp_path, tmp_path / "lease", job, lambda asked: False).__enter__()
-    assert living_holder(tmp_path / "lease", lambda asked: False).pid == os.getpid()
-    assert sorted(os.listdir(tmp_path / "lease")) == ["epoch-000001.heartbeat", "epoch-000001.json"]
-
-
-def test_the_same_job_on_another_node_is_its_next_run(tmp_path: Path) -> None:
-    plant(tmp_path / "lease", elsewhere(job="slurm:1"), heartbeat_unix=time.time())
-    with pytest.raises(LeaseHeldError):
-        Lease(tmp_path, tmp_path / "lease", "").__enter__()
-    with Lease(tmp_path, tmp_path / "lease", "slurm:1") as lease:
-        assert lease.epoch == 2
-
-
-@pytest.mark.parametrize("change", [{"pid": 2**22 + 7}, {"started_ticks": 1}])
-def test_where_ids_mean_the_same_the_process_decides_and_not_its_heartbeat(tmp_path: Path, change: dict) -> None:
-    alive = elsewhere(
-        host=os.uname().nodename, process_ids=process_ids(), pid=os.getpid(), started_ticks=started_ticks(os.getpid())
-    )
-    plant(tmp_path / "lease", alive, heartbeat_unix=1.0)
-    assert living_holder(tmp_path / "lease") == alive
-    plant(tmp_path / "lease", dataclasses.replace(alive, **change), heartbeat_unix=time.time())
-    assert living_holder(tmp_path / "lease") is None
-
-
-@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"process_ids": "another container"}])
-def test_where_ids_mean_something_else_the_heartbeat_decides(tmp_path: Path, change: dict) -> None:
-    mine = elsewhere(
-        host=os.uname().nodename, process_ids=process_ids(), pid=os.getpid(), started_ticks=started_ticks(os.getpid())
-    )
-    plant(tmp_path / "lease", dataclasses.replace(mine, **change), heartbeat_unix=1.0)
-    assert living_holder(tmp_path / "lease") is None
-
-
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
     holder = start_holder(tmp_path)
     assert holder.stdout.readline().strip() == "1"
@@ -272,214 +158,3 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     with Lease(tmp_path, tmp_path / "lease") as lease:
         assert lease.epoch == 2
     holder.communicate()
-
-
-@pytest.mark.parametrize(("silent_seconds", "is_alive"), [(-5, True), (0, True), (120, True), (121, False)])
-def test_after_how_long_a_silence_a_holder_elsewhere_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_seconds: int, is_alive: bool
-) -> None:
-    assert (lease_module.HEARTBEAT_SECONDS, HEARTBEAT_DEAD_SECONDS) == (5, 120)
-    holder = elsewhere()
-    plant(tmp_path / "lease", holder, heartbeat_unix=1_000_000)
-    monkeypatch.setattr(lease_module.time, "time", lambda: 1_000_000.0 + silent_seconds)
-    assert heartbeat_age_seconds(tmp_path / "lease", holder) == silent_seconds
-    assert (living_holder(tmp_path / "lease") is not None) == is_alive
-
-
-def test_without_a_heartbeat_a_holder_elsewhere_is_dead(tmp_path: Path) -> None:
-    plant(tmp_path / "lease", elsewhere())
-    assert heartbeat_age_seconds(tmp_path / "lease", elsewhere()) == float("inf")
-    assert living_holder(tmp_path / "lease") is None
-
-
-def test_what_was_given_back_has_no_holder(tmp_path: Path) -> None:
-    plant(tmp_path / "lease", elsewhere(), heartbeat_unix=time.time())
-    (tmp_path / "lease" / "epoch-000001.released").touch()
-    assert living_holder(tmp_path / "lease") is None
-    assert read_holder(tmp_path / "lease") == elsewhere()
-
-
-@pytest.mark.parametrize(
-    ("epochs", "highest"), [([], None), ([9, 10], 10), ([999_999, 1_000_000], 1_000_000), ([2, 1], 2)]
-)
-def test_the_highest_epoch_counts(tmp_path: Path, epochs: list[int], highest: int | None) -> None:
-    (tmp_path / "lease").mkdir()
-    for epoch in epochs:
-        plant(tmp_path / "lease", elsewhere(epoch))
-    (tmp_path / "lease" / "epoch-zzz.json").touch()
-    (tmp_path / "lease" / "epoch-000001.json.bak").touch()
-    found = read_holder(tmp_path / "lease")
-    assert (found and found.epoch) == highest
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        assert lease.epoch == (highest or 0) + 1
-        assert read_holder(tmp_path / "lease").epoch == lease.epoch
-
-
-def test_who_may_still_write(tmp_path: Path) -> None:
-    with pytest.raises(LeaseLostError, match="epoch 1 was superseded by None"):
-        check_epoch(tmp_path / "lease", 1)
-    plant(tmp_path / "lease", elsewhere(2))
-    check_epoch(tmp_path / "lease", 2)
-    for other in (1, 3):
-        with pytest.raises(LeaseLostError, match=f"epoch {other} was superseded by process 7 on elsewhere"):
-            check_epoch(tmp_path / "lease", other)
-
-
-def test_a_lease_that_cannot_be_read_is_not_free(tmp_path: Path) -> None:
-    (tmp_path / "lease").touch()
-    with pytest.raises(NotADirectoryError):
-        read_holder(tmp_path / "lease")
-    with pytest.raises(NotADirectoryError):
-        living_holder(tmp_path / "lease")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{", '{"epoch": 3}', json.dumps({**dataclasses.asdict(elsewhere(3)), "more": 1}), "\x80"]
-    + [json.dumps(dataclasses.asdict(elsewhere(epoch, since_unix=since))) for epoch, since in ((3, 1e300), (4, 1.0))],
-)
-def test_what_is_no_lease_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "lease").mkdir()
-    path = tmp_path / "lease" / "epoch-000003.json"
-    path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=f"^{path}: not a lease ") as refused:
-        Lease(tmp_path, tmp_path / "lease").__enter__()
-    assert f"remedy: delete {tmp_path / 'lease'} when" in str(refused.value)
-
-
-# ---- taking it ----
-
-
-def test_the_heartbeat_is_there_and_new_before_the_epoch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sees the epoch must not take its holder for dead, also where somebody died just before he had it."""
-    heartbeat, ages = tmp_path / "lease" / "epoch-000001.heartbeat", []
-    heartbeat.parent.mkdir()
-    heartbeat.touch()
-    os.utime(heartbeat, (1.0, 1.0))
-
-    def look(name: str, *paths: str) -> None:
-        if name == "link":
-            ages.append(time.time() - heartbeat.stat().st_mtime)
-
-    calls = Calls(monkeypatch, look)
-    with Lease(tmp_path, tmp_path / "lease"):
-        pass
-    assert len(ages) == 1
-    assert ages[0] < 5
-    assert ("fsync", str(tmp_path / "lease")) in calls.made
-
-
-def test_no_heartbeat_is_given_behind_a_link(tmp_path: Path) -> None:
-    (tmp_path / "lease").mkdir()
-    (tmp_path / "lease" / "epoch-000001.heartbeat").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        Lease(tmp_path, tmp_path / "lease").__enter__()
-    assert not (tmp_path / "victim").exists()
-
-
-def test_who_was_slower_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = os.link
-
-    def another_is_faster(*places: Path) -> None:
-        plant(tmp_path / "lease", elsewhere(1))
-        link(*places)
-
-    monkeypatch.setattr(os, "link", another_is_faster)
-    with pytest.raises(LeaseHeldError, match=f"^{tmp_path}: another process was faster"):
-        Lease(tmp_path, tmp_path / "lease").__enter__()
-    assert read_holder(tmp_path / "lease") == elsewhere(1)
-
-
-# ---- keeping it ----
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats every hundredth of a second."""
-    monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 0.01)
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_heart_beats_until_the_end(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        heartbeat = lease.folder / "epoch-000001.heartbeat"
-        for _ in range(3):
-            os.utime(heartbeat, (1.0, 1.0))
-            wait_for(lambda: heartbeat.stat().st_mtime > 1.0)
-        check_epoch(lease.folder, lease.epoch)
-    time.sleep(0.1)
-    os.utime(heartbeat, (1.0, 1.0))
-    time.sleep(0.1)
-    assert heartbeat.stat().st_mtime == 1.0
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT])
-def test_an_error_does_not_end_the_heartbeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
-) -> None:
-    utime, tried, is_broken = os.utime, [], [False]
-
-    def touch(*arguments: object, **more: object) -> None:
-        if is_broken[0]:
-            tried.append(arguments)
-            raise OSError(number, os.strerror(number))
-        utime(*arguments, **more)
-
-    monkeypatch.setattr(os, "utime", touch)
-    with caplog.at_level(logging.WARNING), Lease(tmp_path, tmp_path / "lease") as lease:
-        heartbeat = lease.folder / "epoch-000001.heartbeat"
-        for time_of_it in (1, 2):
-            is_broken[0] = True
-            wait_for(lambda: len(tried) >= 5)
-            utime(heartbeat, (1.0, 1.0))
-            is_broken[0] = False
-            wait_for(lambda: heartbeat.stat().st_mtime > 1.0)
-            tried.clear()
-            told = f"no heartbeat in {lease.folder}, it is tried again: [Errno {number}] {os.strerror(number)}"
-            assert [row.getMessage() for row in caplog.records] == [told] * time_of_it, "once for each time"
-        check_epoch(lease.folder, 1)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_lease_that_was_deleted_is_lost_and_not_made_anew(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        shutil.rmtree(lease.folder)
-        time.sleep(0.1)
-        assert not lease.folder.exists()
-        with pytest.raises(LeaseLostError):
-            check_epoch(lease.folder, lease.epoch)
-        lease.folder.mkdir()
-        time.sleep(0.1)
-        assert os.listdir(lease.folder) == []
-    assert os.listdir(lease.folder) == []
-
-
-# ---- giving it back ----
-
-
-def test_only_ones_own_epoch_is_given_back(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        plant(lease.folder, elsewhere(2), heartbeat_unix=time.time())
-    assert list(lease.folder.glob("*.released")) == []
-    assert living_holder(lease.folder) == elsewhere(2)
-
-
-def test_when_it_was_given_back(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        assert not (lease.folder / "epoch-000001.released").exists()
-        before = time.time()
-    assert before <= json.loads((lease.folder / "epoch-000001.released").read_text())["unix"] <= time.time()
-
-
-def test_a_lease_that_cannot_be_given_back_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As on a full disk: what has ended the work is what the user must hear."""
-    (tmp_path / "lease" / "epoch-000001.released").mkdir(parents=True)
-    with pytest.raises(ValueError, match="the cause"), Lease(tmp_path, tmp_path / "lease"):
-        raise ValueError("the cause")
-    assert f"the lease on {tmp_path} could not be given back: [Errno 21] Is a directory" in caplog.text
-    caplog.clear()
-    (tmp_path / "other" / "epoch-000001.released").mkdir(parents=True)
-    with Lease(tmp_path, tmp_path / "other"):
-        pass
-    assert "could not be given back" in caplog.text

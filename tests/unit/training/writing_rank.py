@@ -36,7 +36,7 @@ def open_writer(policy, folder: Path, may_commit, forgotten: list[int]):
     from posttrain.training.checkpoint_writer import CheckpointWriter
     from posttrain.training.checkpoints import CheckpointFolder
 
-    return CheckpointWriter(policy, CheckpointFolder(folder, 2, may_commit), forgotten.append)
+    return CheckpointWriter(policy, CheckpointFolder(folder, 2, may_commit), 5 << 30, forgotten.append)
 
 
 def write_while_others_work(policy, folder: Path) -> dict[str, object]:
@@ -67,14 +67,16 @@ def write_while_others_work(policy, folder: Path) -> dict[str, object]:
 
 def run_out_of_space(policy, folder: Path) -> dict[str, object]:
     """Rank 1 may write no more than a few kilobytes into a file."""
+    from posttrain.errors import explain
+
     writer = open_writer(policy, folder, lambda: None, [])
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALLER_THAN_A_SHARD, resource.RLIM_INFINITY))
     writer.begin(1)
     try:
         writer.finish()
-    except RuntimeError as error:
-        return {"error": str(error), "cause": repr(error.__cause__), "names": [path.name for path in folder.iterdir()]}
+    except OSError as error:
+        return {"told": explain(error), "names": [path.name for path in folder.iterdir()]}
     raise AssertionError("the shard is smaller than thought")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
+from posttrain.observability.rank_progress import leave_last_words
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +42,19 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
         main: The script's story; parses its own arguments.
         role: Who speaks in the log, where several processes share one.
     """
-    configure_logging(role)
-    follow_driver()
     try:
+        configure_logging(role)
+        follow_driver()
         main()
-    except (ConfigError, CheckpointError) as error:
-        _refuse(explain(error) or str(error))
-    except (RuntimeError, OSError) as error:
-        if os.environ.get("POSTTRAIN_TRACEBACK"):
+    except (ConfigError, CheckpointError, RuntimeError, OSError) as error:
+        is_outside = not isinstance(error, ConfigError | CheckpointError)
+        if is_outside and os.environ.get("POSTTRAIN_TRACEBACK"):
             raise
+        if refusal := explain(error):
+            leave_last_words(refusal)
+            _refuse(refusal)
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""
-        _refuse(explain(error) or f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)")
+        _refuse(f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)" if is_outside else str(error))
     except KeyboardInterrupt:
         _refuse("interrupted; run the same command again to go on")
 

@@ -22,6 +22,7 @@ from posttrain.errors import CheckpointError
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel
 from posttrain.launch.inspection import UnfitNodesError, inspect
 from posttrain.launch.nodes import Nodes
+from posttrain.launch.ranks import Ending
 
 # After the first bad news: what arrives in this time may be its cause.
 SETTLE_SECONDS = 1.0
@@ -189,7 +190,12 @@ class Gathering:
             raise AttemptFailedError(f"nothing was heard of {', '.join(silent)} for {limit:g} s", silent)
 
     def _raise_cause(self) -> None:
-        """Wait for what else comes in, and raise the likeliest cause of all of it."""
+        """Wait for what else comes in, and raise the likeliest cause of all of it.
+
+        Raises:
+            AttemptFailedError: Another attempt may do better.
+            CheckpointError: It would not.
+        """
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             self._take_news()
@@ -199,7 +205,9 @@ class Gathering:
                 found.append((NODE_LOST_ORDER, f"the supervisor of {member.name} is gone", [member.name]))
             for ending in member.news.get("ended", {}).get("endings", []):
                 found.append((ending["order"], self._with_node(member, ending["reason"]), []))
-        _, reason, suspects = min(found, key=lambda item: item[0])
+        order, reason, suspects = min(found, key=lambda item: item[0])
+        if order == Ending.REFUSED:
+            raise CheckpointError(reason)
         raise AttemptFailedError(reason, suspects)
 
     def _with_node(self, member: Member, reason: str) -> str:

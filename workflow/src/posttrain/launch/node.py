@@ -26,7 +26,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, engine_ports, started_engines
-from posttrain.errors import CheckpointError, ConfigError
+from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.node_inspection import NodeInspection
@@ -244,8 +244,9 @@ def told_to(head: Head) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, ConfigError, RuntimeError, OSError) as error:
-        log.error("%s", error)
-        head.tell("refused", reason=str(error))
+        reason = explain(error) or str(error)
+        log.error("%s", reason)
+        head.tell("refused", reason=reason)
         while True:
             head.order(POLL_SECONDS)
 

@@ -24,7 +24,7 @@ from posttrain.config.schema import Config
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
+from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
 from posttrain.training.early_end import SAVED_EXIT_CODE
@@ -45,14 +45,15 @@ class Ending:
     Args:
         what: What ended: "engine 2", "trainer rank 5".
         reason: How, with the end of its log.
-        order: Of several endings at about the same time, the lowest is the likeliest cause of the others.
+        order: Of several endings at about the same time, the lowest is the likeliest cause of the others. What the
+            machine has refused it will refuse again.
     """
 
     what: str
     reason: str
     order: int
 
-    ENGINE, KILLED, FAILED = 0, 1, 2
+    REFUSED, ENGINE, KILLED, FAILED = -2, 0, 1, 2
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain types."""
@@ -163,6 +164,9 @@ class RankProcess:
         code = self.process.poll()
         if code in (None, 0, SAVED_EXIT_CODE):
             return None
+        words = last_words_of(self.progress_path)
+        if words.exists():
+            return Ending(f"trainer rank {self.rank}", words.read_text(encoding="utf-8"), Ending.REFUSED)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         reason = f"trainer rank {self.rank} {how}; its log ends with:\n{_tail(self.log_path)}"
         return Ending(f"trainer rank {self.rank}", reason, Ending.KILLED if code < 0 else Ending.FAILED)

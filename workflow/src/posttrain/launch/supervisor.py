@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain import artifacts
 from posttrain.artifacts.lease import (
@@ -153,7 +154,16 @@ class _Supervision:
             row |= {"ended_unix": time.time(), "reason": reason}
             if gang.first_step_unix:
                 row["first_step_seconds"] = round(gang.first_step_unix - row["started_unix"], 1)
+            self._record(row)
+
+    def _record(self, row: dict[str, Any]) -> None:
+        try:
             artifacts.append_json_line(self._job.run_folder / "attempts.jsonl", row)
+        except OSError as error:
+            # Never instead of what has ended the attempt.
+            if row["reason"] == "done":
+                raise
+            log.warning("attempt %d is not recorded: %s", row["attempt"], error)
 
 
 def _with_own_config(job: TrainingJob, config: Config) -> TrainingJob:

@@ -21,6 +21,8 @@ def configure_logging(role: str | None = None) -> None:
     Args:
         role: Who speaks, when several processes share a log ("trainer 0", "engine 1").
     """
+    # A log on a full disk must not bury what the terminal shows under tracebacks of its own.
+    logging.raiseExceptions = False
     prefix = f"[{role}] " if role else ""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_file := os.environ.get(LOG_VARIABLE):

@@ -1,11 +1,13 @@
 """Where a trainer rank is, for its node's supervisor: a line in a file on the node itself, rewritten at each phase.
 
-A rank that hangs can tell nobody. What it last wrote stays, and the stacks of all ranks tell who waits for whom.
+A rank that hangs can tell nobody. What it last wrote stays, and the stacks of all ranks tell who waits for whom. Nor
+can one for which the disk of its log is full: why the machine refused to write is left beside that line.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -56,6 +58,18 @@ async def keep_reporting(step: int, phase: str) -> None:
     while True:
         report_progress(step, phase)
         await asyncio.sleep(BEAT_SECONDS)
+
+
+def leave_last_words(text: str) -> None:
+    """Write why this process ends, and would end again; does nothing where no supervisor has asked for it."""
+    if path := os.environ.get(PROGRESS_VARIABLE):
+        with contextlib.suppress(OSError):
+            last_words_of(Path(path)).write_text(text, encoding="utf-8")
+
+
+def last_words_of(progress: Path) -> Path:
+    """Return where `leave_last_words` writes, given where the rank says in which phase it is."""
+    return progress.with_name(f"{progress.name}.last-words")
 
 
 def read_progress(path: Path) -> RankProgress | None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.artifacts import sync_folder, write_text
+from posttrain.artifacts import append_json_line, write_text
 from posttrain.config.schema import Logging
 from posttrain.errors import CheckpointError
 from posttrain.observability.metrics import METRICS, check_metrics
@@ -53,8 +52,6 @@ class MetricSinks:
         self._path = folder / "metrics.jsonl"
         rows = cut_off_rows(self._path, last_step)
         self._last_step = last_step
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        sync_folder(folder)
         self._wandb = WandbWriter(folder, run_name, settings, rows, config or {}) if settings.wandb else None
 
     def __enter__(self) -> MetricSinks:
@@ -79,16 +76,13 @@ class MetricSinks:
         check_metrics(values)
         assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
         row = {"step": step} | {name: values[name] for name in METRICS if name in values}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_json_line(self._path, row)
         self._last_step = step
         if self._wandb:
             self._wandb.log(row)
 
     def close(self) -> None:
-        """Finish the W&B run and close the file."""
-        self._file.close()
+        """Finish the W&B run."""
         if self._wandb:
             self._wandb.close()
 

@@ -7,20 +7,18 @@ state stay as they are.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from posttrain.artifacts import FileRecord
+from posttrain.artifacts.durable import naming
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.training.checkpoints import CheckpointFolder
@@ -37,11 +35,15 @@ class CheckpointWriter:
     Args:
         policy: What is trained; nobody changes it between `begin` and the end of `finish`.
         folder: Where checkpoints are.
+        needed_bytes: What a checkpoint takes, for the message when there is no room.
         forget_before: Called on rank 0 with the finished steps of a checkpoint that was committed.
     """
 
-    def __init__(self, policy: Policy, folder: CheckpointFolder, forget_before: Callable[[int], None]):
+    def __init__(
+        self, policy: Policy, folder: CheckpointFolder, needed_bytes: int, forget_before: Callable[[int], None]
+    ):
         self._policy, self._folder, self._forget_before = policy, folder, forget_before
+        self._needed_bytes = needed_bytes
         self._is_rank0 = dist.get_rank() == 0
         # The default group is the main thread's.
         self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
@@ -57,7 +59,7 @@ class CheckpointWriter:
         assert self._written is None, "one checkpoint at a time"
         started = time.perf_counter()
         partial_folder = self._folder.partial(finished)
-        with naming_the_folder(partial_folder):
+        with naming(partial_folder, needed_bytes=self._needed_bytes):
             if self._is_rank0:
                 self._folder.begin(finished)
             checkpoint.barrier()
@@ -68,7 +70,7 @@ class CheckpointWriter:
         """Return when the checkpoint is committed.
 
         Raises:
-            RuntimeError: It could not be written; with folder and free space.
+            OSError: It could not be written; with its folder, and what it takes.
             LeaseLostError: Another supervisor has taken over the run.
         """
         assert self._written is not None, "no checkpoint was begun"
@@ -76,7 +78,7 @@ class CheckpointWriter:
         self._written = None
 
     def _write_and_commit(self, finished: int, write: Callable[[], None], started: float) -> None:
-        with naming_the_folder(self._folder.partial(finished)):
+        with naming(self._folder.partial(finished), needed_bytes=self._needed_bytes):
             write()
             records = self._gather(self._folder.record_share(finished, dist.get_rank()))
             if self._is_rank0:
@@ -109,13 +111,3 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return done
-
-
-@contextmanager
-def naming_the_folder(folder: Path) -> Iterator[None]:
-    """Say with each failure to write where that was, and how much room there is."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        free = shutil.disk_usage(folder.parent).free
-        raise RuntimeError(f"{folder}: the checkpoint could not be written; {free} bytes are free there") from error

@@ -40,6 +40,7 @@ from posttrain.megatron_backend.ranks import (
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
 from posttrain.observability.sinks import MetricSinks
+from posttrain.planner.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
 from posttrain.rollout.persisted import RolloutStore
@@ -326,7 +327,8 @@ def open_run(
             head = _open_head(config, run_name, run_folder, model_folder, dataset, client, stack)
             stack.callback(lambda: head.sinks and head.sinks.close())
         publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
-        writer = CheckpointWriter(policy, checkpoints, head.store.forget_before if head else lambda _: None)
+        forget_before = head.store.forget_before if head else lambda _: None
+        writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
         yield TrainingRun(
             config, policy, weights, torch_dist, checkpoints, finished, content_check, writer, publisher, runner, head
         )
