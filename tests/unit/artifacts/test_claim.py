@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.system_calls import Calls
 from posttrain.artifacts import (
     FORMAT_VERSIONS,
     Receipt,
+    build_lock,
     building,
     claim,
     part_receipt_of,
@@ -47,8 +49,11 @@ MAKE = """
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "hf_patched"
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where the artefact goes; nothing is held any more when the test is over."""
+    yield tmp_path / "hf_patched"
+    for receipt in list(build_lock._held):
+        release(receipt)
 
 
 def start_maker(folder: Path) -> subprocess.Popen[str]:

@@ -170,7 +170,7 @@ def test_every_tensor_that_the_index_misplaces_is_named(folder):
         ('{"weight_map": {"a": 3}}', "index.json: a int is not the name of a file"),
         (
             '{"weight_map": {"a": "../secret.safetensors"}}',
-            "index.json: .* is not the name of a file inside its folder",
+            "'../secret.safetensors' is not the name of a file",
         ),
     ],
 )
