@@ -120,6 +120,30 @@ def test_what_is_wrong_with_the_weights_is_not_tried_again(tmp_path: Path) -> No
     assert len(attempts_of(tmp_path)) == 1
 
 
+def test_what_the_machine_refuses_a_rank_is_told_and_not_tried_again(tmp_path: Path) -> None:
+    """Its log may lie on the very disk that is full: what it has to say reaches the head all the same."""
+    (tmp_path / "nothing.yaml").symlink_to("nothing.yaml")
+    with pytest.raises(CheckpointError) as refused:
+        supervise(make_job(tmp_path, STAYS, required_arguments(tmp_path)))
+    *_, cause, remedy = str(refused.value).splitlines()
+    assert cause == f"  because: {tmp_path}/nothing.yaml: a link lies where a file of ours belongs"
+    assert remedy.startswith("  remedy: look who put it there")
+    (row,) = attempts_of(tmp_path)
+    assert row["reason"] == str(refused.value)
+
+
+def test_an_attempt_that_cannot_be_recorded_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "attempts.jsonl").symlink_to("nowhere")
+    with pytest.raises(RuntimeError, match="engine 0 ended with exit code 3"):
+        supervise(make_job(tmp_path, DIES, arguments=required_arguments(tmp_path)))
+    assert "attempt 1 is not recorded: [Errno 40]" in caplog.text
+    done = tmp_path / "done"
+    done.mkdir()
+    (done / "attempts.jsonl").symlink_to("nowhere")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        supervise(make_job(done, STAYS))
+
+
 def test_a_run_that_somebody_writes_is_refused_before_anything_starts(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
