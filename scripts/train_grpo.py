@@ -20,6 +20,7 @@ from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
 from posttrain.preflight.services import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
@@ -33,7 +34,7 @@ def main() -> None:
         lend_this_pod(invitation_path(arguments.run_folder), arguments.done)
         return
     config = load_resolved(arguments.config)
-    raise_problems([check_wandb(config)])
+    raise_problems([check_wandb(config), check_open_files(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
     rank_arguments = {
         "--run-name": arguments.run_folder.parent.name,

@@ -1,5 +1,8 @@
 import dataclasses
+import json
+import resource
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from posttrain.preflight.machine import (
     check_engine_interpreter,
     check_image,
     check_interpreter,
+    check_open_files,
     check_port,
     check_ports,
 )
@@ -120,3 +124,50 @@ def test_a_broadcast_needs_its_library(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_broadcast(asked).problem.key == "stage.broadcast"
     assert check_broadcast(in_image).status == "skipped"
+
+
+# Looks under limits, and says what was found and which limit it then has.
+LOOK = """
+import json, resource, sys
+from pathlib import Path
+from posttrain.config.load import resolve
+from posttrain.preflight.machine import check_open_files
+config = resolve({"model": "tiny", "site": "local"}, Path(sys.argv[1])).config
+for limits in json.loads(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    finding = check_open_files(config)
+    print(json.dumps([finding.as_dict(), resource.getrlimit(resource.RLIMIT_NOFILE)]))
+"""
+
+
+def test_the_limit_of_open_files_is_raised_where_it_may_be_and_told_where_not():
+    # 128 for the rank, 16 for each rank of the job, one for each prompt of a rollout.
+    assert config_of("tiny").rollout.rollout_batch_size == 16
+    limits = [(1024, 4096), (160, 4096), (159, 160), (64, 159), (159, 159)]
+    words = [sys.executable, "-c", LOOK, str(CONFIG_DIR), json.dumps(limits)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["status"], row["detail"], tuple(now)) for row, now in rows] == [
+        ("ok", "1024 allowed, 160 needed", (1024, 4096)),
+        ("ok", "160 allowed, 160 needed", (160, 4096)),
+        ("ok", "160 needed, the limit was raised from 159 to that", (160, 160)),
+        ("problem", "64, at most 159", (64, 159)),
+        ("problem", "159, at most 159", (159, 159)),
+    ]
+    problem = rows[3][0]["problem"]
+    assert (problem["key"], problem["allowed"]) == ("ulimit -n", "at least 160")
+    assert "ulimit -Hn" in problem["remedy"]
+
+
+def test_more_ranks_and_prompts_need_more_open_files(monkeypatch):
+    glm5 = config_of("glm5")
+    needed = 128 + 16 * 128 + glm5.rollout.rollout_batch_size
+    for unlimited in (resource.RLIM_INFINITY, needed):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=unlimited: (limit, resource.RLIM_INFINITY))
+        assert check_open_files(glm5).status == "ok"
+    assert check_open_files(glm5).detail == f"{needed} allowed, {needed} needed"
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (needed - 1, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    assert check_open_files(glm5).status == "ok"
+    assert raised == [(needed, resource.RLIM_INFINITY)]

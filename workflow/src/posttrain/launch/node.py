@@ -33,6 +33,8 @@ from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.preflight.machine import check_open_files
+from posttrain.preflight.report import raise_problems
 from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class NodeSupervisor:
         self._head = head
         self._job = TrainingJob.from_dict(order["job"])
         self._config: Config = load_resolved(self._job.config_path)
+        raise_problems([check_open_files(self._config)])
         self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
         self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])

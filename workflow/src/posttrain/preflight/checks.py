@@ -9,10 +9,11 @@ from posttrain.preflight.machine import (
     check_devices,
     check_engine_interpreter,
     check_image,
+    check_open_files,
     check_ports,
     check_versions,
 )
-from posttrain.preflight.report import Finding
+from posttrain.preflight.report import Finding, skipped
 from posttrain.preflight.scheduler import check_scheduler
 from posttrain.preflight.services import check_hub_sources, check_wandb
 from posttrain.preflight.storage import check_storage
@@ -30,6 +31,7 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_storage(paths),
         *check_scheduler(config),
         check_devices(config),
+        check_open_files(config) if config.site.launcher == "local" else skipped("open files", "each node looks"),
         check_engine_interpreter(config),
         check_versions(config),
         check_image(config),

@@ -1,19 +1,24 @@
-"""What a machine must offer: devices, the engine's interpreter, a free port."""
+"""What a machine must offer: devices, the engine's interpreter, a free port, files that may be open at a time."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 
+from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.preflight.report import Finding, failed, ok, skipped
 from posttrain.preflight.versions import installed_versions, pinned_versions, untested
 
 IMPORT_TIMEOUT_SECONDS = 300.0
+# A trainer rank alone had 110 files, pipes and sockets open, and 8 to 12 more for each further rank: gloo connects all
+# ranks of each group with each other.
+RANK_FILES, FILES_PER_RANK = 128, 16
 
 
 def check_devices(config: Config) -> Finding:
@@ -30,6 +35,23 @@ def check_devices(config: Config) -> Finding:
         return ok("devices", f"{found} CUDA devices, first {torch.cuda.get_device_name(0)}")
     remedy = "run on a machine with GPUs, or choose hardware=cpu with a small model"
     return failed("devices", "hardware.gpus_per_node", f"{found} CUDA devices here", f"at least {wanted}", remedy)
+
+
+def check_open_files(config: Config) -> Finding:
+    """Check that a trainer rank may have as many files open as it will; raises this process's limit where it may.
+
+    What is started from here gets the limit, too.
+    """
+    needed = RANK_FILES + FILES_PER_RANK * world_size(config) + config.rollout.rollout_batch_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # That there is no limit is a negative number.
+    if 0 <= soft < needed and not 0 <= hard < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return ok("open files", f"{needed} needed, the limit was raised from {soft} to that")
+    if 0 <= soft < needed:
+        remedy = "have `ulimit -Hn` raised: in /etc/security/limits.conf, by LimitNOFILE= of the service, by the image"
+        return failed("open files", "ulimit -n", f"{soft}, at most {hard}", f"at least {needed}", remedy)
+    return ok("open files", f"{soft if soft >= 0 else 'any number'} allowed, {needed} needed")
 
 
 def check_versions(config: Config) -> Finding:

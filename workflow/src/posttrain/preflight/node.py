@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from posttrain.config.schema import Config
 from posttrain.planner.flag import as_environment
@@ -144,21 +145,19 @@ def write_rate(folder: Path) -> float:
         OSError: The folder cannot be written, or gives back other bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".preflight-{os.uname().nodename}-{os.getpid()}"
     content = os.urandom(WRITE_BYTES)
-    try:
-        seconds = [_write(path, content) for _ in range(NUM_WRITES)]
-        if path.read_bytes() != content:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
+        seconds = [_write(file, content) for _ in range(NUM_WRITES)]
+        if Path(file.name).read_bytes() != content:
             raise OSError(0, "other bytes are read than were written")
-    finally:
-        path.unlink(missing_ok=True)
     return WRITE_BYTES / 1e6 / min(seconds)
 
 
-def _write(path: Path, content: bytes) -> float:
+def _write(file: IO[bytes], content: bytes) -> float:
     started = time.monotonic()
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    file.seek(0)
+    file.truncate()
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
     return time.monotonic() - started
