@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.canaries import CANARIES, command_lines
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
@@ -18,9 +19,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
-    """A whole run that nobody interrupts: what others are compared with."""
-    workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store)
-    workflow.run()
+    """A whole run that nobody interrupts: what others are compared with. It has secrets that it must keep."""
+    workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store, environment=dict(CANARIES))
+    with command_lines() as seen:
+        printed = workflow.run()
+    (workflow.folder / "printed.txt").write_text(printed)
+    (workflow.folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
     return workflow
 
 

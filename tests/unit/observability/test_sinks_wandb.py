@@ -5,6 +5,7 @@ import textwrap
 import time
 
 import pytest
+from tests.canaries import CANARIES, found_below
 from wandb.proto import wandb_internal_pb2
 
 from posttrain.config.schema import Logging
@@ -43,13 +44,13 @@ def write_steps(folder, steps, last_step=None):
 
 
 @pytest.fixture
-def canary(monkeypatch):
-    secret = "canary0123456789canary0123456789canary01"
-    monkeypatch.setenv("WANDB_API_KEY", secret)
-    return secret
+def canaries(monkeypatch):
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
 
 
-def test_an_offline_run_holds_each_step_once_also_after_resuming_and_no_secret(tmp_path, canary):
+@pytest.mark.usefixtures("canaries")
+def test_an_offline_run_holds_each_step_once_also_after_resuming_and_no_secret(tmp_path):
     write_steps(tmp_path, range(1, 8))
     run_id = stored_run_id(tmp_path, "my-run")
     write_steps(tmp_path, range(5, 11), last_step=4)
@@ -60,8 +61,7 @@ def test_an_offline_run_holds_each_step_once_also_after_resuming_and_no_secret(t
     assert [row["_step"] for row in history] == list(range(1, 11))
     assert [row["train/loss"] for row in history] == [step / 3 for step in range(1, 11)]
     assert [row["rollout/reward_mean"] for row in history] == [step / 10 for step in range(1, 11)]
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in written if canary.encode() in path.read_bytes()]
+    assert found_below([tmp_path]) == []
 
 
 def test_starting_it_does_not_hold_up_the_first_step(tmp_path):
