@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import os
 import shutil
 from pathlib import Path
 
@@ -58,3 +60,26 @@ def test_a_failed_step_does_not_get_its_old_receipt_back(tmp_path: Path) -> None
     assert code == 1
     assert "rows.jsonl" in output
     assert not receipt.exists()
+
+
+def test_a_group_opens_the_store_and_nothing_else(tmp_path: Path) -> None:
+    """What Snakemake makes of it, too: folders of outputs, before a step begins."""
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
+    workflow.settings |= {"site.store_group": grp.getgrgid(os.getgid()).gr_name}
+    before = os.umask(0o027)
+    try:
+        workflow.run("resolve_config", "download_dataset")
+    finally:
+        os.umask(before)
+    in_store = [workflow.store, *workflow.store.rglob("*")]
+    assert {path.name for path in in_store} >= {"users", "datasets"}
+    for path in in_store:
+        mode = path.stat().st_mode
+        assert mode & 0o060 == 0o060, path
+        assert path.is_file() or mode & 0o2010 == 0o2010, path
+        assert not mode & 0o007, path
+    closed = [path for path in workflow.folder.rglob("*") if not path.is_symlink()]
+    assert {path.name for path in closed} >= {"results", "logs", ".snakemake", "experiment.yaml"}
+    # Snakemake gives its records of jobs to the group by itself, whatever the umask.
+    opened = [path for path in closed if path.stat().st_mode & 0o020 and path.parent.name != "metadata"]
+    assert opened == []
