@@ -254,3 +254,19 @@ def test_links_become_files_when_they_are_needed_and_files_stay(origin, node):
     assert not (folder / "a.distcp").is_symlink()
     assert (folder / ".metadata").is_symlink()
     assert record_files(folder) == origin.receipt.files
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make another user's folder")
+@pytest.mark.parametrize("depth", range(3))
+def test_no_copy_is_made_where_another_user_could_change_it(origin, tmp_path, depth):
+    destination = tmp_path / "root" / "node0" / "glm5" / "abc"
+    destination.mkdir(parents=True)
+    foreign = [destination, *destination.parents][depth]
+    os.chown(foreign, 54_321, -1)
+    with pytest.raises(CheckpointError, match=f"^{foreign}: belongs to user 54321, who could change the copies"):
+        stage([origin], destination)
+    assert list(destination.iterdir()) == []
+    os.chown(foreign, 0, -1)
+    os.chown(tmp_path / "root", 54_321, -1)
+    stage([origin], destination)
+    assert record_files(destination / "torch_dist-1") == origin.receipt.files, "whose the root is, the site decides"

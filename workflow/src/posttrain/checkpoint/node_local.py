@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,10 +105,12 @@ def stage(
         One record per origin.
 
     Raises:
-        CheckpointError: An origin's file is not what its receipt says, or a copy is not after `reread`.
+        CheckpointError: An origin's file is not what its receipt says, or a copy is not after `reread`; or the
+            destination is another user's.
         OSError: No space on the disk; said before the first byte where it can be known.
     """
     destination.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(destination)
     away = [origin for origin in origins if not _is_there(origin, destination)]
     with in_use([destination / origin.folder.name for origin in away]):
         for origin in away:
@@ -181,6 +184,15 @@ def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
         yield TransferProgress(bar)
     rate = total_bytes / max(time.monotonic() - started, 1e-3)
     log.info("%s: %s at %s/s", label, format_bytes(total_bytes), format_bytes(rate))
+
+
+def _refuse_foreign(destination: Path) -> None:
+    """Refuse a folder whose owner could put other bytes there after we have looked: below the root, all is ours."""
+    for folder in (destination, *destination.absolute().parents[:2]):
+        owner = folder.stat().st_uid
+        if owner not in (os.geteuid(), 0):
+            remedy = "set site.node_local to a folder of your own"
+            raise CheckpointError(f"{folder}: belongs to user {owner}, who could change the copies\n  remedy: {remedy}")
 
 
 # ---- copying ----
