@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -5,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.small_disk import small_disk
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
+from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
+from posttrain.artifacts.references import Reference, references_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,9 +27,11 @@ def folder(tmp_path):
     return folder
 
 
-def gc(store, *more):
+def gc(store, *more, code=0):
     command = [sys.executable, REPOSITORY / "scripts/gc.py", "--store", store, *more]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 def test_it_shows_and_deletes_only_on_demand(tmp_path, folder):
@@ -44,3 +49,27 @@ def test_it_shows_and_deletes_only_on_demand(tmp_path, folder):
 
 def test_a_store_that_is_not_there_is_empty(tmp_path):
     assert "0 can be freed" in gc(tmp_path / "none", "--unused-days", "14")
+
+
+def test_what_others_have_written_is_shown_and_not_obeyed(tmp_path, folder):
+    reference = Reference(str(tmp_path), str(tmp_path), "\x1b[2Jada", "node7", 0.0, ("datasets/jsonl-1",))
+    write_json(references_folder(tmp_path / "store") / "a.json", dataclasses.asdict(reference))
+    shown = gc(tmp_path / "store", "--unused-days", "14")
+    assert "\x1b" not in shown
+    assert "\\x1b[2Jada" in shown
+    write_json(references_folder(tmp_path / "store") / "a.json", {**dataclasses.asdict(reference), "user": "[red]ada"})
+    assert "[red]ada" in gc(tmp_path / "store", "--unused-days", "14")
+
+
+def test_what_cannot_be_deleted_is_told_after_all_else_is_gone(tmp_path, folder):
+    other = folder.with_name("jsonl-2")
+    other.mkdir()
+    write_receipt(receipt_of(other), Receipt("download_dataset", (), {}, {}))
+    then = time.time() - 30 * 86_400
+    with small_disk(folder, "size=1m"):
+        for path in (tmp_path / "store").rglob("*"):
+            os.utime(path, (then, then))
+        told = gc(tmp_path / "store", "--unused-days", "14", "--delete", code=1)
+    assert "1 of 2 deleted" in told
+    assert f"not everything could be deleted; all else was:\n  {folder}: [Errno 16] Device or resource busy" in told
+    assert not other.exists()

@@ -77,7 +77,9 @@ def test_a_full_shared_disk(
     run.reach(ROLLING_OUT)
     run.happens("shared disk full while rolling out")
     with filled(shared_disk.folder / "ballast"):
-        assert "No space left on device: '" in run.fail()
+        output = run.fail()
+    assert "the disk is full" in output
+    assert "remedy: free some space there" in output
     run.start_driver()
     run.finish()
     run.check(one_machine, faults)

@@ -17,10 +17,11 @@ from posttrain.config.site_rules import check_preflight
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
-from posttrain.errors import CheckpointError, ConfigError, raise_if_any
+from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
 from posttrain.launch.child import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.preflight.storage import require_writable
 from posttrain.training.lineage import check_fork
 
 name_driver()

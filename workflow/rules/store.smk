@@ -51,7 +51,11 @@ rule gc:
 
 
 onstart:
-    make_shared_roots(CFG)
-    share_store(
-        PATHS.store, CFG.site.store_group, [path for job in workflow.dag.needrun_jobs() for path in job.output]
-    )
+    outputs = [path for job in workflow.dag.needrun_jobs() for path in job.output]
+    try:
+        make_shared_roots(CFG)
+        share_store(PATHS.store, CFG.site.store_group, outputs)
+        require_writable(outputs)
+    except OSError as error:
+        logger.error(explain(error) or str(error))
+        sys.exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,21 @@ def check_writable(key: str, folder: Path) -> Finding:
         remedy = f"choose another folder with set='{key}=...' or change its permissions"
         return failed(key, key, f"{folder}: {error.strerror} (at {existing})", "a folder that can be written", remedy)
     return ok(key, f"{folder} can be written")
+
+
+def require_writable(outputs: Iterable[str | Path]) -> None:
+    """Make sure that the folders of what is about to be made can be written; those that are not there yet can be made.
+
+    Raises:
+        OSError: Naming the folder.
+    """
+    for folder in sorted({nearest_existing(Path(output).parent) for output in outputs}):
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            error.filename = str(folder)
+            raise
 
 
 def check_free_space(needs: list[Need]) -> list[Finding]:
