@@ -73,7 +73,7 @@ def test_the_old_content_or_the_new(write: Callable[[Path], None], folder: Path,
     path.write_text("old")
 
     def look(name: str, *paths: str) -> None:
-        if name == "replace":
+        if name == "replace" or (name == "fsync" and paths[0] != str(folder)):
             seen.append((path.read_text(), Path(paths[0]).read_text()))
 
     calls = Calls(monkeypatch, look)
@@ -85,7 +85,7 @@ def test_the_old_content_or_the_new(write: Callable[[Path], None], folder: Path,
         ("replace", temporary, str(path)),
         ("fsync", str(folder)),
     ]
-    assert seen == [("old", "new")]
+    assert seen == [("old", "new")] * 2
     assert path.read_text() == "new"
     assert os.listdir(folder) == ["file"]
 
@@ -134,8 +134,10 @@ def test_a_folder_is_synced_and_its_descriptor_closed(folder: Path, monkeypatch)
 
 
 def test_a_row_is_on_the_disk_when_it_is_told(folder: Path, monkeypatch) -> None:
-    path, calls = folder / "log.jsonl", Calls(monkeypatch)
+    path, synced = folder / "log.jsonl", []
+    calls = Calls(monkeypatch, lambda name, where: synced.append((where, path.read_bytes())))
     append_json_line(path, {"a": 1})
+    assert synced[0] == (str(path), b'{"a": 1}\n')
     assert calls.of("fsync") == [("fsync", str(path)), ("fsync", str(folder))]
     append_json_line(path, {"b": None})
     assert path.read_bytes() == b'{"a": 1}\n{"b": null}\n'

@@ -19,7 +19,7 @@ from posttrain.artifacts import (
     write_atomic,
     write_text,
 )
-from posttrain.artifacts.durable import remove_dead_temporaries
+from posttrain.artifacts.durable import remove_dead_temporaries, write_new
 from posttrain.artifacts.processes import started_ticks
 
 # Writes half a file, says so, and waits.
@@ -88,19 +88,29 @@ def test_what_was_planted_is_neither_followed_nor_used(folder: Path, tmp_path: P
     assert (victim.read_text() if victim.exists() else "nothing") == ("nothing" if "d" in planted[:1] else "precious")
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o600), (0o666, 0o640)])
-def test_a_file_is_as_open_as_asked_whatever_it_was_before(folder: Path, mode: int, expected: int) -> None:
-    path = folder / "file"
-    path.touch()
-    path.chmod(0o666)
-    before = os.umask(0o027)
+@pytest.mark.parametrize(("umask", "expected"), [(0o000, 0o666), (0o027, 0o640)])
+def test_a_file_is_as_open_as_asked_whatever_it_was_before(folder: Path, umask: int, expected: int) -> None:
+    for name in ("secret", "file", "text"):
+        (folder / name).touch()
+        (folder / name).chmod(0o777)
+    before = os.umask(umask)
     try:
-        write_atomic(path, lambda file: file.write(b"x"), mode)
+        write_atomic(folder / "secret", lambda file: file.write(b"x"), 0o600)
+        write_atomic(folder / "file", lambda file: file.write(b"x"))
         write_text(folder / "text", "x")
+        write_new(folder / "new", "x")
+        append_json_line(folder / "log", {})
     finally:
         os.umask(before)
-    assert path.stat().st_mode & 0o777 == expected
-    assert (folder / "text").stat().st_mode & 0o777 == 0o640
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {"secret": 0o600, **dict.fromkeys(("file", "text", "new", "log"), expected)}
+
+
+def test_a_temporary_name_begins_as_the_files(folder: Path, monkeypatch) -> None:
+    calls = Calls(monkeypatch)
+    write_text(folder / ("n" * 100), "x")
+    ((_, temporary, _),) = calls.of("replace")
+    assert Path(temporary).name.startswith(f".{'n' * 40}.{HOST}.{os.getpid()}.{started_ticks(os.getpid())}.")
 
 
 def test_rows_are_not_added_behind_a_link(folder: Path, tmp_path: Path) -> None:
