@@ -227,7 +227,8 @@ def test_of_several_one_gets_the_name(folder: Path, monkeypatch) -> None:
     ]
     with pytest.raises(FileExistsError) as raised:
         write_new(folder / "name", "second")
-    assert raised.value.filename == str(folder / "name")
+    told = (raised.value.errno, raised.value.strerror, raised.value.filename)
+    assert told == (errno.EEXIST, "somebody else was faster", str(folder / "name"))
     assert (folder / "name").read_text() == "first"
     assert os.listdir(folder) == ["name"]
 

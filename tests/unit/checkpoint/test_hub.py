@@ -136,6 +136,26 @@ def incomplete(origin, tmp_path, name):
     return path
 
 
+def test_nothing_arrives_behind_a_link(fetch, hub, origin, tmp_path):
+    """Where a file lies while it arrives can be known, because another process goes on with it."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    incomplete(origin, tmp_path, SHARD_1).symlink_to(victim)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        fetch()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("xet", [False, True])
+def test_no_folder_of_arriving_files_is_a_link(fetch, hub, tmp_path, xet):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "hf.partial").mkdir()
+    (tmp_path / "hf.partial" / ".download").symlink_to(tmp_path / "victim")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/hf.partial/.download: a link; "):
+        fetch(xet=xet)
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
 def test_a_cut_connection_is_resumed_at_the_byte(fetch, hub, origin, caplog):
     size = (origin / SHARD_1).stat().st_size
     hub.faults.cut_after[SHARD_1] = [size // 2, 0, 100]

@@ -73,7 +73,7 @@ def write_new(path: Path, text: str) -> None:
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row to a log of JSON lines durably; what a power cut left of an unfinished last line is cut off first."""
-    with naming(path), open(path, "ab+", opener=_open_no_link) as file:
+    with naming(path), open(path, "ab+", opener=open_no_link) as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
@@ -82,7 +82,8 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     sync_folder(path.parent)
 
 
-def _open_no_link(path: str, flags: int) -> int:
+def open_no_link(path: str, flags: int) -> int:
+    """Open a file, for `open`'s `opener`; a link in its place is an error, as somebody else may have put it there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -50,9 +50,19 @@ class RelativeName(str):
             CheckpointError: When a folder between the two is a link.
         """
         for parent in Path(self).parents:
-            if (folder / parent).is_symlink() and parent != Path():
-                raise CheckpointError(f"{folder / parent}: a link; {self} would be written or deleted behind it")
+            if parent != Path():
+                refuse_link(folder / parent)
         return folder / self
+
+
+def refuse_link(folder: Path) -> None:
+    """Refuse a link where a folder of ours belongs.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder}: a link; what belongs there would be written or deleted behind it: remove it")
 
 
 def shown(text: str) -> str:

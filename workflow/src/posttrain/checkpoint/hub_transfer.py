@@ -24,7 +24,8 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, place_atomic
-from posttrain.artifacts.durable import naming
+from posttrain.artifacts.durable import naming, open_no_link
+from posttrain.artifacts.names import refuse_link
 from posttrain.checkpoint.file_placement import TransferProgress, write_whole
 from posttrain.checkpoint.hub_listing import HubSource, explained
 from posttrain.checkpoint.hub_retries import BadStatus, Retries, RetryRule
@@ -169,9 +170,11 @@ def _open_alone(path: Path) -> Iterator[FileIO]:
 
     Raises:
         RuntimeError: When one has.
+        CheckpointError: When somebody has put a link in the place of the folder of such files.
     """
+    refuse_link(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=open_no_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

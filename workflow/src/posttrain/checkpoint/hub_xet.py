@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from tqdm.auto import tqdm
 
 from posttrain.artifacts import FileRecord, place_atomic
+from posttrain.artifacts.names import refuse_link
 from posttrain.checkpoint.file_placement import TransferProgress
 from posttrain.checkpoint.hub_listing import explained
 from posttrain.checkpoint.hub_transfer import STAGING, HttpOrigin
@@ -38,6 +39,8 @@ class XetOrigin(HttpOrigin):
             RuntimeError: No connection.
         """
         home = folder / STAGING / "xet" / f"{file.path.replace('/', '--')}"
+        for where in (folder / STAGING, home.parent, home):
+            refuse_link(where)
         shutil.rmtree(home, ignore_errors=True)
         with explained(self._source, file.path):
             staged = Path(
