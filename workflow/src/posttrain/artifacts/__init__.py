@@ -29,6 +29,7 @@ from posttrain.artifacts.paths import (
     partial_of,
     receipt_of,
 )
+from posttrain.artifacts.plain_json import parse_json, read_json
 from posttrain.artifacts.receipts import (
     FileRecord,
     Receipt,
@@ -57,8 +58,10 @@ __all__ = [
     "hash_file",
     "make_next_folder",
     "manifest_of",
+    "parse_json",
     "part_receipt_of",
     "partial_of",
+    "read_json",
     "read_receipt",
     "receipt_of",
     "record_file",

@@ -24,6 +24,7 @@ from posttrain import __version__
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import append_json_line, hash_file, write_json
 from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of, partial_of
+from posttrain.artifacts.plain_json import read_json
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def read_receipt(path: Path) -> Receipt:
         CheckpointError: When it is missing, unreadable, or its digest does not fit its content.
     """
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         files = tuple(FileRecord(**record) for record in row["files"])
         receipt = Receipt(row["step"], files, row["inputs"], row["settings"])
         version, digest = row["format_version"], row["digest"]

@@ -16,8 +16,8 @@ import torch
 
 from posttrain.checkpoint import nvfp4
 from posttrain.checkpoint.fp8 import BLOCK, E4M3_MAX, dequantize, row_ranges
+from posttrain.checkpoint.hf_layout import read_object
 from posttrain.checkpoint.library_formats import PACKED, decompress
-from posttrain.checkpoint.recoded_folder import read_config
 from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class QuantizedCheckpoint:
 
     def __init__(self, folder: Path):
         self.reader = CheckpointReader(folder)
-        self._config = read_config(folder).get("quantization_config") or {}
+        self._config = read_object(folder / "config.json").get("quantization_config") or {}
         method = self._config.get("quant_method", "fp8")
         if method not in _METHODS:
             raise CheckpointError(f"{folder}: quant_method {method!r}, we read {', '.join(_METHODS)}")
@@ -221,7 +221,7 @@ class CastToBf16:
 
     def small_files(self) -> Mapping[str, Any]:
         """Return config.json without its `quantization_config`; Model Optimizer's own file is left out."""
-        config = read_config(self.reader.folder)
+        config = read_object(self.reader.folder / "config.json")
         config.pop("quantization_config", None)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         return {"config.json": {**config, key: "bfloat16"}, nvfp4.QUANT_CONFIG_NAME: None}

@@ -8,7 +8,6 @@ for any number of parts and threads.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,15 +98,6 @@ def write_part(
     shards = [_output_file(recoding, source_digest, name, held) for name, held in plan_shards(recoding).items()]
     share = split_evenly([shard.size_bytes for shard in shards], num_parts)[part]
     return make_files(folder, [shards[i] for i in share], f"part {part} of {num_parts}", num_threads)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json."""
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
 def _output_file(recoding: Recoding, source_digest: str, name: str, held: Sequence[str]) -> OutputFile:

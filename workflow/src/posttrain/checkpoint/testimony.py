@@ -9,14 +9,13 @@ believed to be right without being read. It also says which files we wrote and w
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import write_json
+from posttrain.artifacts import read_json, write_json
 from posttrain.errors import CheckpointError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -83,7 +82,7 @@ def read_testimony(path: Path) -> dict[str, Any]:
         CheckpointError: When it is missing or not a testimony.
     """
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         row["files"] = [CopiedFile(**file) for file in row["files"]]
         _ = row["boot_id"], row["used_unix"], row["links"]
     except FileNotFoundError as error:

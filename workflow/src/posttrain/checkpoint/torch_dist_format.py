@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, reason_of
 
 METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
 # What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
@@ -100,13 +100,6 @@ def read_common(folder: Path) -> dict[str, Any]:
     if not isinstance(common, dict):
         raise CheckpointError(f"{path}: holds a {type(common).__name__}, expected a dictionary")
     return common
-
-
-def reason_of(error: BaseException) -> str:
-    """Return in one line why a pickle was refused; torch's own text goes on with how to let it run its code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    named = next((line for line in lines if "GLOBAL" in line), lines[0])
-    return "it holds more than tensors and plain values" if named.startswith("Weights only load failed") else named
 
 
 def _misfits(metadata: Any) -> Iterator[str]:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from posttrain.checkpoint.tiling import Box, Shape, intersect, slices_within
-from posttrain.checkpoint.torch_dist_format import METADATA_NAME, WRONG_PICKLE, read_metadata, reason_of
-from posttrain.errors import CheckpointError
+from posttrain.checkpoint.torch_dist_format import METADATA_NAME, WRONG_PICKLE, read_metadata
+from posttrain.errors import CheckpointError, reason_of
 
 _OPEN_CHUNKS = 64
 # About as much of a tensor as is worth handing on at a time.

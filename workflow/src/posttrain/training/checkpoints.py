@@ -11,7 +11,6 @@ manifest is compared before a checkpoint is used. Ranks share the work, each has
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import shutil
@@ -58,7 +57,7 @@ class CheckpointFolder:
         path = self._folder / BEGUN_FROM_NAME
         if not path.exists() or self.newest_step() == 0:
             artifacts.write_json(path, dict(inputs))
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = artifacts.read_json(path)
         if begun != dict(inputs):
             log.warning("%s: begun with other inputs than the store holds now; it goes on with its own", self._folder)
         return begun
@@ -149,7 +148,7 @@ def check_sizes(folder: Path) -> list[str]:
 def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) -> list[str]:
     """Compare a rank's share of a checkpoint with the manifest; see `artifacts.check_files`."""
     try:
-        rows = [FileRecord(**row) for row in json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))]
+        rows = [FileRecord(**row) for row in artifacts.read_json(folder / MANIFEST_NAME)]
         share = Receipt("train_grpo", tuple(_share(rows, rank, num_ranks)), {}, {})
         return artifacts.check_files(folder, share, content)
     except (OSError, ValueError, TypeError) as error:

@@ -74,7 +74,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
     parent, step = parent_of(paths)
-    begun_from: dict[str, str] = json.loads((parent.checkpoints / BEGUN_FROM_NAME).read_text(encoding="utf-8"))
+    begun_from: dict[str, str] = artifacts.read_json(parent.checkpoints / BEGUN_FROM_NAME)
     ancestors: list[dict[str, Any]] = read_lineage(parent.fork_receipt)
     lineage = [*ancestors, {"run": parent.run.name, "step": step, "changed": changed_values(paths)}]
     manifest = artifacts.hash_file(checkpoint / MANIFEST_NAME)

@@ -1,0 +1,67 @@
+"""What is shown of what others wrote."""
+
+from __future__ import annotations
+
+import logging
+
+import jinja2
+import pytest
+
+from posttrain.errors import CheckpointError, ConfigError, Problem, printable, reason_of
+from posttrain.observability import report_page
+from posttrain.observability.logging import configure_logging
+
+# What a terminal, a log or a page is sent -> what is shown.
+SHOWN = {
+    "plain, with é and 中\n\tand a second line": "plain, with é and 中\n\tand a second line",
+    "clear\x1b[2Jscreen": "clear\\x1b[2Jscreen",
+    "\x9b31m": "\\x9b31m",
+    "over\rwritten": "over\\rwritten",
+    "\x00\x07\x08\x7f": "\\x00\\x07\\x08\\x7f",
+    "half \ud800 and \udc80": "half \\ud800 and \\udc80",
+    "\u202egnp.exe\u202c": "\\u202egnp.exe\\u202c",
+    "http://user:word@host:1/x?a=b@c": "http://***@host:1/x?a=b@c",
+    "see https://u@h and ftp://a:b@c@d/": "see https://***@h and ftp://***@d/",
+    "mail@example.org, s3://bucket/a@b": "mail@example.org, s3://bucket/a@b",
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_control_characters_are_named_and_credentials_left_out(text):
+    assert printable(text) == SHOWN[text]
+    assert str(CheckpointError(f"a: {text}")) == f"a: {SHOWN[text]}"
+    assert str(ConfigError([Problem(text, text, text, text)])).count(SHOWN[text]) == 4
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_log_shows_no_more(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("POSTTRAIN_LOG", str(tmp_path / "log"))
+    before = logging.getLogger().handlers[:]
+    try:
+        configure_logging()
+        logging.getLogger("posttrain.test").warning("%s is there", text)
+        logging.getLogger("posttrain.test").error("with a traceback", exc_info=RuntimeError(text))
+    finally:
+        logging.basicConfig(handlers=before, force=True)
+    written = (tmp_path / "log").read_text(encoding="utf-8")
+    assert f"posttrain.test: {SHOWN[text]} is there" in written
+    assert f"RuntimeError: {SHOWN[text]}" in written
+
+
+def test_a_page_shows_no_more(monkeypatch):
+    pages = jinja2.Environment(loader=jinja2.DictLoader({"page": "<p>{{ text }}</p>"}), autoescape=True)
+    monkeypatch.setattr(report_page, "_environment", lambda: pages)
+    assert report_page.render_page("page", text="a\x1b[2J<b>\ud800") == "<p>a\\x1b[2J&lt;b&gt;\\ud800</p>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Weights only load failed. Run it.\n\nUnsupported GLOBAL a.b\nSee", "Unsupported GLOBAL a.b"),
+        ("Weights only load failed. Run it.\n\nUnsupported operand 149", "it holds more than tensors and plain values"),
+        ("first\nsecond", "first"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_reason_is_one_line(text, reason):
+    assert reason_of(ValueError(text)) == reason
