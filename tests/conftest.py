@@ -7,6 +7,8 @@ import pytest
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
+UNPICKLED = "unpickled.txt"
+
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,8 +20,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
-    """A whole run that nobody interrupts: what others are compared with."""
-    workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store)
+    """A whole run that nobody interrupts: what others are compared with. Its processes note what they unpickle."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
+    workflow = WorkflowFolder(folder, store, environment=notes)
     workflow.run()
     return workflow
 
