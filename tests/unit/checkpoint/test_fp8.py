@@ -61,6 +61,15 @@ def reference_block(weight, block):
     return codes, scale
 
 
+def reference_codes(quotients):
+    """Return what `nearest_code` does for many FP32 numbers: a code ends where the middle to the next one is."""
+    middles = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
+    magnitude = np.minimum(np.abs(quotients.astype(np.float64)), 448.0)
+    below, above = np.searchsorted(middles, magnitude, side="left"), np.searchsorted(middles, magnitude, side="right")
+    codes = np.where(below % 2 == 0, below, above)  # on a middle they differ: the even one
+    return (codes | np.where(np.signbit(quotients), 0x80, 0)).astype(np.uint8)
+
+
 def assert_equals_reference(weight, block=128):
     codes, scale = quantize_block(weight, block)
     expected_codes, expected_scale = reference_block(weight, block)
@@ -134,6 +143,53 @@ def test_equals_a_slow_reference_bit_by_bit(dtype):
 def test_equals_the_reference_for_any_shape_and_magnitude(rows, columns, seed, magnitude):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert_equals_reference((weight * 10.0**magnitude).clamp(-3e38, 3e38).float(), block=4)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+def test_half_a_million_weights_in_bf16_have_the_codes_of_a_division(strategy):
+    """A product with the reciprocal of the scale differs for one code in 1,500 of BF16 weights."""
+    rows, columns = 4096, 128
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(11)).bfloat16()
+    values = weight.float().numpy()
+    tiles = {"block": (128, 128), "channel": (1, columns), "tensor": (rows, columns)}[strategy]
+    amax = np.abs(values).reshape(rows // tiles[0], tiles[0], columns).max(axis=(1, 2))
+    expected_scale = np.repeat(amax / np.float32(448), tiles[0])[:, None]
+    codes, scale = getattr(fp8, f"quantize_{strategy}")(weight)
+    expected = reference_codes(values / expected_scale)
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected)
+    np.testing.assert_array_equal(scale.reshape(-1).numpy(), expected_scale[:: tiles[0], 0])
+    if strategy != "tensor":  # whose one scale has no such weight
+        assert (reference_codes(values * (np.float32(1) / expected_scale)) != expected).sum() > 100
+
+
+def test_the_fast_reference_is_the_slow_one():
+    numbers = np.concatenate([MAGNITUDES, (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2, np.geomspace(1e-4, 500, 300)])
+    both = np.concatenate([numbers, -numbers]).astype(np.float32)
+    np.testing.assert_array_equal(reference_codes(both), [nearest_code(number) for number in both])
+
+
+# Largest magnitude -> (weight, its code as a number).
+BY_HAND = {
+    # 3/4 of it is 336, the middle of 320 and 352, of which 320 is even; a product with 1 / scale is 336.00003.
+    1.078125: [(0.80859375, 320.0), (-0.80859375, -320.0), (0.050537109375, 20.0), (1.078125, 448.0)],
+    # A scale of 1: middles between neighbours, down to the smallest.
+    448.0: [
+        (1.0625, 1.0),
+        (1.1875, 1.25),
+        (3.75, 3.75),
+        (2.0**-10, 0.0),
+        (3 * 2.0**-10, 2.0**-8),
+        (-464.0 / 2, -224.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("amax", BY_HAND)
+def test_codes_by_hand(amax):
+    weights, expected = zip(*BY_HAND[amax], strict=True)
+    codes, scale = quantize_tensor(torch.tensor([[*weights, amax]]))
+    assert scale.item() == np.float32(amax) / np.float32(448)
+    assert codes.float().tolist() == [[*expected, 448.0]]
 
 
 # ---- invariants ----
@@ -245,6 +301,47 @@ def test_a_scale_that_is_a_power_of_two_stays():
     assert scale.tolist() == [[1.0]]
     assert codes.float().tolist() == [[448.0, 3.0]]
     assert quantize_block(torch.zeros(1, 1), power_of_two=True)[1].tolist() == [[1.0]]
+
+
+TOP = 2.0**120
+
+
+@pytest.mark.parametrize(
+    ("weight", "code"),
+    [
+        (255.9999847 * TOP, 240.0),  # the largest number of FP32
+        (248.0 * TOP, 240.0),  # the middle of 240 and 256, of which the even one is 256
+        (247.9 * TOP, 240.0),
+        (232.0 * TOP, 224.0),
+        (231.0 * TOP, 224.0),
+        (225.0 * TOP, 224.0),
+        (-255.0 * TOP, -240.0),
+    ],
+)
+def test_the_largest_weights_stay_finite_under_a_power_of_two(weight, code):
+    codes, scale = quantize_block(torch.tensor([[weight, 1.0 * TOP, -3.0 * TOP]]), power_of_two=True)
+    assert scale.tolist() == [[TOP]]
+    assert codes.float().tolist() == [[code, 1.0, -3.0]]
+    back = dequantize_block(codes, scale)
+    assert back.tolist() == [[code * TOP, TOP, -3 * TOP]]
+    assert abs(back[0, 0].item() - weight) <= abs(weight) / 16
+
+
+def test_below_them_every_code_is_used():
+    """224 x 2^120 is 448 x 2^119: the scale is one power less, and no code is cut off at 240."""
+    codes, scale = quantize_block(torch.tensor([[224.0 * TOP, 128.0 * TOP]]), power_of_two=True)
+    assert scale.tolist() == [[TOP / 2]]
+    assert codes.float().tolist() == [[448.0, 256.0]]
+    codes, scale = quantize_block(torch.tensor([[3.4028235e38]]))
+    assert codes.float().tolist() == [[448.0]]
+    assert torch.isfinite(dequantize_block(codes, scale)).all()
+
+
+def test_a_shared_scale_that_is_too_small_cuts_off_and_makes_no_nan():
+    """The conversion to E4M3 may make NaN of what lies beyond 448 (torch's on a CPU does not)."""
+    codes, scale = quantize_tensor(torch.tensor([[448.0, 1000.0, -1e30, 3e38]]), amax=torch.tensor(448.0))
+    assert scale.item() == 1.0
+    assert codes.view(torch.uint8).tolist() == [[0x7E, 0x7E, 0xFE, 0x7E]]
 
 
 # ---- one scale per row, one for all ----

@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from tests.megatron_single import CONFIG_DIR
@@ -69,6 +70,26 @@ def test_int4_by_its_definition():
     scale = made["weight_scale"].float()[:, :, None]
     expected = torch.round(weight.unflatten(1, (-1, 128)) / scale).clamp(-8, 7).flatten(1)
     assert torch.equal(codes.float(), expected)
+
+
+LIMIT = 1.75 * 2.0**127
+BELOW_LIMIT = 2.9774705e38  # the number before it in FP32
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_mxfp8_has_no_scale_for_is_refused_and_not_made_zero(sign):
+    weight = torch.ones(3, 64)
+    weight[1, 40] = sign * BELOW_LIMIT
+    assert float(weight[1, 40].abs()) == np.nextafter(np.float32(LIMIT), np.float32(0)) < LIMIT
+    made = quantize("mxfp8", weight)
+    values = decompress(LibraryFormat("mxfp8", Selection()).quantization_config({}), made)
+    assert values[1, 40] == sign * LIMIT
+    assert torch.equal(values[1, :32], weight[1, :32]), "another group"
+    weight[1, 40] = sign * LIMIT
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight: holds 2\.97747e\+38; MXFP8 has no scale"):
+        quantize("mxfp8", weight)
+    config = LibraryFormat("int4", Selection()).quantization_config({})
+    assert torch.isfinite(decompress(config, quantize("int4", weight.repeat(1, 2)))).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

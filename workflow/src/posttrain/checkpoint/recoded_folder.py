@@ -28,6 +28,7 @@ from posttrain.checkpoint.shard_writer import (
     MAX_SHARD_BYTES,
     HashingFile,
     assign_shards,
+    count_not_finite,
     split_evenly,
     write_index,
     write_shard,
@@ -131,9 +132,15 @@ def _write_shard(recoding: Recoding, held: Sequence[str], file: HashingFile) -> 
 
 def _recode(recoding: Recoding, hf_name: str) -> Mapping[str, torch.Tensor]:
     try:
-        return recoding.recode(hf_name)
+        made = recoding.recode(hf_name)
+        for name, tensor in made.items():
+            if num_bad := count_not_finite(tensor):
+                raise CheckpointError(f"{name}: {num_bad} of {tensor.numel()} values are NaN or infinite")
+        return made
     except CheckpointError as error:
-        path = recoding.reader.folder / recoding.reader.file_of(hf_name)
+        reader = recoding.reader
+        # What is read from several tensors has the name of none.
+        path = reader.folder / reader.file_of(hf_name) if hf_name in reader else reader.folder
         raise CheckpointError(f"{path}: {error}") from error
 
 
