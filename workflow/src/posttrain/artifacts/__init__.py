@@ -28,6 +28,7 @@ from posttrain.artifacts.paths import (
     part_receipt_of,
     partial_of,
     receipt_of,
+    records_of,
 )
 from posttrain.artifacts.plain_json import parse_json, read_json
 from posttrain.artifacts.receipts import (
@@ -36,6 +37,7 @@ from posttrain.artifacts.receipts import (
     check_files,
     claim,
     read_receipt,
+    read_records,
     record_file,
     record_files,
     refuse_files,
@@ -63,9 +65,11 @@ __all__ = [
     "partial_of",
     "read_json",
     "read_receipt",
+    "read_records",
     "receipt_of",
     "record_file",
     "record_files",
+    "records_of",
     "refuse_files",
     "require_files",
     "sync_folder",

@@ -178,6 +178,21 @@ def read_receipt(path: Path) -> Receipt:
     return receipt
 
 
+def read_records(path: Path) -> tuple[FileRecord, ...]:
+    """Read a list of files with their hashes: a training checkpoint's `manifest.json`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is something else.
+    """
+    try:
+        rows = read_json(path)
+        if not isinstance(rows, list) or not rows:
+            raise ValueError("no list of files")
+        return tuple(FileRecord(**row) for row in rows)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
 def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:
     """Read a file of `folder` and return its record."""
     path = folder / name

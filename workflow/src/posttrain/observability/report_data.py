@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
-from posttrain.artifacts import Paths, parse_json, read_json, read_receipt
+from posttrain.artifacts import Paths, parse_json, read_json, read_receipt, receipt_of
 from posttrain.config import schema
 from posttrain.config.load import Resolved, load_resolved
 from posttrain.errors import CheckpointError
@@ -123,7 +123,8 @@ def read_run(inputs: ReportInputs) -> RunData:
     export = read_receipt(inputs.export_receipt)
     if "final_weights_sha256" not in export.settings:
         raise CheckpointError(f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again")
-    artefacts = find_artefacts(paths)
+    # Not what an earlier report was.
+    artefacts = [found for found in find_artefacts(paths) if found.receipt_path != receipt_of(paths.report)]
     return RunData(
         config=config,
         origins=origins,

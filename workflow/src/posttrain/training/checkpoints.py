@@ -148,9 +148,11 @@ def check_sizes(folder: Path) -> list[str]:
 def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) -> list[str]:
     """Compare a rank's share of a checkpoint with the manifest; see `artifacts.check_files`."""
     try:
-        rows = [FileRecord(**row) for row in artifacts.read_json(folder / MANIFEST_NAME)]
+        rows = artifacts.read_records(folder / MANIFEST_NAME)
         share = Receipt("train_grpo", tuple(_share(rows, rank, num_ranks)), {}, {})
         return artifacts.check_files(folder, share, content)
+    except CheckpointError as error:
+        return [str(error)]
     except (OSError, ValueError, TypeError) as error:
         return [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
 
