@@ -38,10 +38,9 @@ def test_what_no_receipt_names_is_told_at_the_end(made):
         (logs / name).write_text("started")
     done = verify(made, "--output", made.paths.run / "verified.json")
     line = next(line for line in done.stdout.splitlines() if line.startswith("not looked at"))
-    assert line.startswith(
-        "not looked at, because no receipt names them: config.resolved.yaml, evaluation/after.history"
-    )
-    assert "train/attempts (2 files)" in line
+    expected = "config.resolved.yaml (1 file), evaluation (2 files), hf.history.jsonl (1 file), "
+    expected += "records.history.jsonl (1 file), train (1 file), train/attempts (2 files)"
+    assert line == f"not looked at, because no receipt names them: {expected}"
     assert "train/attempts/001/rank0.log" in json.loads((made.paths.run / "verified.json").read_text())["not_covered"]
 
 
