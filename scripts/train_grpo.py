@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
-from posttrain.cli import run
+from posttrain.cli import run as run_script
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
-from posttrain.observability.provenance import list_records
+from posttrain.observability.provenance import record_run
 from posttrain.preflight.report import raise_problems
 from posttrain.preflight.services import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
@@ -75,9 +75,8 @@ def main() -> None:
             "final_checkpoint": final.relative_to(arguments.run_folder).as_posix(),
         },
     )
-    run_folder = arguments.run_folder.parent
-    records = record_files(run_folder, list_records(run_folder))
-    write_receipt(records_of(run_folder), Receipt("train_grpo", records, {"train": receipt.digest}, {}))
+    run = arguments.run_folder.parent
+    write_receipt(records_of(run), Receipt("train_grpo", record_run(run), {"train": receipt.digest}, {}))
     write_receipt(arguments.done, receipt, started)
 
 
@@ -100,4 +99,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

@@ -28,7 +28,7 @@ from posttrain.artifacts import (
     write_text,
 )
 from posttrain.config.load import dump_resolved, dump_yaml, resolve
-from posttrain.observability.provenance import list_records
+from posttrain.observability.provenance import record_run
 from posttrain.observability.report_data import ReportInputs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -189,8 +189,7 @@ def _write_training(paths: Paths, rng: random.Random, num_steps: int, digests: d
     inputs = {"torch_dist": digests["torch_dist"], "dataset": digests["dataset"]}
     write_json(paths.begun_from, inputs)
     trained = Receipt("train_grpo", files, inputs, settings)
-    records = record_files(paths.run, list_records(paths.run))
-    write_receipt(paths.records, Receipt("train_grpo", records, {"train": trained.digest}, {}))
+    write_receipt(paths.records, Receipt("train_grpo", record_run(paths.run), {"train": trained.digest}, {}))
     write_receipt(paths.train_done, trained)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import (
+    FileRecord,
     Paths,
     Receipt,
     part_receipt_of,
@@ -18,6 +19,8 @@ from posttrain.artifacts import (
     read_receipt,
     read_records,
     receipt_of,
+    record_files,
+    sync_tree,
 )
 from posttrain.errors import CheckpointError
 
@@ -43,15 +46,16 @@ class Artefact:
     is_whole_folder: bool = True
 
 
-def list_records(run: Path) -> list[str]:
-    """Return what the training of a run wrote down, beside its checkpoints, for people to read: what verify looks at.
+def record_run(run: Path) -> tuple[FileRecord, ...]:
+    """Return the records of what the training of a run wrote down, beside its checkpoints, for people to read.
 
     Args:
         run: The run's folder; names are relative to it.
     """
+    sync_tree(run / "train" / "wandb")  # W&B does not
     patterns = ("train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/**/*", "node_local/*.json")
     found = (path for pattern in patterns for path in run.glob(pattern) if path.is_file() and not path.is_symlink())
-    return sorted(path.relative_to(run).as_posix() for path in found)
+    return record_files(run, (path.relative_to(run).as_posix() for path in found))
 
 
 def find_artefacts(paths: Paths) -> list[Artefact]:

@@ -53,11 +53,14 @@ class CheckpointFolder:
 
         Args:
             inputs: Name -> digest of the receipts that a start from the beginning would use.
+
+        Raises:
+            CheckpointError: It cannot be read any more.
         """
         path = self._folder / BEGUN_FROM_NAME
         if not path.exists() or self.newest_step() == 0:
             artifacts.write_json(path, dict(inputs))
-        begun = artifacts.read_json(path)
+        begun = read_begun_from(self._folder)
         if begun != dict(inputs):
             log.warning("%s: begun with other inputs than the store holds now; it goes on with its own", self._folder)
         return begun
@@ -122,6 +125,19 @@ class CheckpointFolder:
         expired = checkpoint.with_suffix(".expired")
         checkpoint.rename(expired)
         shutil.rmtree(expired)
+
+
+def read_begun_from(folder: Path) -> dict[str, str]:
+    """Return what the checkpoints in a folder were begun with: name -> digest of a receipt.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    path = folder / BEGUN_FROM_NAME
+    try:
+        return dict(artifacts.read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore it, or begin a new run") from error
 
 
 def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:

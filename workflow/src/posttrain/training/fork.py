@@ -15,7 +15,7 @@ from posttrain.artifacts.lease import Lease, check_epoch
 from posttrain.checkpoint.file_placement import hard_link
 from posttrain.errors import raise_if_any
 from posttrain.observability.sinks import read_rows
-from posttrain.training.checkpoints import BEGUN_FROM_NAME, MANIFEST_NAME, CheckpointFolder
+from posttrain.training.checkpoints import MANIFEST_NAME, CheckpointFolder, read_begun_from
 from posttrain.training.lineage import STEP, changed_values, check_fork, parent_of, read_lineage
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
     parent, step = parent_of(paths)
-    begun_from: dict[str, str] = artifacts.read_json(parent.checkpoints / BEGUN_FROM_NAME)
+    begun_from = read_begun_from(parent.checkpoints)
     ancestors: list[dict[str, Any]] = read_lineage(parent.fork_receipt)
     lineage = [*ancestors, {"run": parent.run.name, "step": step, "changed": changed_values(paths)}]
     manifest = artifacts.hash_file(checkpoint / MANIFEST_NAME)
