@@ -7,7 +7,7 @@ import logging
 import jinja2
 import pytest
 
-from posttrain.errors import CheckpointError, ConfigError, Problem, printable, reason_of
+from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, reason_of
 from posttrain.observability import report_page
 from posttrain.observability.logging import configure_logging
 
@@ -31,6 +31,11 @@ def test_control_characters_are_named_and_credentials_left_out(text):
     assert printable(text) == SHOWN[text]
     assert str(CheckpointError(f"a: {text}")) == f"a: {SHOWN[text]}"
     assert str(ConfigError([Problem(text, text, text, text)])).count(SHOWN[text]) == 4
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_name_stays_in_its_line(text):
+    assert one_line(text) == SHOWN[text].replace("\n", "\\n")
 
 
 @pytest.mark.parametrize("text", SHOWN)

@@ -72,6 +72,12 @@ def test_a_changed_byte_in_what_people_believe_is_found(paths, name):
     assert problems_of(paths) == {}
 
 
+def test_a_file_name_makes_no_lines(paths):
+    (paths.hf / "x\n  all is well\x1b[2J").write_text("from nowhere")
+    (problem,) = problems_of(paths)["hf"]
+    assert problem == f"{paths.hf}/x\\n  all is well\\x1b[2J: not in the receipt"
+
+
 def test_a_better_pass_rate_is_found(paths):
     path = paths.evaluation("after")
     path.write_text(path.read_text().replace("0.931", "0.9999"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -234,6 +235,8 @@ def test_damage_is_named_by_one_of_the_ranks(tmp_path: Path, name: str, damage: 
             checkpoints.check_content(2, rank, num_ranks=2)
         except CheckpointError as error:
             refusals.append(str(error))
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        checkpoints.check_content(2)  # one rank alone reads all
     assert refusals
     assert str(path) in refusals[0]
     assert f"rm -r {checkpoints.path(2)}" in refusals[0]

@@ -31,6 +31,11 @@ def printable(text: str) -> str:
     return _CREDENTIALS.sub("***@", named)
 
 
+def one_line(name: object) -> str:
+    """Return a name that others chose as it may stand in a list: a line break in it begins no line of its own."""
+    return printable(str(name)).replace("\n", "\\n")
+
+
 def reason_of(error: BaseException) -> str:
     """Return in one line why something cannot be read; torch's text on a pickle goes on with how to let it run."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

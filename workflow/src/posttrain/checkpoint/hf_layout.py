@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.artifacts import read_json
 from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, one_line
 
 # One of them: the tokenizers library's own file, SentencePiece's, or a vocabulary.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -43,7 +43,7 @@ def check_source(folder: Path) -> None:
         try:
             read_json(path)
         except ValueError as error:
-            wrong.append(f"{path}: not JSON ({error}), {path.stat().st_size} bytes")
+            wrong.append(f"{one_line(path)}: not JSON ({error}), {path.stat().st_size} bytes")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
     if wrong:

@@ -24,7 +24,7 @@ from posttrain.artifacts import FileRecord, Paths, hash_file, read_json, receipt
 from posttrain.checkpoint.file_placement import hash_twice
 from posttrain.checkpoint.source_check import check_source
 from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
 
@@ -98,7 +98,7 @@ def find_uncovered(paths: Paths, verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def _count_by_folder(names: Iterable[str]) -> str:
-    counts = Counter("/".join(name.split("/")[:-1][:2]) or name for name in names)
+    counts = Counter(one_line("/".join(name.split("/")[:-1][:2]) or name) for name in names)
     return ", ".join(f"{name} ({count} file{'s' if count > 1 else ''})" for name, count in sorted(counts.items()))
 
 
@@ -205,7 +205,7 @@ def _unlisted_files(artefact: Artefact) -> list[str]:
     assert artefact.receipt is not None
     listed = {artefact.folder / record.path for record in artefact.receipt.files}
     found = {path for path in artefact.folder.rglob("*") if path.is_file()}
-    return [f"{path}: not in the receipt" for path in sorted(found - listed - {artefact.receipt_path})]
+    return [f"{one_line(path)}: not in the receipt" for path in sorted(found - listed - {artefact.receipt_path})]
 
 
 # ---- the files ----
