@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
-from posttrain.cli import run as run_script
+from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
@@ -75,8 +75,8 @@ def main() -> None:
             "final_checkpoint": final.relative_to(arguments.run_folder).as_posix(),
         },
     )
-    run = arguments.run_folder.parent
-    write_receipt(records_of(run), Receipt("train_grpo", record_run(run), {"train": receipt.digest}, {}))
+    root = arguments.run_folder.parent
+    write_receipt(records_of(root), Receipt("train_grpo", record_run(root), {"train": receipt.digest}, {}))
     write_receipt(arguments.done, receipt, started)
 
 
@@ -99,4 +99,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run(main)
