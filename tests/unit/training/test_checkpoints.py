@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -265,6 +266,32 @@ def test_sizes_are_compared_without_reading(tmp_path: Path) -> None:
         f"{folder / '.metadata'}: missing, expected 5 bytes",
         f"{folder / '__1_0.distcp'}: 5 bytes, expected 12",
     ]
+
+
+MANIFESTS = ["{", "[]", "{}", "null", "7", "[1]", '[{"path": "a"}]', '[{"path": 5, "size_bytes": 1, "xxh3_128": ""}]']
+
+
+@pytest.mark.parametrize("content", MANIFESTS)
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    folder = write(checkpoints, 2)
+    (folder / MANIFEST_NAME).write_text(content)
+    (line,) = check_sizes(folder)
+    assert line.startswith(f"{folder / MANIFEST_NAME}: cannot be read (")
+    for rank in range(3):
+        assert is_refused(checkpoints, rank, num_ranks=3)
+
+
+def test_a_disk_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    write(checkpoints, 2)
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr("posttrain.artifacts.receipts.hash_file", fail)
+    with pytest.raises(CheckpointError, match=r"Input/output error: '.*/step_000002/\.metadata'"):
+        checkpoints.check_content(2)
 
 
 @pytest.mark.parametrize(

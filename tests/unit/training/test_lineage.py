@@ -98,7 +98,8 @@ def test_its_parents_later_steps_and_end_do_not_matter(old: Paths) -> None:
             path.unlink()
     CheckpointFolder(new.checkpoints, keep=1).check_content(2)
     assert check_fork(new) == []
-    assert refusals(fork_of(old, "old@4")) == [("fork", "old@4", "old@2, from which new was forked")]
+    for other in ("old@4", "old@1", "older@2", "a@2"):
+        assert refusals(fork_of(old, other)) == [("fork", other, "old@2, from which new was forked")]
 
 
 def test_the_same_experiment_forked_has_a_name_of_its_own(old: Paths) -> None:

@@ -167,15 +167,13 @@ def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) 
         rows = artifacts.read_records(folder / MANIFEST_NAME)
         share = Receipt("train_grpo", tuple(_share(rows, rank, num_ranks)), {}, {})
         return artifacts.check_files(folder, share, content)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return [str(error)]
-    except (OSError, ValueError, TypeError) as error:
-        return [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
 
 
 def _share(rows: Sequence[FileRecord], rank: int, num_ranks: int) -> Sequence[FileRecord]:
     """Return what a rank reads: in the layout of the save what it wrote, which it loads next, from memory by then."""
-    if max((_writer_of(row.path) for row in rows), default=0) + 1 == num_ranks:
+    if max(_writer_of(row.path) for row in rows) + 1 == num_ranks:
         return [row for row in rows if _writer_of(row.path) == rank]
     return rows[rank::num_ranks]
 
