@@ -7,8 +7,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.torch_dist import verify_torch_dist
@@ -21,6 +19,8 @@ STEP = "adopt_torch_dist"
 def main() -> None:
     """Check names and shapes, link or copy the files, compare every tensor with the source, write the receipt."""
     args, started = parse_arguments(), time.time()
+    import torch
+
     torch.set_num_threads(1)
     inputs = {"hf_patched": require_files(args.source, args.source_receipt).digest}
     sources = [path for path in args.adopted.rglob("*") if path.is_file()]

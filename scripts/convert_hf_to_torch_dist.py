@@ -7,8 +7,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import Receipt, claim, require_files
 from posttrain.checkpoint.parts import write_part_receipt
 from posttrain.checkpoint.torch_dist import write_part
@@ -22,6 +20,8 @@ def main() -> None:
     """Check the source, copy this part's share of its tensors, and say so in the part's receipt."""
     args = parse_arguments()
     started = time.time()
+    import torch
+
     torch.set_num_threads(1)
     source = require_files(args.source, args.source_receipt)
     inputs = {"hf_patched": source.digest}

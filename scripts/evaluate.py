@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
-from posttrain.artifacts import require_files, write_json
+from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
 from posttrain.config.derived import serving_on_one_node
@@ -16,8 +17,8 @@ from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
-    """Check what is measured and on what, measure, write the result last."""
-    args = parse_arguments()
+    """Check what is measured and on what, measure, write the result and its receipt."""
+    args, started = parse_arguments(), time.time()
     config = serving_on_one_node(resolve(args.workflow, args.config_dir).config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
@@ -26,6 +27,8 @@ def main() -> None:
     result = evaluate_checkpoint(config, args.checkpoint, prompts, log_folder)
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
     write_json(args.output, {"when": args.when, **result, "inputs": inputs})
+    files = record_files(args.output.parent, [args.output.name])
+    write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)
     print(json.dumps({name: value for name, value in result.items() if name != "examples"}, indent=2))
 
 
@@ -38,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
     parser.add_argument("--dataset-receipt", required=True, type=Path)
     parser.add_argument("--when", required=True, choices=("before", "after"), help="before or after training")
-    parser.add_argument("--output", required=True, type=Path, help="the result, as JSON; written last")
+    parser.add_argument("--output", required=True, type=Path, help="the result, as JSON; its receipt is written last")
     return parser.parse_args()
 
 

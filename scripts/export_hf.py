@@ -7,8 +7,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import require_files
 from posttrain.checkpoint.export import (
     STEP,
@@ -27,6 +25,8 @@ def main() -> None:
     """Check both sides, write this part's shards, and say so in the part's receipt."""
     args = parse_arguments()
     started = time.time()
+    import torch
+
     torch.set_num_threads(1)
     refuse_foreign_folder(args.destination)
     checkpoint, identity = find_trained(args.run_folder, args.train_receipt)

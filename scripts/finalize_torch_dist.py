@@ -7,8 +7,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import Receipt, building, claim, record_files, require_files, write_receipt
 from posttrain.checkpoint.parts import read_parts, remove_strangers
 from posttrain.checkpoint.torch_dist import FORMAT_FILES, verify_torch_dist, write_format_files
@@ -23,6 +21,8 @@ def main() -> None:
     """Check the parts, write the metadata, compare everything with the source if asked, write the receipt."""
     args = parse_arguments()
     started = time.time()
+    import torch
+
     torch.set_num_threads(1)
     inputs = {"hf_patched": require_files(args.source, args.source_receipt).digest}
     parts = read_parts(args.folder, args.part_receipts, PART_STEP, inputs)

@@ -8,8 +8,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.tiny_model import make_tiny_model
 from posttrain.cli import run
@@ -23,6 +21,8 @@ MAX_HELDOUT_PROMPTS = 512
 def main() -> None:
     """Draw the warm-up's prompts, make and warm up the model, and say so in the receipt."""
     args, started = parse_arguments(), time.time()
+    import torch
+
     torch.set_num_threads(args.num_threads)
     architecture = dataclasses.asdict(args.architecture)
     settings = {"architecture": architecture, "num_digits": args.num_digits, "seed": args.seed}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.hf_config import CONFIG, check_config, patch_folder
-from posttrain.checkpoint.hf_layout import check_layout, read_json
+from posttrain.checkpoint.hf_layout import check_layout, read_object
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 from posttrain.errors import raise_if_any
@@ -23,7 +23,7 @@ def main() -> None:
     args, started = parse_arguments(), time.time()
     source_receipt = require_files(args.source, args.source_receipt)
     tensors = check_layout(args.source).infos
-    raise_if_any(check_config(read_json(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
+    raise_if_any(check_config(read_object(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
     inputs = {"hf": source_receipt.digest}
     if not claim(args.receipt, Receipt("patch_hf_config", (), inputs, {"target": args.target}), args.destination):
         return

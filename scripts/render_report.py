@@ -1,11 +1,11 @@
-"""Write summary.json and report.html of a finished run."""
+"""Write summary.json and report.html of a finished run, and the receipt of both."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from posttrain.artifacts import write_json, write_text
+from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_json, write_receipt, write_text
 from posttrain.cli import run
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import ReportInputs, read_run
@@ -28,8 +28,22 @@ def main() -> None:
     summary = summarize(finished)
     write_text(arguments.report, render_report(finished, summary))
     write_json(arguments.summary, summary)
+    write_receipt(receipt_of(arguments.report), describe_report(arguments))
     print_summary(summary)
     print(f"report: {arguments.report.resolve()}")
+
+
+def describe_report(arguments: argparse.Namespace) -> Receipt:
+    """Return the receipt of what a reader of the report believes, the configuration that it shows included."""
+    run_folder, inputs = arguments.run_folder, {}
+    shown = (arguments.report, arguments.summary, arguments.config)
+    files = record_files(run_folder, (path.relative_to(run_folder).as_posix() for path in shown))
+    made_from = {"export": arguments.export_receipt, "train": run_folder / "train" / "done.json"}
+    made_from |= {f"evaluation {path.stem}": receipt_of(path) for path in (arguments.before, arguments.after)}
+    for name, path in made_from.items():
+        # Earlier versions wrote none for an evaluation.
+        inputs |= {name: read_receipt(path).digest} if path.exists() else {}
+    return Receipt("render_report", files, inputs, {})
 
 
 def parse_arguments() -> argparse.Namespace:

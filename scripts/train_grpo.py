@@ -4,7 +4,7 @@ In a pod that is not the first of its gang: do what the first one asks for. Else
 
 1. Supervise engines and trainer ranks on all nodes until the last step is committed. Before each start, every node
    reads what it will load, and repairs its own copy file by file where it is not right.
-2. Write the receipt that names the final checkpoint.
+2. Write the receipt of metrics and the like, and last that of the final checkpoint.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, read_receipt, record_files, require_files, write_receipt
+from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
 from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.observability.provenance import record_run
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
 from posttrain.preflight.services import check_wandb
@@ -75,6 +76,8 @@ def main() -> None:
             "final_checkpoint": final.relative_to(arguments.run_folder).as_posix(),
         },
     )
+    root = arguments.run_folder.parent
+    write_receipt(records_of(root), Receipt("train_grpo", record_run(root), {"train": receipt.digest}, {}))
     write_receipt(arguments.done, receipt, started)
 
 

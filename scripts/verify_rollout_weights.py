@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import require_files, write_json
 from posttrain.artifacts.sharing import shared
 from posttrain.checkpoint.quantization_report import verify_weights
@@ -16,6 +14,8 @@ from posttrain.cli import run
 def main() -> None:
     """Check both folders against their receipts, compare all weights, write the report."""
     args = parse_arguments()
+    import torch
+
     torch.set_num_threads(1)
     source = require_files(args.source, args.source_receipt)
     quantized = require_files(args.folder, args.receipt)

@@ -8,6 +8,8 @@ from tests.canaries import CANARIES, command_lines
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
+UNPICKLED = "unpickled.txt"
+
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,8 +21,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
-    """A whole run that nobody interrupts: what others are compared with. It has secrets that it must keep."""
-    workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store, environment=dict(CANARIES))
+    """A whole run that nobody interrupts: what others are compared with.
+
+    It has secrets that it must keep, and its processes note what they unpickle.
+    """
+    folder = tmp_path_factory.mktemp("undisturbed")
+    notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
+    workflow = WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
     with command_lines() as seen:
         printed = workflow.run()
     (workflow.folder / "printed.txt").write_text(printed)

@@ -150,6 +150,10 @@ class HubServer:
             repo = self._repos.get((repo_type, repo_id))
             if self.faults.status:
                 return web.Response(status=self.faults.status)
+            if request.headers.get("Authorization", "").endswith("_wrong"):
+                return web.Response(
+                    status=401, headers={"X-Error-Message": "Invalid credentials in Authorization header"}
+                )
             if repo is None or (repo.token and not _has_token(request, repo) and not repo.gated):
                 # The Hub does not tell a private repository from one that does not exist.
                 return _refuse(401, "RepoNotFound", "Repository not found")

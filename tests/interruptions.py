@@ -258,11 +258,15 @@ def check_claims(workflow: WorkflowFolder) -> int:
 
 
 def files_made(workflow: WorkflowFolder) -> dict[str, tuple[FileRecord, ...]]:
-    """Return what every receipt says was made, by its place in store and results."""
+    """Return what every receipt of a folder says was made, by its place in store and results.
+
+    Those of single files are about what has times in it: metrics, results of evaluations, the report.
+    """
     return {
         path.relative_to(root).as_posix(): read_receipt(path).files
         for root in (workflow.store, workflow.results)
         for path in root.rglob("*.receipt.json")
+        if _folder_of(path) != path.parent
     }
 
 
@@ -295,11 +299,14 @@ def _without_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _folder_of(receipt: Path) -> Path:
-    """Return the folder that a receipt, or the receipt of a part, is about; unfinished ones have another name."""
+    """Return the folder that a receipt, or the receipt of a part, is about; unfinished ones have another name.
+
+    The receipt of single files stands beside them.
+    """
     name = receipt.name.removesuffix(".receipt.json")
     parent = receipt.parent
     folder = parent.with_name(parent.name.removesuffix(".parts")) if parent.suffix == ".parts" else parent / name
-    return folder if folder.exists() else partial_of(folder)
+    return next((found for found in (folder, partial_of(folder)) if found.is_dir()), parent)
 
 
 def _works_in(process: psutil.Process, folder: Path) -> bool:

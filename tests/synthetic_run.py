@@ -28,6 +28,7 @@ from posttrain.artifacts import (
     write_text,
 )
 from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.observability.provenance import record_run
 from posttrain.observability.report_data import ReportInputs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -177,12 +178,19 @@ def _write_training(paths: Paths, rng: random.Random, num_steps: int, digests: d
         {"attempt": 2, "epoch": 2, "started_unix": begin + 75, "ended_unix": begin + 154.9, "reason": "done"},
     ]
     write_text(paths.train / "attempts.jsonl", "".join(json.dumps(row) + "\n" for row in attempts))
+    write_text(paths.train / "wandb/run-1/run-1.wandb", "W&B's own records")
+    for step in (num_steps - 1, num_steps):
+        folder = paths.checkpoints / f"step_{step:06d}"
+        _write_files(folder, ("common.pt", "__0_0.distcp"), rng)
+        write_json(folder / "manifest.json", [dataclasses.asdict(record) for record in record_files(folder)])
     final = f"checkpoints/step_{num_steps:06d}"
-    _write_files(paths.train / final, ("common.pt", "__0_0.distcp"), rng)
-    files = record_files(paths.train, [f"{final}/common.pt", f"{final}/__0_0.distcp"])
+    files = record_files(paths.train, [f"{final}/{name}" for name in ("common.pt", "__0_0.distcp", "manifest.json")])
     settings = {"experiment": paths.experiment.read_text(), "num_steps": num_steps, "final_checkpoint": final}
     inputs = {"torch_dist": digests["torch_dist"], "dataset": digests["dataset"]}
-    write_receipt(paths.train_done, Receipt("train_grpo", files, inputs, settings))
+    write_json(paths.begun_from, inputs)
+    trained = Receipt("train_grpo", files, inputs, settings)
+    write_receipt(paths.records, Receipt("train_grpo", record_run(paths.run), {"train": trained.digest}, {}))
+    write_receipt(paths.train_done, trained)
 
 
 def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]:
@@ -259,6 +267,8 @@ def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]
             "inputs": {"checkpoint": checkpoints[when], "dataset": digests["dataset"]},
         }
         write_json(paths.evaluation(when), result)
+        files = record_files(paths.evaluation(when).parent, [paths.evaluation(when).name])
+        write_receipt(receipt_of(paths.evaluation(when)), Receipt("evaluate", files, result["inputs"], {"when": when}))
 
 
 def _example(digits: str, passes: bool, rng: random.Random) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.fault_record import FaultRecord
 from tests.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths
-from posttrain.checkpoint.verification import verify
+from posttrain.checkpoint.verification import find_uncovered, verify
 from posttrain.planner.layout_choice import resolve
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,8 @@ def flip_and_find(paths: Paths, count: int) -> dict[str, int]:
 
 
 def outputs_of(paths: Paths) -> list[Path]:
-    """Return every file that a receipt names, and the receipts."""
-    listed = []
+    """Return every file that a receipt names, the receipts, and what one of them repeats."""
+    listed = [paths.experiment, paths.begun_from]
     for verdict in verify(paths, content=False):
         artefact = verdict.artefact
         if artefact.receipt is not None and artefact.folder.is_relative_to(paths.store.parent):
@@ -75,6 +75,28 @@ def flip(path: Path, bit: int) -> None:
 
 def test_a_few_flipped_bits_are_found(paths: Paths) -> None:
     assert sum(flip_and_find(paths, 12).values()) == 12
+
+
+def test_all_that_people_read_is_among_them(paths: Paths) -> None:
+    files = outputs_of(paths)
+    read = (
+        paths.report,
+        paths.summary,
+        paths.config,
+        paths.experiment,
+        paths.metrics,
+        paths.attempts,
+        paths.begun_from,
+    )
+    records = [paths.node_local_testimony(node) for node in paths.resolved.config.site.node_names]
+    assert {*read, *records, paths.evaluation("before"), paths.evaluation("after")} <= set(files)
+    older, final = (paths.checkpoints / f"step_{step:06d}" for step in (2, 4))
+    assert {path.name for path in files if path.parent == older} == {
+        path.name for path in files if path.parent == final
+    }
+    logs = ("attempts", "lease", "job.config.yaml", "engines", "history.jsonl", "hf.parts", "node_local.staged")
+    uncovered = find_uncovered(paths, verify(paths, content=False))
+    assert not [name for name in uncovered if not any(word in name for word in logs)]
 
 
 @pytest.mark.faults

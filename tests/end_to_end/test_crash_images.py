@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests import saving
 from tests.fault_record import FaultRecord
 from tests.interruptions import (
     Driver,
@@ -43,6 +44,7 @@ from posttrain.artifacts import (
     require_files,
     write_text,
 )
+from posttrain.training.checkpoints import committed_checkpoints
 
 NUM_IMAGES = int(os.environ.get("POSTTRAIN_CRASH_IMAGES", "100"))
 # Of these, so many while `snakemake` runs the steps and keeps its own records on the same disk.
@@ -51,6 +53,8 @@ SEED = 24
 # No step changes files more often; a point beyond a step's last change lets it end.
 MOST_CHANGES = 60
 TARGETS = ("finalize_torch_dist", "finalize_rollout_fp8")
+# Changes of files at which training is cut, each from where the one before has left it.
+TRAINING_POINTS = [41, 41, 50]
 DATA = '{"kind": "sort_digits", "num_digits": 3, "num_train_prompts": 64, "num_heldout_prompts": 16, "seed": 7}'
 
 
@@ -208,6 +212,47 @@ def test_a_power_cut_in_every_step(disk: Disk, undisturbed: Store) -> None:
     rng = random.Random(SEED)
     cuts = cut_all_steps(disk, undisturbed, lambda: [rng.randint(5, 25)])
     assert sum(cuts.values()) >= 8, cuts
+
+
+def cut_training(folder: Path, points: list[int], forgetful: bool = False) -> int:
+    """Let one rank train to the end on a disk, with cuts at these changes; returns how many hit."""
+    with new_disk(folder) as disk:
+        endings = run_killed(
+            str(Path(saving.__file__).with_suffix("")),
+            [disk.folder],
+            disk.folder,
+            [*points, 10**9],
+            disk=disk,
+            forgetful=forgetful,
+            timeout=60 + 60 * len(points),
+        )
+        done = disk.folder / "run/train/done.json"
+        assert set(endings) <= {0, -9}, endings
+        assert endings[-1] == 0
+        assert done.exists()
+        saving.check(disk.folder)
+        steps = [step for step, _ in committed_checkpoints(done.parent / "checkpoints")]
+        assert steps == [saving.NUM_STEPS - 1, saving.NUM_STEPS], "of these the newest are kept"
+    return endings.count(-9)
+
+
+def test_a_power_cut_while_training_saves(tmp_path: Path) -> None:
+    assert cut_training(tmp_path, TRAINING_POINTS) == len(TRAINING_POINTS)
+
+
+def test_a_checkpoint_that_is_visible_before_its_bytes_is_found_out(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="is not what was written"):
+        cut_training(tmp_path, TRAINING_POINTS, forgetful=True)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+def test_power_cuts_while_training_saves(tmp_path: Path, faults: FaultRecord) -> None:
+    rng, started = random.Random(SEED + 3), time.monotonic()
+    points = [rng.randint(1, MOST_CHANGES) for _ in range(NUM_IMAGES)]
+    num_cuts = cut_training(tmp_path, points)
+    faults.add_counts("crash_images", {"training": num_cuts}, time.monotonic() - started)
+    faults.equal = True
 
 
 @pytest.mark.faults

@@ -43,7 +43,8 @@ def run_killed(
     """Run a script once per point and return how each run ended: -9 for a kill, else the exit code.
 
     Args:
-        script: Its name, without ".py".
+        script: Its name, without ".py"; or the path of a program of the tests, which has a `main`, and a `check` that
+            is called with `root` after each run.
         arguments: Its command line.
         root: Changes below this folder are counted.
         points: At which change each run is killed, from 1.
@@ -79,8 +80,10 @@ def run_killed(
 
 def _main() -> None:
     order = json.loads(sys.argv[1])
-    main = runpy.run_path(order["script"], run_name="imported")["main"]
-    run = sys.modules["posttrain.cli"].run
+    program = runpy.run_path(order["script"], run_name="imported")
+    main, check = program["main"], program.get("check", lambda root: None)
+    from posttrain.cli import run
+
     sys.argv = [order["script"], *order["arguments"]]
     disk = Disk(*map(Path, order["disk"])) if order["disk"] else None
     if order["forgetful"]:
@@ -89,10 +92,11 @@ def _main() -> None:
     for point in order["points"]:
         if endings and endings[-1] == 0:
             _forget(order["again"])
-        endings.append(_run_child(lambda: run(main), order["root"], point))
+        endings.append(run_child(lambda: run(main), order["root"], point))
         if disk:
             disk.cut()
         _check_claim(order["claim"], must_be_there=bool(disk) and endings[-1] == 0)
+        check(Path(order["root"]))
     print(json.dumps(endings))
 
 
@@ -115,7 +119,8 @@ def _check_claim(claim: list[str] | None, must_be_there: bool) -> None:
         require_files(Path(claim[0]), Path(claim[1]), content=True)
 
 
-def _run_child(work: Callable[[], None], root: str, point: int) -> int:
+def run_child(work: Callable[[], None], root: str, point: int) -> int:
+    """Do something in a child that is killed at a change below `root`, never with 0; returns how it ended."""
     child = os.fork()
     if child == 0:
         _kill_at(point, root)

@@ -1,156 +1,72 @@
-"""What is told where the machine refuses to write, on real file systems."""
+"""What is shown of what others wrote."""
 
 from __future__ import annotations
 
-import errno
-import os
-import resource
-import subprocess
-import sys
-from pathlib import Path
+import logging
 
+import jinja2
 import pytest
-from tests.small_disk import remount, small_disk
 
-from posttrain.artifacts import write_text
-from posttrain.errors import REFUSALS, CheckpointError, explain, lacks_inodes
+from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, reason_of
+from posttrain.observability import report_page
+from posttrain.observability.logging import configure_logging
 
-AGAIN = "then run the same command again: what is finished is kept"
-# Writes as another user, and says what a script would say.
-AS_ANOTHER = """
-import os, sys
-from pathlib import Path
-from posttrain.artifacts import write_text
-from posttrain.errors import explain
-os.setgroups([]), os.setgid(54321), os.setuid(54321)
-try:
-    write_text(Path(sys.argv[1]), "x")
-except OSError as error:
-    print(explain(error))
-"""
-OPEN_MANY = """
-import resource, sys
-from pathlib import Path
-from posttrain.artifacts import write_text
-from posttrain.errors import explain
-resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
-files = []
-try:
-    while True:
-        files.append(open(sys.executable))
-except OSError as error:
-    print(explain(error))
-"""
+# What a terminal, a log or a page is sent -> what is shown.
+SHOWN = {
+    "plain, with é and 中\n\tand a second line": "plain, with é and 中\n\tand a second line",
+    "clear\x1b[2Jscreen": "clear\\x1b[2Jscreen",
+    "\x9b31m": "\\x9b31m",
+    "over\rwritten": "over\\rwritten",
+    "\x00\x07\x08\x7f": "\\x00\\x07\\x08\\x7f",
+    "half \ud800 and \udc80": "half \\ud800 and \\udc80",
+    "\u202egnp.exe\u202c": "\\u202egnp.exe\\u202c",
+    "http://user:word@host:1/x?a=b@c": "http://***@host:1/x?a=b@c",
+    "see https://u@h and ftp://a:b@c@d/": "see https://***@h and ftp://***@d/",
+    "mail@example.org, s3://bucket/a@b": "mail@example.org, s3://bucket/a@b",
+}
 
 
-def told(path: Path, size: int = 1) -> list[str]:
-    """Return the lines that a user sees when a file of this size cannot be written."""
-    with pytest.raises(OSError, match=r"\[Errno \d+\]") as refused:
-        write_text(path, "x" * size)
-    return explain(refused.value).splitlines()
+@pytest.mark.parametrize("text", SHOWN)
+def test_control_characters_are_named_and_credentials_left_out(text):
+    assert printable(text) == SHOWN[text]
+    assert str(CheckpointError(f"a: {text}")) == f"a: {SHOWN[text]}"
+    assert str(ConfigError([Problem(text, text, text, text)])).count(SHOWN[text]) == 4
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path, "size=64k,nr_inodes=100") as disk:
-        first, free, remedy = told(disk / "a" / "file", 1 << 20)
-        assert first == f"{disk}/a/file: the disk is full"
-        # The folder takes an inode, and so does the root.
-        assert free == "  free:   65536 bytes (0.00 GiB), 98 files"
-        assert remedy.startswith("  remedy: free some space there, or choose another folder: set='site.store=...'")
-        assert remedy.endswith(AGAIN)
-        remount(disk, "size=10m")
-        write_text(disk / "a" / "file", "x" * (1 << 20))
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_name_stays_in_its_line(text):
+    assert one_line(text) == SHOWN[text].replace("\n", "\\n")
 
 
-def test_a_disk_without_inodes_is_not_told_as_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path, "size=10m,nr_inodes=2") as disk:
-        assert not lacks_inodes(disk)
-        (disk / "small").touch()
-        assert lacks_inodes(disk)
-        first, free, remedy = told(disk / "file")
-        assert first == f"{disk}/file: no file can be made there any more: its inodes are used up"
-        assert free == "  free:   10485760 bytes (0.01 GiB), 0 files"
-        assert remedy.startswith("  remedy: delete files there, however small they are, or choose another folder")
-
-
-def test_a_read_only_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path, "size=1m") as disk:
-        remount(disk, "ro")
-        first, remedy = told(disk / "file")
-        assert first == f"{disk}/file: the file system is read-only"
-        assert remedy.startswith("  remedy: have it mounted for writing, or choose another folder")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
-def test_a_missing_permission(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    folder.chmod(0o750)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o055)
-    words = [sys.executable, "-c", AS_ANOTHER, str(folder / "deep" / "file")]
-    first, owner, remedy = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert first == f"{folder}/deep: permission denied"
-    assert owner == f"  {folder} belongs to root, group root, mode 0750; this is 54321"
-    assert remedy.startswith("  remedy: have its owner let you in (site.store_group shares a store), or choose another")
-
-
-def test_too_many_open_files() -> None:
-    first, remedy = subprocess.run(
-        [sys.executable, "-c", OPEN_MANY], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert first == f"{sys.executable}: too many open files"
-    assert remedy == f"  remedy: raise the limit (`ulimit -n`, `ulimit -Hn`); {AGAIN}"
-
-
-def test_a_file_size_limit(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_log_shows_no_more(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("POSTTRAIN_LOG", str(tmp_path / "log"))
+    before = logging.getLogger().handlers[:]
     try:
-        first, free, remedy = told(tmp_path / "file", 10_000)
+        configure_logging()
+        logging.getLogger("posttrain.test").warning("%s is there", text)
+        logging.getLogger("posttrain.test").error("with a traceback", exc_info=RuntimeError(text))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert first == f"{tmp_path}/file: the file is larger than files may be"
-    assert free.startswith("  free:   ")
-    assert "ulimit -f" in remedy
+        logging.basicConfig(handlers=before, force=True)
+    written = (tmp_path / "log").read_text(encoding="utf-8")
+    assert f"posttrain.test: {SHOWN[text]} is there" in written
+    assert f"RuntimeError: {SHOWN[text]}" in written
 
 
-@pytest.mark.parametrize("number", REFUSALS)
-def test_every_refusal_has_a_remedy(tmp_path: Path, number: int) -> None:
-    error = OSError(number, os.strerror(number), str(tmp_path / "none" / "file"))
-    first, *_, remedy = explain(error).splitlines()
-    assert first.startswith(f"{tmp_path}/none/file: ")
-    assert remedy.startswith("  remedy: ")
-
-
-def test_the_cause_is_found_and_own_words_are_kept(tmp_path: Path) -> None:
-    cause = OSError(errno.EROFS, "Read-only file system", str(tmp_path))
-    cause.add_note("needed: 5 bytes")
-    middle = RuntimeError("in the middle")
-    middle.__cause__ = cause
-    error = CheckpointError("not written")
-    error.__cause__ = middle
-    assert explain(error).splitlines()[:3] == [
-        "not written",
-        f"  because: {tmp_path}: the file system is read-only",
-        "  needed: 5 bytes",
-    ]
-    assert explain(OSError(errno.ENOSPC, "not enough disk space for x", str(tmp_path))).startswith(
-        f"{tmp_path}: not enough disk space for x\n"
-    )
-    assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))).startswith("the disk is full\n  remedy: ")
+def test_a_page_shows_no_more(monkeypatch):
+    pages = jinja2.Environment(loader=jinja2.DictLoader({"page": "<p>{{ text }}</p>"}), autoescape=True)
+    monkeypatch.setattr(report_page, "_environment", lambda: pages)
+    assert report_page.render_page("page", text="a\x1b[2J<b>\ud800") == "<p>a\\x1b[2J&lt;b&gt;\\ud800</p>"
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("text", "reason"),
     [
-        ValueError("x"),
-        RuntimeError("x"),
-        OSError("own words"),
-        FileNotFoundError(errno.ENOENT, "gone", "file"),
-        PermissionError(errno.EACCES, "a port below 1024"),
-        ConnectionResetError(errno.ECONNRESET, "hung up"),
+        ("Weights only load failed. Run it.\n\nUnsupported GLOBAL a.b\nSee", "Unsupported GLOBAL a.b"),
+        ("Weights only load failed. Run it.\n\nUnsupported operand 149", "it holds more than tensors and plain values"),
+        ("first\nsecond", "first"),
+        ("", "ValueError"),
     ],
 )
-def test_other_errors_are_not_explained(error: Exception) -> None:
-    assert explain(error) == ""
+def test_a_reason_is_one_line(text, reason):
+    assert reason_of(ValueError(text)) == reason

@@ -17,7 +17,7 @@ from posttrain.artifacts import Receipt, hash_file, record_files
 from posttrain.checkpoint import file_placement, hf_config
 from posttrain.checkpoint.config_patch import PATCH_FILE, undo_patch
 from posttrain.checkpoint.hf_config import check_config, patch_folder
-from posttrain.checkpoint.hf_layout import check_layout, read_json
+from posttrain.checkpoint.hf_layout import check_layout, read_object
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.safetensors_io import TensorInfo
 from posttrain.config.families import dimensions
@@ -85,6 +85,8 @@ def test_both_spellings_of_rope_are_accepted(rope):
         ({"rope_parameters": None, "rope_theta": 1e6}, "rope_theta"),
         ({"rope_theta": 1e6}, "rope_theta"),
         ({"rope_parameters": None}, "rope_theta"),
+        ({"rope_parameters": None, "rope_theta": {"a": 1}}, "rope_theta"),
+        ({"rope_parameters": None, "rope_theta": [1e4]}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
         ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "rope_type"),
     ],
@@ -110,12 +112,37 @@ def test_another_rope_is_found(rope, key):
         ({"num_key_value_heads": 1}, "num_key_value_heads", "not supported"),
         ({"indexer_types": ["full", "shared", "full"]}, "indexer_types", "not supported"),
         ({"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types", "not supported"),
+        ({"norm_topk_prob": None}, "norm_topk_prob", "None\n      allowed: True"),
+        ({"norm_topk_prob": False}, "norm_topk_prob", "not supported"),
+        ({"rope_interleave": None}, "rope_interleave", "not supported"),
+        ({"index_topk_freq": 2}, "index_topk_freq", "not supported"),
+        ({"index_topk_pattern": "FSF"}, "index_topk_pattern", "'FFF'"),
     ],
 )
 def test_what_the_checkpoint_must_not_be(change, key, words):
     found = _check(CONFIG | change)
     assert list(found) == [f"config.json: {key}"]
     assert words in str(found[f"config.json: {key}"])
+
+
+@pytest.mark.parametrize("freq", [None, 0, 1, 2, 3, 4])
+@pytest.mark.parametrize("offset", [1, 2])
+@pytest.mark.parametrize("pattern", [None, "FFF", "FFS", ["full"] * 3, ["full", "shared", "full"]])
+def test_layers_that_share_their_choice_are_refused_however_it_is_said(freq, offset, pattern):
+    """Where transformers would share a top-k. A frequency that shares none of so few layers is refused, too."""
+    said = {"index_topk_freq": freq, "index_topk_pattern": pattern, "index_skip_topk_offset": offset}
+    said = {key: value for key, value in said.items() if value is not None}
+    shares = "shared" in GlmMoeDsaConfig(num_hidden_layers=3, **said).indexer_types
+    found = _check(CONFIG | {"indexer_types": None} | said)
+    assert set(found) <= {"config.json: index_topk_freq", "config.json: index_topk_pattern"}
+    assert bool(found) == (shares or freq in (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "key", ["tie_word_embeddings", "attention_bias", "mlp_layer_types", "indexer_types", "n_group"]
+)
+def test_null_is_what_the_family_does_by_itself(key):
+    assert _check(CONFIG | {key: None}) == {}
 
 
 def test_code_of_the_checkpoint_can_be_allowed():
@@ -185,7 +212,7 @@ def test_a_model_without_indexer_need_not_mention_it():
 def test_a_checkpoint_with_the_tensors_of_transformers_is_accepted(tmp_path, architecture):
     make_random_checkpoint(tmp_path / "hf", architecture)
     tensors = check_layout(tmp_path / "hf").infos
-    assert _check(read_json(tmp_path / "hf" / "config.json"), tensors, architecture) == {}
+    assert _check(read_object(tmp_path / "hf" / "config.json"), tensors, architecture) == {}
 
 
 # ---- the patched copy ----
@@ -219,9 +246,9 @@ def test_the_alias_changes_two_files_of_a_copy(source, receipt, tmp_path):
     changed = {f.path for f in files} - {f.path for f in files if f in receipt.files}
     assert changed == {"config.json", "tokenizer_config.json", PATCH_FILE}
     assert all((patched / f.path).samefile(source / f.path) for f in files if f.path not in changed)
-    config, tokenizer = read_json(patched / "config.json"), read_json(patched / "tokenizer_config.json")
+    config, tokenizer = read_object(patched / "config.json"), read_object(patched / "tokenizer_config.json")
     assert config == CONFIG | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
-    assert list(config) == list(read_json(source / "config.json"))
+    assert list(config) == list(read_object(source / "config.json"))
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert tokenizer["additional_special_tokens"] == SPECIAL_TOKENS
     assert "extra_special_tokens" not in tokenizer
@@ -254,7 +281,7 @@ def test_the_patch_can_be_taken_back(source, receipt, tmp_path):
 
 def test_a_patched_folder_is_found_to_be_one(source, receipt, tmp_path):
     patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    found = _check(read_json(tmp_path / "patched" / "config.json"))
+    found = _check(read_object(tmp_path / "patched" / "config.json"))
     assert list(found) == ["config.json: model_type"]
     assert PATCH_FILE in found["config.json: model_type"].remedy
 

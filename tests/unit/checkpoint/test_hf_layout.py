@@ -4,7 +4,7 @@ import os
 import pytest
 from tests.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 
-from posttrain.checkpoint.hf_layout import check_layout, read_json
+from posttrain.checkpoint.hf_layout import check_layout, read_object
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.errors import CheckpointError
 
@@ -46,6 +46,12 @@ def test_a_tensor_that_is_not_in_the_file_named(folder):
         check_layout(folder)
 
 
+def test_a_tensor_that_the_index_does_not_name_is_not_lost_on_the_way(folder):
+    _change_index(folder, lambda weight_map: weight_map.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"does not name 1 tensors of its shards:\n  model\.norm\.weight in "):
+        check_layout(folder)
+
+
 def test_an_index_that_names_files_elsewhere(folder):
     _change_index(folder, lambda weight_map: weight_map.update({"model.norm.weight": "../other.safetensors"}))
     with pytest.raises(
@@ -69,6 +75,6 @@ def test_a_missing_config(folder):
         check_layout(folder)
 
 
-def test_read_json(tmp_path):
+def test_read_object(tmp_path):
     (tmp_path / "a.json").write_text('{"a": [1, null]}')
-    assert read_json(tmp_path / "a.json") == {"a": [1, None]}
+    assert read_object(tmp_path / "a.json") == {"a": [1, None]}

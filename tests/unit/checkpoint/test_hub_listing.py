@@ -5,7 +5,9 @@ import pytest
 from tests.hub_server import HubServer
 
 from posttrain.artifacts import manifest_of
+from posttrain.checkpoint.hub import download
 from posttrain.checkpoint.hub_listing import HubSource, list_files
+from posttrain.checkpoint.hub_retries import RetryRule
 from posttrain.checkpoint.listed_files import ListedFile
 from posttrain.errors import CheckpointError, ConfigError
 
@@ -66,3 +68,54 @@ def test_a_branch_is_no_pin(source, manifest):
         list_files(HubSource(source.repo_id, "main", endpoint=source.endpoint), manifest, lambda path: True)
     assert raised.value.problems[0].value == "main"
     assert source.revision in raised.value.problems[0].remedy
+
+
+# ---- who refused what ----
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer() as hub:
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "what", "remedy"),
+    [
+        ("absent", "", "HTTP 401: no token was sent", "check the name"),
+        ("absent", "hf_right", "HTTP 401: the token's account sees no such repository", "check the name"),
+        ("private", "", "HTTP 401: no token was sent", "needs HF_TOKEN"),
+        ("private", "hf_wrong", "HTTP 401: the token was rejected", "export HF_TOKEN anew"),
+        ("gated", "", "HTTP 403: it is gated, and no token was sent", "ask for access on its page"),
+        ("gated", "hf_other", "HTTP 403: it is gated, and the token's account has no access", "ask for access"),
+        ("forbidden", "hf_right", "HTTP 403: the token's account sees no such repository, or may", "needs HF_TOKEN"),
+        ("forbidden", "", "HTTP 403: no token was sent", "needs HF_TOKEN"),
+    ],
+)
+def test_a_refusal_names_the_endpoint_and_what_was_refused(hub, tmp_path, monkeypatch, kind, token, what, remedy):
+    folder = tmp_path / "origin"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(b"hello\n")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    revision = (
+        hub.add_repo("owner/name", folder, token="hf_right", gated=kind == "gated") if kind != "absent" else "0" * 40
+    )
+    hub.faults.status = 403 if kind == "forbidden" else 0
+    source = HubSource("owner/name", revision, endpoint=hub.url)
+    with pytest.raises(ConfigError) as refused:
+        # A gated repository lists what it does not give.
+        download(source, tmp_path / "hf.partial", manifest_of(tmp_path / "hf"))
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("model.source.repo_id", "owner/name")
+    assert f"{hub.url} answered with {what}" in problem.allowed
+    assert remedy in problem.remedy
+    assert "hf_" not in str(refused.value)
+
+
+def test_user_and_password_of_the_endpoint_are_not_told(tmp_path):
+    source = HubSource("owner/name", "0" * 40, endpoint="http://user:secret@127.0.0.1:1")
+    with pytest.raises(RuntimeError) as refused:
+        list_files(source, manifest_of(tmp_path / "hf"), lambda path: True, RetryRule(num_retries=0))
+    assert "http://***@127.0.0.1:1 cannot be reached" in str(refused.value)
+    assert "secret" not in repr(refused.value)

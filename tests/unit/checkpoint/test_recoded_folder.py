@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -182,6 +183,30 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_and_leaves_no_shard(tmp_
     with pytest.raises(CheckpointError, match=named):
         write_part(Quantization(broken, BLOCKS), "s1", tmp_path / "fp8", 0, 1)
     assert not any(path.name.endswith(".tmp") for path in partial_of(tmp_path / "fp8").iterdir())
+
+
+KEPT = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_keeps_its_precision_is_no_less_finite(tmp_path, source, name, bad):
+    broken = tmp_path / "hf"
+    shutil.copytree(source, broken)
+    tensors = random_tensors(ARCH, seed=0)
+    tensors[name].view(-1)[3] = bad
+    write_shards(broken, tensors, 3)
+    named = rf"model-0000\d-of-00003\.safetensors: {re.escape(name)}: 1 of {tensors[name].numel()} values are NaN"
+    with pytest.raises(CheckpointError, match=named):
+        write_part(Quantization(broken, BLOCKS), "s1", tmp_path / "fp8", 0, 1)
+
+
+def test_a_matrix_without_elements_is_refused_by_name(tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    write_shards(tmp_path, {name: torch.zeros(0, 8).bfloat16(), "lm_head.weight": torch.ones(8, 8).bfloat16()}, 1)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"1 tensors have no elements: {re.escape(name)}: BF16 \[0, 8\]"):
+        Quantization(tmp_path, BLOCKS)
 
 
 def test_a_missing_part_is_refused(tmp_path, source):

@@ -81,6 +81,17 @@ def test_a_truncated_file_is_named_with_both_sizes(folder, keep):
         ({"a": ("F32", [3], 0, 8)}, 8, r"tensor a has 8 bytes, F32 \[3\] needs 12"),
         ({"a": ("F31", [3], 0, 8)}, 8, "tensor a described as"),
         ({"a": ("F32", [-1], 0, -4)}, 8, "corrupt: tensor a"),
+        ({"a": ("F32", [float("inf")], 0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [2.5], 0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", ["2"], 0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [True, 2], 0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [2**63], 0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [2**62] * 64, 0, 8)}, 8, "tensor a has 8 bytes"),
+        ({"a": ("F32", [1] * 65, 0, 4)}, 4, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [2], 0.0, 8)}, 8, "tensor a described as .*whole numbers"),
+        ({"a": ("F32", [2], -8, 0)}, 8, "tensor a described as .*whole numbers"),
+        ({"a\x1b[2J": ("F32", [2], 0, 8)}, 8, r"unprintable characters: 'a\\x1b\[2J'"),
+        ({"a\nb": ("F32", [2], 0, 8)}, 8, r"unprintable characters: 'a\\nb'"),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, rows, length, expected):
@@ -96,6 +107,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, rows, length, 
     [
         (b"\x04\0\0\0\0\0\0\0oops", "not JSON"),
         (b"\x02\0\0\0\0\0\0\0[]", "a list, not an object"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, r"not JSON \(nested too deeply\)"),
         (b"<!DOCTYPE html><html>", "truncated"),
     ],
 )
@@ -196,3 +208,30 @@ def test_headers_and_names_need_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 256, "é" * 128, "a\nb", "a\x1b[2J", "", ".."])
+def test_an_index_names_files_that_can_be(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="names what cannot be a file") as refused:
+        CheckpointReader(tmp_path)
+    assert name.isprintable() or name not in str(refused.value)
+
+
+def test_an_index_that_is_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":' * 100_000)
+    with pytest.raises(CheckpointError, match=r"index\.json: not an index .*nested too deeply"):
+        CheckpointReader(tmp_path)
+
+
+def test_tensors_that_the_index_does_not_name_are_refused(folder):
+    CheckpointReader(folder).require_all_named()
+    index = folder / "model.safetensors.index.json"
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": {"c": second, "a": first}}))
+    with pytest.raises(CheckpointError, match=rf"does not name 1 tensors of its shards:\n  b in {first}\n  remedy: "):
+        CheckpointReader(folder).require_all_named()
+    save_file({"c": torch.ones(1), "a": torch.zeros(4, 3)}, folder / second)
+    index.write_text(json.dumps({"weight_map": {"c": second, "a": first, "b": first}}))
+    with pytest.raises(CheckpointError, match=f"a in {second}"):
+        CheckpointReader(folder).require_all_named()

@@ -1,5 +1,3 @@
-import io
-import os
 import pickle
 
 import pytest
@@ -171,30 +169,3 @@ def read_or_none(reader, key):
         return reader.read(key)
     except CheckpointError:
         return None
-
-
-# ---- the pickle ----
-
-
-class RunsCode:
-    def __reduce__(self):
-        return os.system, ("exit 1",)
-
-
-@pytest.mark.parametrize("content", [RunsCode(), {"a": 1}, [io.StringIO]], ids=["code", "dict", "class"])
-def test_metadata_that_is_something_else_is_refused(tmp_path, content):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(CheckpointError, match="metadata"):
-        TorchDistReader(tmp_path)
-
-
-def test_metadata_that_is_cut_off_is_refused(folder):
-    path = folder / ".metadata"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="not the metadata"):
-        TorchDistReader(folder)
-
-
-def test_a_folder_without_metadata_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a torch_dist checkpoint"):
-        TorchDistReader(tmp_path)

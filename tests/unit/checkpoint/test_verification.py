@@ -8,6 +8,7 @@ from tests.synthetic_run import make_run, remake_receipt
 
 from posttrain.artifacts import (
     Receipt,
+    manifest_of,
     part_receipt_of,
     read_receipt,
     receipt_of,
@@ -15,7 +16,7 @@ from posttrain.artifacts import (
     write_receipt,
 )
 from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.checkpoint.verification import raise_bad_files, verify
+from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
 from posttrain.errors import CheckpointError
 
 
@@ -39,7 +40,9 @@ def test_an_untouched_run_is_proven_from_the_source_to_the_evaluation(paths):
         "torch_dist",
         "rollout_fp8",
         "train",
+        "checkpoint step_000003",
         "run: hf",
+        "run: records",
         "node0: torch_dist",
         "node0: rollout_fp8",
         "node1: torch_dist",
@@ -47,6 +50,89 @@ def test_an_untouched_run_is_proven_from_the_source_to_the_evaluation(paths):
         "evaluation before",
         "evaluation after",
     ]
+
+
+# What people read, or a fork begins with, below the run's folder.
+BELIEVED = (
+    *("experiment.yaml", "train/metrics.jsonl", "train/attempts.jsonl", "train/checkpoints/begun_from.json"),
+    *("train/wandb/run-1/run-1.wandb", "evaluation/before.json", "evaluation/after.json", "node_local/node0.json"),
+    *("train/checkpoints/step_000003/common.pt", "train/checkpoints/step_000003/manifest.json", "train/done.json"),
+    *("train/checkpoints/step_000004/manifest.json", "records.receipt.json", "evaluation/after.json.receipt.json"),
+)
+
+
+@pytest.mark.parametrize("name", BELIEVED)
+def test_a_changed_byte_in_what_people_believe_is_found(paths, name):
+    path = paths.run / name
+    content = path.read_bytes()
+    for position in (0, len(content) // 2, len(content) - 2):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        assert any(str(path) in problem for problems in problems_of(paths).values() for problem in problems), position
+    path.write_bytes(content)
+    assert problems_of(paths) == {}
+
+
+def test_a_file_name_makes_no_lines(paths):
+    (paths.hf / "x\n  all is well\x1b[2J").write_text("from nowhere")
+    (problem,) = problems_of(paths)["hf"]
+    assert problem == f"{paths.hf}/x\\n  all is well\\x1b[2J: not in the receipt"
+
+
+def test_a_better_pass_rate_is_found(paths):
+    path = paths.evaluation("after")
+    path.write_text(path.read_text().replace("0.931", "0.9999"))
+    (problem,) = problems_of(paths)["evaluation after"]
+    assert problem.startswith(f"{path}: ")
+    path.write_text(path.read_text().replace("0.9999", "0.999"))
+    assert "content differs" in problems_of(paths)["evaluation after"][0]
+
+
+def test_only_what_nothing_vouches_for_is_not_looked_at(paths):
+    assert find_uncovered(paths, verify(paths)) == [
+        "config.resolved.yaml",  # until there is a report
+        "evaluation/after.history.jsonl",
+        "evaluation/before.history.jsonl",
+        "hf.history.jsonl",
+        "records.history.jsonl",
+        "train/done.history.jsonl",
+    ]
+
+
+def test_a_run_of_an_earlier_version_is_proven_as_far_as_it_has_receipts(paths):
+    for receipt in (paths.records, *paths.run.glob("evaluation/*.receipt.json")):
+        receipt.unlink()
+    assert problems_of(paths) == {}
+    assert "evaluation after" in [verdict.artefact.name for verdict in verify(paths)]
+    uncovered = find_uncovered(paths, verify(paths))
+    assert {"train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/run-1/run-1.wandb"} <= set(uncovered)
+    assert "evaluation/after.json" not in uncovered, "its inputs are followed"
+
+
+WRONG_JSON = ["", "{", "null", "[]", "{}", "7", '"text"', '{"a": 1}', "[" * 100_000, '["\\ud800"]', "\x00"]
+
+
+@pytest.mark.parametrize("content", WRONG_JSON, ids=[text[:6] for text in WRONG_JSON])
+def test_what_cannot_be_parsed_is_named_and_nothing_is_raised(paths, content):
+    """Whatever verify reads: receipts, manifests, the experiment, evaluations, records of nodes."""
+    parsed = [paths.run / name for name in BELIEVED if not name.endswith((".pt", ".wandb"))]
+    parsed += [receipt_of(paths.hf), receipt_of(paths.dataset)]
+    for path in parsed:
+        before = path.read_bytes()
+        path.write_text(content)
+        assert any(str(path) in problem for problems in problems_of(paths).values() for problem in problems), path
+        path.write_bytes(before)
+    for receipt in (paths.records, *paths.run.glob("evaluation/*.receipt.json")):
+        receipt.unlink()
+    for path in (paths.evaluation("after"), paths.node_local_testimony("node1")):
+        path.write_text(content)
+        assert any(str(path) in problem for problems in problems_of(paths).values() for problem in problems), path
+
+
+@pytest.mark.parametrize("content", WRONG_JSON, ids=[text[:6] for text in WRONG_JSON])
+def test_a_list_of_the_hub_that_cannot_be_parsed_is_named(paths, content):
+    remake_receipt(paths.hf, inputs={})
+    manifest_of(paths.hf).write_text(content)
+    assert any(f"{manifest_of(paths.hf)}: " in problem for problem in problems_of(paths)["hf"])
 
 
 def test_one_flipped_bit_is_found_and_named_by_its_file(paths):
@@ -94,7 +180,7 @@ def test_another_training_run_breaks_the_link_to_the_export(paths):
     receipt = read_receipt(paths.train_done)
     write_receipt(paths.train_done, dataclasses.replace(receipt, settings={**receipt.settings, "num_steps": 3}))
     found = problems_of(paths)
-    assert list(found) == ["run: hf"]
+    assert list(found) == ["run: hf", "run: records"]
     assert "made from train" in found["run: hf"][0]
 
 

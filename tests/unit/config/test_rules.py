@@ -24,6 +24,7 @@ VIOLATIONS = (
     ("glm5", "data.revision=v1", ["data.revision"]),
     ("tiny", "data.kind=jsonl", ["data.train_file", "data.heldout_file"]),
     ("tiny", "data.num_train_prompts=0", ["data.num_train_prompts"]),
+    ("tiny", "serving.format=mxfp8", ["serving.format"]),
     ("tiny", f"{ARCH}.index_n_heads=0", [f"{ARCH}.index_n_heads"]),
     ("tiny", f"{ARCH}.index_topk=0", [f"{ARCH}.index_topk"]),
     ("tiny", f"{ARCH}.index_head_dim=1", [f"{ARCH}.index_head_dim"]),

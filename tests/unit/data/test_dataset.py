@@ -92,6 +92,20 @@ def test_an_empty_or_absent_or_binary_file(tmp_path):
         load_prompts(tmp_path / "binary.jsonl", "prompt", "label")
 
 
+def test_lines_that_no_other_program_could_write_are_named(tmp_path):
+    half = ['{"prompt": "a \\ud83d", "label": "1"}', '{"prompt": "b", "label": "\\udc80"}', '{"\\ud800": 1}']
+    lines = [*half, '{"prompt": ' * 100_000, '{"prompt": "\\ud83d\\ude00", "label": "1"}']
+    with pytest.raises(ConfigError) as raised:
+        load_prompts(_write(tmp_path / "train.jsonl", lines), "prompt", "label")
+    assert [line.strip() for line in raised.value.problems[0].value.splitlines()] == [
+        "4 of 5 lines are wrong:",
+        r"line 1: not JSON (holds half a character, \ud83d)",
+        r"line 2: not JSON (holds half a character, \udc80)",
+        r"line 3: not JSON (holds half a character, \ud800)",
+        "line 4: not JSON (nested too deeply)",
+    ]
+
+
 # ---- the order ----
 
 

@@ -1,15 +1,24 @@
-"""Checkpoints that are written while the main threads of two ranks do something else."""
+"""Checkpoints that are written while the main threads of one rank, here, or of two do something else."""
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import threading
 import time
+from collections import namedtuple
 from pathlib import Path
 
-from tests.megatron_single import run_ranks, started_ranks
+import pytest
+from tests.megatron_layouts import small_batches
+from tests.megatron_single import initialize_single_rank, run_ranks, started_ranks, test_config
+from tests.tiny_checkpoint import TINY
 
+from posttrain.artifacts.lease import LeaseLostError
 from posttrain.launch.hang import describe_stacks
 from posttrain.launch.ranks import RankProcess
+from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
 
 ROOT = Path(__file__).parents[3]
 # Of two ranks that end by themselves; one that waits for its thread would take a day.
@@ -82,3 +91,129 @@ def test_of_ranks_that_wait_for_a_checkpoint_the_one_that_holds_it_up_is_named(t
         while found != expected and time.monotonic() < deadline:
             found = describe_stacks({rank.rank: rank.stack() for rank in ranks}, {0: "a", 1: "b"})
     assert found == expected
+
+
+# ---- one rank, in this process ----
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.optimizer_state import allocate_state
+
+    config = small_batches(test_config(TINY), ranks=1)
+    initialize_single_rank(config)
+    policy = build_policy(config)
+    allocate_state(policy.optimizer)
+    return policy
+
+
+def open_writer(policy, folder: Path, may_commit=lambda: None, keep: int = 2):
+    from posttrain.training.checkpoint_writer import CheckpointWriter
+
+    forgotten: list[int] = []
+    writer = CheckpointWriter(policy, CheckpointFolder(folder, keep, may_commit), forgotten.append)
+    return writer, forgotten
+
+
+def test_one_checkpoint_after_the_other(policy, tmp_path, caplog):
+    caplog.set_level("INFO")
+    writer, forgotten = open_writer(policy, tmp_path)
+    assert not writer.is_writing
+    for step in (3, 4, 5):
+        writer.begin(step)
+        assert writer.is_writing
+        with pytest.raises(AssertionError, match="one checkpoint at a time"):
+            writer.begin(step + 1)
+        writer.finish()
+        assert not writer.is_writing
+        with pytest.raises(AssertionError, match="no checkpoint was begun"):
+            writer.finish()
+    assert [step for step, _ in committed_checkpoints(tmp_path)] == [4, 5]
+    assert forgotten == [3, 4, 5]
+    assert "checkpoint after step 5 committed, written in " in caplog.text
+    (seconds,) = [float(r.args[1]) for r in caplog.records if r.args and r.args[0] == 5]
+    assert 0 < seconds < 60
+
+
+def test_what_is_committed_is_hashed_and_has_the_number_of_steps(policy, tmp_path):
+    from posttrain.megatron_backend.checkpoint import load_training_state
+
+    writer, _ = open_writer(policy, tmp_path)
+    writer.begin(7)
+    writer.finish()
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    checkpoints.check_content(7)
+    names = {row["path"] for row in json.loads((checkpoints.path(7) / "manifest.json").read_text())}
+    assert names == {".metadata", "__0_0.distcp", "common.pt", "metadata.json"}
+    assert load_training_state(policy, checkpoints.path(7)) == 7
+
+
+def test_a_commit_is_waited_for_and_nothing_is_forgotten_before_it(policy, tmp_path):
+    go_on = threading.Event()
+    writer, forgotten = open_writer(policy, tmp_path, may_commit=go_on.wait)
+    writer.begin(1)
+    while not (tmp_path / "step_000001.partial" / "manifest.json").exists():
+        assert writer.is_writing
+    assert (committed_checkpoints(tmp_path), forgotten) == ([], [])
+    go_on.set()
+    writer.finish()
+    assert ([step for step, _ in committed_checkpoints(tmp_path)], forgotten) == ([1], [1])
+
+
+def test_who_lost_the_lease_forgets_nothing(policy, tmp_path):
+    def refuse() -> None:
+        raise LeaseLostError("another one writes")
+
+    writer, forgotten = open_writer(policy, tmp_path, refuse)
+    writer.begin(1)
+    with pytest.raises(LeaseLostError):
+        writer.finish()
+    assert (committed_checkpoints(tmp_path), forgotten) == ([], [])
+
+
+def test_a_folder_that_is_there_already_is_named(policy, tmp_path):
+    (tmp_path / "step_000001.partial").mkdir()
+    writer, _ = open_writer(policy, tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"step_000001\.partial: the checkpoint could not be written; \d+ bytes are free"
+    ):
+        writer.begin(1)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("the device is gone")])
+def test_each_failure_to_write_names_folder_and_room(tmp_path, monkeypatch, error):
+    from posttrain.training.checkpoint_writer import naming_the_folder
+
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or Usage(100, 58, 42))
+    with pytest.raises(RuntimeError) as raised, naming_the_folder(tmp_path / "step_000001.partial"):
+        raise error
+    expected = f"{tmp_path / 'step_000001.partial'}: the checkpoint could not be written; 42 bytes are free there"
+    assert str(raised.value) == expected
+    assert raised.value.__cause__ is error
+    assert asked == [tmp_path], "the folder itself may not exist"
+    with naming_the_folder(tmp_path / "x"):
+        pass
+
+
+def test_other_failures_pass(tmp_path):
+    from posttrain.training.checkpoint_writer import naming_the_folder
+
+    with pytest.raises(ValueError, match="ours"), naming_the_folder(tmp_path / "x"):
+        raise ValueError("ours")
+
+
+def test_a_thread_tells_how_it_went():
+    from posttrain.training.checkpoint_writer import in_thread
+
+    where = []
+    assert in_thread(lambda: where.append(threading.current_thread())).result(10) is None
+    (thread,) = where
+    assert thread is not threading.main_thread()
+    assert (thread.name, thread.daemon) == ("checkpoint", True)
+    with pytest.raises(SystemExit):
+        in_thread(lambda: exec("raise SystemExit(3)")).result(10)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.begun_runs import WEIGHTS, begin_run, paths_of
 
 from posttrain.artifacts import Paths, read_receipt, write_json, write_receipt, write_text
 from posttrain.artifacts.lease import Lease, LeaseHeldError
 from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.errors import ConfigError
+from posttrain.errors import CheckpointError, ConfigError
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoints
 from posttrain.training.fork import begin_fork
@@ -97,7 +98,8 @@ def test_its_parents_later_steps_and_end_do_not_matter(old: Paths) -> None:
             path.unlink()
     CheckpointFolder(new.checkpoints, keep=1).check_content(2)
     assert check_fork(new) == []
-    assert refusals(fork_of(old, "old@4")) == [("fork", "old@4", "old@2, from which new was forked")]
+    for other in ("old@4", "old@1", "older@2", "a@2"):
+        assert refusals(fork_of(old, other)) == [("fork", other, "old@2, from which new was forked")]
 
 
 def test_the_same_experiment_forked_has_a_name_of_its_own(old: Paths) -> None:
@@ -112,6 +114,7 @@ def test_the_same_experiment_forked_has_a_name_of_its_own(old: Paths) -> None:
         ("oldd@2", "", ("fork", "oldd@2", "old")),
         ("old@3", "", ("fork", "old@3", "a step whose checkpoint old has: 2, 4")),
         ("old@4", "training.num_steps=4", ("training.num_steps", "4", "more than 4")),
+        ("old@4", "training.num_steps=3", ("training.num_steps", "3", "more than 4")),
         ("old@2", "model.architecture.vocab_size=512", ("model.architecture.vocab_size", "512", "{}, as in old")),
         ("old@2", "trainer.params_dtype=bf16", ("trainer.params_dtype", "bf16", "fp32, as in old")),
     ],
@@ -130,15 +133,98 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_with_its_name(old: Paths) -> 
         begin_fork(fork_of(old))
 
 
-def test_a_run_that_has_begun_otherwise_is_refused(old: Paths) -> None:
+@pytest.mark.parametrize("steps", [(1,), (3,), (1, 2), (2, 3), (1, 3)])
+def test_a_run_that_has_begun_otherwise_is_refused(old: Paths, steps: tuple[int, ...]) -> None:
     new = fork_of(old)
-    checkpoints = CheckpointFolder(new.checkpoints, keep=2)
-    checkpoints.begin(3)
-    checkpoints.write_manifest(3, [])
-    checkpoints.commit(3)
+    commit_empty(new, *steps)
     ((key, value, allowed),) = refusals(new)
     assert (key, value) == ("fork", "old@2")
-    assert "new has checkpoints of its own (step 3)" in allowed
+    own = [step for step in steps if step != 2]
+    assert allowed == f"a run that has not begun; new has checkpoints of its own (step {own[-1]})"
+
+
+def test_the_parents_step_alone_is_no_other_beginning(old: Paths) -> None:
+    new = fork_of(old)
+    commit_empty(new, 2)
+    assert refusals(new) == []
+
+
+def commit_empty(paths: Paths, *steps: int) -> None:
+    checkpoints = CheckpointFolder(paths.checkpoints, keep=9)
+    for step in steps:
+        checkpoints.begin(step)
+        checkpoints.write_manifest(step, [])
+        checkpoints.commit(step)
+
+
+def test_one_step_more_than_the_parents_is_enough(old: Paths) -> None:
+    assert refusals(fork_of(old, "old@4", "training.num_steps=5")) == []
+
+
+def test_all_reasons_are_told_at_once(old: Paths) -> None:
+    new = fork_of(old, "old@3", "trainer.params_dtype=bf16 model.architecture.vocab_size=512 training.num_steps=3")
+    commit_empty(new, 1)
+    assert [(key, allowed.partition(" ")[0]) for key, _, allowed in refusals(new)] == [
+        ("fork", "a"),
+        ("fork", "a"),
+        ("model.architecture.vocab_size", f"{old.resolved.config.model.architecture.vocab_size},"),
+        ("trainer.params_dtype", "fp32,"),
+        ("training.num_steps", "more"),
+    ]
+    with pytest.raises(ConfigError) as refused:
+        begin_fork(new)
+    assert len(refused.value.problems) == 5
+
+
+def test_a_run_that_is_no_fork_is_none_of_this(old: Paths) -> None:
+    assert check_fork(old) == []
+    assert read_lineage(old.fork_receipt) == []
+
+
+def test_without_any_run_there_is_none_to_name(tmp_path: Path) -> None:
+    new = paths_of(tmp_path / "results", run="new", fork="old@2")
+    (problem,) = check_fork(new)
+    assert problem.allowed == f"a run in {tmp_path / 'results'}, which has none"
+    assert problem.remedy == "`snakemake status --cores 1` shows all runs"
+
+
+def test_a_fork_of_a_parent_without_checkpoints_names_none(old: Paths) -> None:
+    for _, folder in committed_checkpoints(old.checkpoints):
+        folder.rename(folder.with_suffix(".expired"))
+    (problem,) = check_fork(fork_of(old))
+    assert problem.allowed == "a step whose checkpoint old has: none yet"
+
+
+def test_a_fork_that_is_complete_is_not_made_again(old: Paths) -> None:
+    new = fork_of(old)
+    begin_fork(new)
+    before = {path: path.stat().st_ctime_ns for path in new.train.rglob("*") if "lease" not in str(path)}
+    begin_fork(new)
+    assert {path: path.stat().st_ctime_ns for path in before} == before
+
+
+def test_how_many_bytes_were_copied_is_told(old: Paths, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("posttrain.training.fork.hard_link", lambda source, target: False)
+    begin_fork(fork_of(old))
+    size = sum(path.stat().st_size for path in (old.checkpoints / "step_000002").iterdir())
+    assert f"{size:,} bytes were copied: the file system has no hard links from " in caplog.text
+    assert f"{old.checkpoints / 'step_000002'}" in caplog.text
+
+
+def test_what_the_receipt_of_a_fork_proves(old: Paths) -> None:
+    new = fork_of(old)
+    receipt = begin_fork(new)
+    manifest = new.checkpoints / "step_000002" / "manifest.json"
+    assert receipt.files == ()
+    assert dict(receipt.inputs) == WEIGHTS, "the weights alone: not the dataset, nor what engines began with"
+    assert receipt.settings["manifest_xxh3_128"] == xxhash.xxh3_128(manifest.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_parent_whose_beginning_cannot_be_read_is_named(old: Paths, content: str) -> None:
+    old.begun_from.write_text(content)
+    with pytest.raises(CheckpointError, match=rf"{old.begun_from}: cannot be read"):
+        begin_fork(fork_of(old))
 
 
 @pytest.mark.parametrize("fork", ["old", "old@", "old@0", "old@two", "../old@2", "2", "new@2"])

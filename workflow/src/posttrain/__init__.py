@@ -1,3 +1,19 @@
 """End-to-end RL post-training of large language models as a Snakemake workflow."""
 
+import os
+import sys
+from types import TracebackType
+
 __version__ = "0.1.0"
+
+
+def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C while a script still imports, which takes seconds, is no defect whose traceback anybody needs."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write(f"{os.path.basename(sys.argv[0])}: interrupted; run the same command again to go on\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = _end_in_one_line

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,8 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""
         _refuse(f"{error}{cause}\n  (POSTTRAIN_TRACEBACK=1 shows where it happened)" if is_outside else str(error))
     except KeyboardInterrupt:
+        # Said once; threads that are still at their last chunk end with the process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         _refuse("interrupted; run the same command again to go on")
 
 

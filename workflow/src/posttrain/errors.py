@@ -5,6 +5,9 @@ once, so that a user mends them all in one go. `CheckpointError` is a checkpoint
 Both are shown without a traceback (`posttrain.cli`), because the text alone says what to do. Failures of the
 outside world (HTTP, a process) are `RuntimeError`s, those of disks the system's own `OSError`s, to which `explain`
 adds what to do; an impossible state is an `assert`.
+
+Messages tell what others wrote: names of files and tensors, values, addresses. `printable` is what keeps that from
+speaking to the user's terminal; all messages, the log and the pages go through it.
 """
 
 from __future__ import annotations
@@ -13,9 +16,37 @@ import errno
 import grp
 import os
 import pwd
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+# Control characters but tab and line break, halves of characters, and what makes text run the other way.
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+# User and password of an address.
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?:@[^/\s@]+)*@")
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters named, not shown, and without the user and password of addresses.
+
+    Example:
+        A file called "a", ESC, "[2J" is told as "a\\x1b[2J"; "http://user:word@host/x" as "http://***@host/x".
+    """
+    named = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CREDENTIALS.sub("***@", named)
+
+
+def one_line(name: object) -> str:
+    """Return a name that others chose as it may stand in a list: a line break in it begins no line of its own."""
+    return printable(str(name)).replace("\n", "\\n")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line why something cannot be read; torch's text on a pickle goes on with how to let it run."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    named = next((line for line in lines if "GLOBAL" in line), lines[0])
+    return "it holds more than tensors and plain values" if named.startswith("Weights only load failed") else named
 
 
 @dataclass(frozen=True)
@@ -55,11 +86,18 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]
-        super().__init__("\n".join([*lines, hint] if hint else lines))
+        super().__init__(printable("\n".join([*lines, hint] if hint else lines)))
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, shard or receipt is not as expected; the text names file, tensor and both sides."""
+    """A checkpoint, shard or receipt is not as expected.
+
+    Args:
+        text: Names file, tensor and both sides.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))
 
 
 def raise_if_any(problems: Sequence[Problem], hint: str = "") -> None:

@@ -42,6 +42,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "export_hf": 2,
     "finalize_export_hf": 1,
     "evaluate": 1,
+    "render_report": 1,
 }
 
 
@@ -188,6 +189,16 @@ class Paths:
         return self.train / "checkpoints"
 
     @property
+    def begun_from(self) -> Path:
+        """What the first of them was begun with."""
+        return self.checkpoints / "begun_from.json"
+
+    @property
+    def records(self) -> Path:
+        """Receipt of what training wrote down beside its checkpoints."""
+        return records_of(self.run)
+
+    @property
     def attempts(self) -> Path:
         """A row for each ended attempt of training."""
         return self.train / "attempts.jsonl"
@@ -216,6 +227,11 @@ class Paths:
     def evaluation(self, when: str) -> Path:
         """Return the result of an evaluation; `when` is "before" or "after"."""
         return self.run / "evaluation" / f"{when}.json"
+
+    @property
+    def report(self) -> Path:
+        """The report; its receipt stands beside it."""
+        return self.run / "report.html"
 
     def node_local_testimony(self, node: str) -> Path:
         """Return the record that says what a node's own disk holds."""
@@ -270,6 +286,11 @@ def _versioned(name: str, *steps: str) -> str:
 def receipt_of(folder: Path) -> Path:
     """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
     return folder.with_name(folder.name + ".receipt.json")
+
+
+def records_of(run: Path) -> Path:
+    """Return the receipt of what a run's training wrote down beside its checkpoints."""
+    return run / "records.receipt.json"
 
 
 def manifest_of(folder: Path) -> Path:

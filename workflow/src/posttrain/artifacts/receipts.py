@@ -25,6 +25,7 @@ from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import append_json_line, hash_file, write_json
 from posttrain.artifacts.names import RelativeName, check_digest
 from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of, partial_of
+from posttrain.artifacts.plain_json import read_json
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def read_receipt(path: Path) -> Receipt:
         CheckpointError: When it is missing, unreadable, or its digest does not fit its content.
     """
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         files = tuple(FileRecord(**record) for record in row["files"])
         receipt = Receipt(str(row["step"]), files, dict(row["inputs"]), dict(row["settings"]))
         version, digest = row["format_version"], str(row["digest"])
@@ -182,6 +183,24 @@ def read_receipt(path: Path) -> Receipt:
             f"computed {receipt.digest[:12]!r}); delete it and run again"
         )
     return receipt
+
+
+def read_records(path: Path) -> tuple[FileRecord, ...]:
+    """Read a list of files with their hashes: a training checkpoint's `manifest.json`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is something else.
+    """
+    try:
+        rows = read_json(path)
+        if not isinstance(rows, list) or not rows:
+            raise ValueError("no list of files")
+        records = tuple(FileRecord(**row) for row in rows)
+        if not all(isinstance(record.path, str) for record in records):
+            raise ValueError("a file's name is no text")
+        return records
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
 def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:

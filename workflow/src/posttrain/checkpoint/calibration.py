@@ -11,7 +11,6 @@ and keeping those entries. Which passes there were does not matter, nor their or
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from posttrain.artifacts import read_json
 from posttrain.errors import CheckpointError
 
 _INPUT, _WEIGHT = ".input_quantizer._amax", ".weight_quantizer._amax"
@@ -73,7 +73,7 @@ class Calibration:
 def _read(file: Path) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == ".json":
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = read_json(file)
             seen = {name: torch.tensor(value, dtype=torch.float32) for name, value in content.items()}
         else:
             seen = {name: tensor.float() for name, tensor in load_file(file).items()}

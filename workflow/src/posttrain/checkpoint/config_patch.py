@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import sync_folder, write_json, write_text
-from posttrain.checkpoint.hf_layout import read_json
+from posttrain.checkpoint.hf_layout import read_object
 from posttrain.errors import CheckpointError
 
 PATCH_FILE = "posttrain_patch.json"
@@ -87,7 +87,7 @@ def read_patch(folder: Path) -> dict[str, list[Change]]:
     if not (folder / PATCH_FILE).exists():
         return {}
     try:
-        return {name: [Change(**row) for row in rows] for name, rows in read_json(folder / PATCH_FILE).items()}
+        return {name: [Change(**row) for row in rows] for name, rows in read_object(folder / PATCH_FILE).items()}
     except TypeError as error:
         raise CheckpointError(f"{folder / PATCH_FILE}: not a record of changes ({error})") from error
 
@@ -99,7 +99,7 @@ def undo_patch(folder: Path) -> None:
         CheckpointError: A file was changed since.
     """
     for name, changes in read_patch(folder).items():
-        restored = apply_changes(read_json(folder / name), [c.reverse for c in reversed(changes)], name)
+        restored = apply_changes(read_object(folder / name), [c.reverse for c in reversed(changes)], name)
         _write_object(folder / name, restored)
     (folder / PATCH_FILE).unlink(missing_ok=True)
     sync_folder(folder)

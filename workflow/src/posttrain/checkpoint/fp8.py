@@ -23,8 +23,9 @@ it to its row, one for each block of 128 x 128 to its block, which costs 4 bytes
 - A block of zeros would divide 0 by 0. Its scale is 1 and its codes are zeros.
 - amax / 448 below 2^-126 would be subnormal or zero in FP32, and some devices take it for zero. The scale is
   never below 2^-126: a block whose magnitudes are all below 5e-36 uses a part of the range. The bound holds.
-- Division may yield 448.00003 for the largest weight. The quotient is cut off at 448 before it is rounded,
-  because the conversion makes NaN of what lies beyond.
+- Division may yield 448.00003 for the largest weight. The quotient is cut off at 448 before it is rounded: torch's
+  conversion on a CPU does the same, others make NaN of what lies beyond.
+- 256 times a scale of 2^120 is infinite in FP32. Only a power of two gets so large; codes stop at 240 then.
 - At the right and lower edge a block is smaller. Nothing is padded into the result.
 - NaN and infinity have no place in weights: they are refused, with the tensor's name.
 - Signs survive, also those of zeros.
@@ -51,6 +52,8 @@ from posttrain.errors import CheckpointError
 BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
+# From this scale on a code of 256 is infinite; the largest code below it.
+LARGE_SCALE, E4M3_BELOW_256 = 2.0**120, 240.0
 # Of a block's scales, as DeepSeek names them, and of a channel's or a tensor's in compressed-tensors.
 SCALE_SUFFIX, PLAIN_SCALE_SUFFIX = "_scale_inv", "_scale"
 SCALE_SUFFIXES = (SCALE_SUFFIX, PLAIN_SCALE_SUFFIX)
@@ -230,7 +233,9 @@ def quantize_block(
         values = tiles(weight[rows].float(), block)
         scale = _scale_of(values.abs().amax(dim=(1, 3)), name)
         scales.append(_next_power_of_two(scale) if power_of_two else scale)
-        codes[rows] = _untiled(_scaled(values, scales[-1][:, None, :, None]), codes[rows].shape)
+        spread = scales[-1][:, None, :, None]
+        largest = torch.where(spread < LARGE_SCALE, E4M3_MAX, E4M3_BELOW_256) if power_of_two else E4M3_MAX
+        codes[rows] = _untiled(_scaled(values, spread, largest), codes[rows].shape)
     return codes, torch.cat(scales)
 
 
@@ -332,5 +337,5 @@ def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return (bits & 0x7F800000).view(torch.float32)
 
 
-def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (values / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def _scaled(values: torch.Tensor, scale: torch.Tensor, largest: float | torch.Tensor = E4M3_MAX) -> torch.Tensor:
+    return (values / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file
 from posttrain.checkpoint.config_patch import PATCH_FILE, Change, apply_changes, write_patched
 from posttrain.checkpoint.file_placement import hard_link, remove_half_written
-from posttrain.checkpoint.hf_layout import read_json
+from posttrain.checkpoint.hf_layout import read_object
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.safetensors_io import TensorInfo, TensorSpec
 from posttrain.config.families import dimensions
@@ -69,6 +69,7 @@ def check_config(
         *_check_dimensions(config, architecture),
         *_check_rope(config, architecture),
         *_check_fixed(config, architecture),
+        *_check_indexers(config, architecture),
         *_check_tensors(architecture, tensors),
     ]
 
@@ -113,7 +114,7 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     if kind != "default":
         yield Problem(f"{CONFIG}: rope_type", repr(kind), "'default'", "scaled positions are not supported")
     bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
-    for base in dict.fromkeys(bases) or [None]:
+    for base in [base for place, base in enumerate(bases) if base not in bases[:place]] or [None]:
         yield from _compare("rope_theta", base, architecture.rope_theta)
     if expected := architecture.partial_rotary_factor:
         factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -123,8 +124,21 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     """What trainer and engines take for granted and no key of ours names; checked where it is mentioned."""
     for key, expected in _fixed(architecture).items():
-        if config.get(key) is not None and config[key] != expected:
-            yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(expected), "this variant is not supported")
+        found = config.get(key, expected)
+        # Where nothing is said the family's default holds, but for what is on: null switches it off.
+        if found != expected and (found is not None or expected is True):
+            yield Problem(f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported")
+
+
+def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """Each layer chooses its own keys; that some take over another layer's choice can be said in three ways."""
+    if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
+        return
+    full = ["full"] * layers
+    ways = {"indexer_types": [full], "index_topk_pattern": [full, "F" * layers], "index_topk_freq": [0, 1]}
+    for key, allowed in ways.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(allowed[-1]), "this variant is not supported")
 
 
 def _fixed(architecture: Architecture) -> dict[str, Any]:
@@ -154,7 +168,7 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
     else:
         fixed["layer_types"] = ["full_attention"] * layers
     if architecture.index_n_heads:
-        fixed |= {"indexer_rope_interleave": True, "indexer_types": ["full"] * layers}
+        fixed["indexer_rope_interleave"] = True
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
 
 
@@ -192,7 +206,7 @@ def changes_for(target: str, source: Path) -> dict[str, list[Change]]:
     if target == "native":
         return {}
     assert target == ALIAS_TYPE, f"unknown patch target {target}"
-    config = read_json(source / CONFIG)
+    config = read_object(source / CONFIG)
     patch = {
         CONFIG: [
             Change("replace", "/model_type", config.get("model_type"), ALIAS_TYPE),
@@ -200,7 +214,7 @@ def changes_for(target: str, source: Path) -> dict[str, list[Change]]:
         ]
     }
     if (source / TOKENIZER_CONFIG).exists():
-        patch[TOKENIZER_CONFIG] = _tokenizer_changes(read_json(source / TOKENIZER_CONFIG), source)
+        patch[TOKENIZER_CONFIG] = _tokenizer_changes(read_object(source / TOKENIZER_CONFIG), source)
     return {name: changes for name, changes in patch.items() if changes}
 
 
@@ -242,7 +256,7 @@ def patch_folder(source: Path, destination: Path, target: str, source_receipt: R
         _link(source / record.path, record.path.below(destination))
     if not patch:
         return tuple(sorted(linked, key=lambda record: record.path))
-    patched = {name: apply_changes(read_json(source / name), patch[name], name) for name in patch}
+    patched = {name: apply_changes(read_object(source / name), patch[name], name) for name in patch}
     write_patched(destination, patched, patch)
     written = [record_file(destination, name) for name in (*patch, PATCH_FILE)]
     return tuple(sorted([*linked, *written], key=lambda record: record.path))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts import read_json
 from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, one_line
 
 # One of them: the tokenizers library's own file, SentencePiece's, or a vocabulary.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -24,10 +24,12 @@ def check_layout(folder: Path) -> CheckpointReader:
 
     Raises:
         CheckpointError: `config.json` is missing or no JSON object; the index names an absent file, a truncated one
-            (both sizes are named), or a tensor that is not in the file named.
+            (both sizes are named), or a tensor that is not in the file named; or it does not name a tensor of a shard.
     """
-    read_json(folder / "config.json")
-    return CheckpointReader(folder)
+    read_object(folder / "config.json")
+    reader = CheckpointReader(folder)
+    reader.require_all_named()
+    return reader
 
 
 def check_source(folder: Path) -> None:
@@ -39,9 +41,9 @@ def check_source(folder: Path) -> None:
     wrong = []
     for path in sorted(folder.glob("*.json")):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path)
         except ValueError as error:
-            wrong.append(f"{path}: not JSON ({error}), {path.stat().st_size} bytes")
+            wrong.append(f"{one_line(path)}: not JSON ({error}), {path.stat().st_size} bytes")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
     if wrong:
@@ -49,14 +51,14 @@ def check_source(folder: Path) -> None:
     check_layout(folder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds one object.
 
     Raises:
         CheckpointError: When it is missing or holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing; is {path.parent} a checkpoint in Hub layout?") from error
     except ValueError as error:

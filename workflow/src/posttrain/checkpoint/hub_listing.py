@@ -17,6 +17,7 @@ import huggingface_hub
 from huggingface_hub import DatasetInfo, HfApi, ModelInfo
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HTTPError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
@@ -28,7 +29,7 @@ from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.file_placement import TransferStopped
 from posttrain.checkpoint.hub_retries import GaveUp, Retries, RetryRule, status_of
 from posttrain.checkpoint.listed_files import ListedFile, Manifest, read_manifest, write_manifest
-from posttrain.errors import CheckpointError, ConfigError, Problem
+from posttrain.errors import CheckpointError, ConfigError, Problem, printable
 
 # Nobody's use of a workflow is anybody else's business.
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -136,7 +137,7 @@ def _no_answer(source: HubSource, at: str, error: Exception) -> str:
         else (f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")
     )
     tried = f" ({error})" if isinstance(error, GaveUp) else ""
-    return (
+    return printable(
         f"{at}: {endpoint} {what}{tried}\n"
         f"  remedy: check the network, the proxy and HF_ENDPOINT, then run the same command again: "
         f"what is verified is kept"
@@ -144,11 +145,24 @@ def _no_answer(source: HubSource, at: str, error: Exception) -> str:
 
 
 def _unreadable(source: HubSource, error: Exception) -> Problem:
-    allowed = "an existing repository that you may read"
-    if isinstance(error, GatedRepoError) or isinstance(error.__cause__, GatedRepoError):
+    """Tell who refused what: the token, its account, or a request without one. The token itself is never told."""
+    answer = next((found for found in (error, error.__cause__) if isinstance(found, HfHubHTTPError)), None)
+    status = answer.response.status_code if answer else _status_of(error)
+    has_token = bool(huggingface_hub.get_token())
+    if isinstance(answer, GatedRepoError):
+        what = "it is gated, and " + ("the token's account has no access" if has_token else "no token was sent")
         remedy = "it is gated: ask for access on its page, then export HF_TOKEN of that account"
-    else:
+    elif not has_token:
+        what = "no token was sent"
         remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
+    elif status == 401 and not (answer and answer.response.headers.get("X-Error-Code") == "RepoNotFound"):
+        what = "the token was rejected"
+        remedy = "it is wrong, has expired or is another Hub's: export HF_TOKEN anew, or unset it"
+    else:
+        what = "the token's account sees no such repository, or may not read it"
+        remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
+    endpoint = source.endpoint or huggingface_hub.constants.ENDPOINT
+    allowed = f"an existing repository that you may read; {endpoint} answered with HTTP {status}: {what}"
     return Problem(f"{source.key}.repo_id", source.repo_id, allowed, remedy)
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Our name -> the library's preset, its format, and the weights that share a scale.
 _PRESETS = {"mxfp8": ("MXFP8", "mxfp8-quantized", 32), "int4": ("W4A16", "pack-quantized", 128)}
+# From here on the library would raise a group's scale to 2^128, which there is not: it stores zeros.
+MXFP8_LIMIT = 1.75 * 2.0**127
 # Loaded together with a matrix: what the library calls them, after the module's name.
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 
@@ -77,7 +79,7 @@ class LibraryFormat:
             shared_amax: Not used.
 
         Raises:
-            CheckpointError: When a weight is NaN or infinite.
+            CheckpointError: When a weight is NaN or infinite, or too large for the format.
         """
         slabs = [self._quantize_rows(hf_name, weight[rows]) for rows in row_slabs(weight)]
         made = {part: torch.cat([slab[part] for slab in slabs]) for part in slabs[0] if part != SHAPE}
@@ -93,6 +95,8 @@ class LibraryFormat:
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         if not (torch.isfinite(low) & torch.isfinite(high)).all():
             raise CheckpointError(f"{hf_name}: holds NaN or infinity; weights must be finite to be quantised")
+        if self.name == "mxfp8" and (largest := max(-low.amin().item(), high.amax().item())) >= MXFP8_LIMIT:
+            raise CheckpointError(f"{hf_name}: holds {largest:g}; MXFP8 has no scale from {MXFP8_LIMIT:g} on")
         arguments = _scheme(self.name).weights
         # The scales are rounded to what is stored before codes are made for them.
         scale, zero_point = calculate_qparams(low, high, arguments)

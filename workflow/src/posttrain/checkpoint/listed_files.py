@@ -18,7 +18,7 @@ from typing import Protocol
 
 import xxhash
 
-from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, write_json
+from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, read_json, write_json
 from posttrain.artifacts.names import check_digest
 from posttrain.checkpoint.file_placement import (
     TransferProgress,
@@ -97,7 +97,7 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: When it is missing or something else.
     """
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         return Manifest(dict(row["source"]), tuple(ListedFile(**file) for file in row["files"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a list of files ({error}); delete it and run again online") from error

@@ -26,6 +26,7 @@ from posttrain.artifacts import (
     hash_file,
     part_receipt_of,
     partial_of,
+    read_json,
     read_receipt,
     receipt_of,
     sync_folder,
@@ -194,7 +195,7 @@ def digest(content: Any) -> str:
 
 def _read_description(path: Path) -> Description:
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         return Description(FileRecord(**row["record"]), row["made_from"], row["notes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a description ({error}); delete it and run again") from error

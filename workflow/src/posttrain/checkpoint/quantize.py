@@ -12,9 +12,9 @@ import torch
 from posttrain.artifacts import hash_file
 from posttrain.checkpoint.calibration import Calibration
 from posttrain.checkpoint.fp8 import Fp8Format, largest_magnitude
+from posttrain.checkpoint.hf_layout import read_object
 from posttrain.checkpoint.nvfp4 import Nvfp4Format
 from posttrain.checkpoint.quantized_names import CLASSES, Selection
-from posttrain.checkpoint.recoded_folder import read_config
 from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.errors import CheckpointError
 
@@ -63,7 +63,7 @@ class Quantization:
         self.reader = open_source(source)
         self.names = self.reader.names
         self._specs = {name: info.spec for name, info in self.reader.infos.items()}
-        self.format = make_format(settings, read_config(source), self._specs)
+        self.format = make_format(settings, read_object(source / "config.json"), self._specs)
         try:
             self.format.selection.check(self._specs)
         except CheckpointError as error:
@@ -93,7 +93,7 @@ class Quantization:
 
     def small_files(self) -> Mapping[str, Any]:
         """Return config.json with its `quantization_config`, and what else the format has."""
-        config = read_config(self.reader.folder)
+        config = read_object(self.reader.folder / "config.json")
         declared = {**config, "quantization_config": self.format.quantization_config(self._specs)}
         return {"config.json": declared, **self.format.other_files(self._specs)}
 
@@ -138,11 +138,14 @@ def open_source(source: Path) -> CheckpointReader:
     """Open a checkpoint that is not quantised.
 
     Raises:
-        CheckpointError: When it is quantised already, by its config or by its tensors' names and dtypes.
+        CheckpointError: When it is quantised already, by its config or by its tensors' names and dtypes; or a tensor
+            is empty.
     """
     reader = CheckpointReader(source)
-    declared = read_config(source).get("quantization_config")
+    declared = read_object(source / "config.json").get("quantization_config")
     coded = [f"{name}: {info.spec}" for name, info in reader.infos.items() if info.dtype not in FLOAT_DTYPES]
+    if empty := [f"{name}: {info.spec}" for name, info in reader.infos.items() if 0 in info.shape]:
+        raise CheckpointError(f"{source}: {len(empty)} tensors have no elements: {', '.join(empty[:5])}")
     if declared is not None or coded:
         method = f"quant_method {declared.get('quant_method')!r}" if declared else coded[0]
         raise CheckpointError(

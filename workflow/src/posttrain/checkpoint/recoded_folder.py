@@ -8,7 +8,6 @@ for any number of parts and threads.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from posttrain.checkpoint.shard_writer import (
     MAX_SHARD_BYTES,
     HashingFile,
     assign_shards,
+    count_not_finite,
     split_evenly,
     write_index,
     write_shard,
@@ -101,15 +101,6 @@ def write_part(
     return make_files(folder, [shards[i] for i in share], f"part {part} of {num_parts}", num_threads)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json."""
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-
-
 def _output_file(recoding: Recoding, source_digest: str, name: str, held: Sequence[str]) -> OutputFile:
     specs = _specs_of(recoding, held)
     return OutputFile(
@@ -141,9 +132,15 @@ def _write_shard(recoding: Recoding, held: Sequence[str], file: HashingFile) -> 
 
 def _recode(recoding: Recoding, hf_name: str) -> Mapping[str, torch.Tensor]:
     try:
-        return recoding.recode(hf_name)
+        made = recoding.recode(hf_name)
+        for name, tensor in made.items():
+            if num_bad := count_not_finite(tensor):
+                raise CheckpointError(f"{name}: {num_bad} of {tensor.numel()} values are NaN or infinite")
+        return made
     except CheckpointError as error:
-        path = recoding.reader.folder / recoding.reader.file_of(hf_name)
+        reader = recoding.reader
+        # What is read from several tensors has the name of none.
+        path = reader.folder / reader.file_of(hf_name) if hf_name in reader else reader.folder
         raise CheckpointError(f"{path}: {error}") from error
 
 

@@ -7,7 +7,6 @@ its data and without torch. Tensors are read lazily: a slice of one costs the me
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from posttrain.artifacts import parse_json, read_json
 from posttrain.artifacts.names import RelativeName
 from posttrain.errors import CheckpointError
 
@@ -47,6 +47,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 _LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 _MAX_HEADER_BYTES = 100_000_000
+# torch's limit of dimensions, and what its sizes are counted in.
+_MAX_DIMENSIONS, _MAX_SIZE = 64, 2**63
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _read_raw_header(path: Path) -> tuple[int, int, dict[str, Any]]:
             raise CheckpointError(f"{path}: not safetensors: a header of {header_bytes} bytes is announced")
         text = file.read(header_bytes)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{path}: corrupt: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
@@ -166,17 +168,25 @@ def _size_of(path: Path) -> int:
 
 
 def _parse_row(path: Path, name: str, row: Any, data_start: int) -> TensorInfo:
+    if not name.isprintable():
+        raise CheckpointError(f"{path}: corrupt: a tensor's name has unprintable characters: {name!r:.200}")
     try:
-        dtype, shape = str(row["dtype"]), tuple(map(int, row["shape"]))
-        start, end = map(int, row["data_offsets"])
-        expected = math.prod(shape) * DTYPE_BYTES[dtype]
+        dtype, shape, (start, end) = str(row["dtype"]), tuple(row["shape"]), row["data_offsets"]
+        expected = math.prod(_counts(shape)) * DTYPE_BYTES[dtype]
+        _counts((start, end))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: corrupt: tensor {name} described as {row!r} ({error!r})") from error
-    if min(shape, default=0) < 0 or start < 0 or end - start != expected:
+        raise CheckpointError(f"{path}: corrupt: tensor {name} described as {row!r:.200} ({error!r})") from error
+    if end - start != expected:
         raise CheckpointError(
             f"{path}: corrupt: tensor {name} has {end - start} bytes, {dtype} {list(shape)} needs {expected}"
         )
     return TensorInfo(name, dtype, shape, data_start + start, data_start + end)
+
+
+def _counts(numbers: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(numbers) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers):
+        raise ValueError("dimensions and positions are whole numbers from 0")
+    return numbers
 
 
 # ---- a folder ----
@@ -210,7 +220,7 @@ def read_index(folder: Path) -> Index:
     if not path.exists():
         return _index_of_single_file(folder)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         weight_map, metadata = content["weight_map"], content.get("metadata") or {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an index of safetensors shards ({error!r})") from error
@@ -249,6 +259,8 @@ class CheckpointReader:
         if absent := [f"{name} is not in {file}" for name, file in places if name not in headers[file]]:
             raise CheckpointError(f"{self.folder}: the index is wrong:\n  " + "\n  ".join(_shorten(absent)))
         self._infos = {name: headers[file][name] for name, file in places}
+        named = self.index.weight_map
+        self._strays = [f"{name} in {file}" for file in headers for name in headers[file] if named.get(name) != file]
         self._local = threading.local()
 
     def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:
@@ -275,6 +287,20 @@ class CheckpointReader:
     def names(self) -> list[str]:
         """All tensors, in the index's order."""
         return list(self._infos)
+
+    def require_all_named(self) -> None:
+        """Refuse a checkpoint with more than its index says: who follows the index would lose it without a word.
+
+        Raises:
+            CheckpointError: Naming the tensors that are in a shard and not, or elsewhere, in the index.
+        """
+        if self._strays:
+            listed = "\n  ".join(_shorten(self._strays))
+            remedy = "name them in the index, or take a copy of the checkpoint without them"
+            raise CheckpointError(
+                f"{self.folder / INDEX_NAME}: does not name {len(self._strays)} tensors of its shards:\n  {listed}\n"
+                f"  remedy: {remedy}"
+            )
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:

@@ -173,6 +173,16 @@ def _data_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     return list(specs)
 
 
+def count_not_finite(tensor: torch.Tensor) -> int:
+    """Return how many values are NaN or infinite; codes of one byte are not looked at."""
+    if tensor.itemsize == 1 or not tensor.numel():
+        return 0
+    # One pass without a mask as large as the tensor: NaN is the extreme of any tensor that has one.
+    if all(torch.isfinite(extreme) for extreme in torch.aminmax(tensor)):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, without a copy where it lies so already."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -9,14 +9,13 @@ believed to be right without being read. It also says which files we wrote and w
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import RelativeName, write_json
+from posttrain.artifacts import RelativeName, read_json, write_json
 from posttrain.artifacts.processes import BOOT_ID
 from posttrain.errors import CheckpointError
 
@@ -86,7 +85,7 @@ def read_testimony(path: Path) -> dict[str, Any]:
         CheckpointError: When it is missing or not a testimony.
     """
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
         row["files"] = [CopiedFile(**file) for file in row["files"]]
         row["links"] = [RelativeName(name) for name in row["links"]]
         _ = row["boot_id"], row["used_unix"]

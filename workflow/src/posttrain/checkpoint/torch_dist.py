@@ -37,6 +37,7 @@ from posttrain.checkpoint.shard_writer import (
     TORCH_DTYPES,
     HashingFile,
     assign_shards,
+    count_not_finite,
     split_evenly,
     tensor_bytes,
 )
@@ -154,9 +155,7 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
     """Return a tensor, or refuse it: trained on, one NaN would spread to all weights."""
     tensor = reader.tensor(name)
-    # One pass without a mask as large as the tensor: NaN is the extreme of any tensor that has one.
-    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(tensor)):
-        num_bad = int((~torch.isfinite(tensor)).sum())
+    if num_bad := count_not_finite(tensor):
         raise CheckpointError(
             f"{reader.folder / reader.file_of(name)}: {name}: {num_bad} of {tensor.numel()} values are NaN or "
             "infinite; get the file anew from its source, or another revision of the model"

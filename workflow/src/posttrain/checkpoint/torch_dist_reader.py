@@ -4,8 +4,6 @@ The folder holds `.metadata` (which chunk of which tensor lies where), `*.distcp
 torch.save writes it) and `common.pt` (everything that is not a tensor). It may be a converted checkpoint or
 one that a training run wrote in any layout. A tensor, or any box of it, is put together from the chunks
 that it meets; no other chunk is read. Chunks are mapped, not loaded: what is read of one costs page cache.
-
-`.metadata` is a pickle. A pickle can run code, so only the classes of the format are let through.
 """
 
 from __future__ import annotations
@@ -14,57 +12,23 @@ import functools
 import itertools
 import math
 import mmap
-import pickle
 import zipfile
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.tiling import Box, Shape, intersect, slices_within
-from posttrain.errors import CheckpointError
+from posttrain.checkpoint.torch_dist_format import METADATA_NAME, WRONG_PICKLE, read_metadata
+from posttrain.errors import CheckpointError, reason_of
 
-METADATA_NAME = ".metadata"
-# What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
-_WRONG_PICKLE = (
-    pickle.UnpicklingError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
-)
 _OPEN_CHUNKS = 64
 # About as much of a tensor as is worth handing on at a time.
 _ROWS_BYTES = 64 << 20
-_FORMAT = "torch.distributed.checkpoint."
-_FORMAT_CLASSES = {
-    f"{_FORMAT}metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{_FORMAT}planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    f"{_FORMAT}filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}
 
 
 class TorchDistReader:
@@ -79,8 +43,8 @@ class TorchDistReader:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        metadata = _load_metadata(self.folder / METADATA_NAME)
-        storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+        metadata = read_metadata(self.folder)
+        storage = metadata.storage_data
         for info in storage.values():
             RelativeName(info.relative_path, self.folder / METADATA_NAME)
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
@@ -270,8 +234,8 @@ def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
             mapped.seek(start)
             layout = torch.load(mapped, map_location="meta", weights_only=True)
             return _tensor_within(mapped, start, layout)
-    except (zipfile.BadZipFile, RuntimeError, *_WRONG_PICKLE) as error:
-        raise CheckpointError(f"{path}: corrupt: {key} cannot be decoded ({error})") from error
+    except (zipfile.BadZipFile, RuntimeError, *WRONG_PICKLE) as error:
+        raise CheckpointError(f"{path}: corrupt: {key} cannot be decoded ({reason_of(error)})") from error
     raise CheckpointError(f"{path}: corrupt: the checksum of {key} does not fit its bytes")
 
 
@@ -284,32 +248,3 @@ def _tensor_within(mapped: _Mapped, start: int, layout: torch.Tensor) -> torch.T
     stored = torch.frombuffer(mapped, dtype=torch.uint8, offset=first, count=described.nbytes())
     tensor = torch.empty(0, dtype=layout.dtype)
     return tensor.set_(stored.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
-
-
-def _load_metadata(path: Path) -> Metadata:
-    try:
-        with open(path, "rb") as file:
-            metadata = _FormatUnpickler(file).load()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint") from error
-    except _WRONG_PICKLE as error:
-        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({error})") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
-    return metadata
-
-
-class _FormatUnpickler(pickle.Unpickler):
-    """Unpickles nothing but the classes of torch's checkpoint format."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the format.
-
-        Raises:
-            UnpicklingError: For anything else.
-        """
-        if name in _FORMAT_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")

@@ -2,13 +2,15 @@
 
 A link is the digest of a receipt that another receipt names. The chain ends at the Hub's own list of files, whose
 SHA-256 is compared too, at the local folder that was taken, or at a step that makes its output from a seed. What is
-missing on the way counts as wrong. No name and no date is trusted.
+missing on the way counts as wrong. No name and no date is trusted. Files of the run that nothing proves are counted at
+the end. A hand that writes receipts anew, too, is not found out: whoever may write there is trusted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,11 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import FileRecord, Paths, hash_file, receipt_of
+from posttrain.artifacts import FileRecord, Paths, hash_file, read_json, receipt_of
 from posttrain.checkpoint.file_placement import hash_twice
 from posttrain.checkpoint.source_check import check_source
 from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
 
@@ -59,7 +61,7 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
     readable = [verdict for verdict in verdicts if verdict.artefact.receipt is not None]
     for verdict in readable:
         _follow_links(verdict, known)
-        verdict.problems.extend(_other_experiment(verdict.artefact, paths))
+        verdict.problems.extend(_unlike_run(verdict.artefact, paths))
         verdict.problems.extend(_unlisted_files(verdict.artefact))
     _check_files(readable, content)
     return verdicts
@@ -73,10 +75,31 @@ def prove(paths: Paths, content: bool = True, whole_run: bool = True) -> dict[st
     """
     verdicts = verify(paths, content, whole_run)
     print_verdicts(verdicts)
+    uncovered = find_uncovered(paths, verdicts) if whole_run else []
+    if uncovered:
+        print(f"not looked at, because no receipt names them: {_count_by_folder(uncovered)}")
     raise_bad_files(verdicts)
     verified = describe(verdicts)
     print(f"{verified['num_files']} files are what their receipts say")
-    return verified
+    return {**verified, "not_covered": uncovered}
+
+
+def find_uncovered(paths: Paths, verdicts: Iterable[Verdict]) -> list[str]:
+    """Return the files of the run that no receipt vouches for, relative to its folder: logs, leases, old records."""
+    covered = {paths.experiment}
+    for artefact in (verdict.artefact for verdict in verdicts):
+        covered.add(artefact.receipt_path)
+        if artefact.receipt is not None:
+            covered |= {artefact.folder / record.path for record in artefact.receipt.files}
+    if paths.train_done in covered:
+        covered.add(paths.begun_from)
+    found = {path for path in paths.run.rglob("*") if path.is_file()} - covered
+    return sorted(path.relative_to(paths.run).as_posix() for path in found)
+
+
+def _count_by_folder(names: Iterable[str]) -> str:
+    counts = Counter(one_line("/".join(name.split("/")[:-1][:2]) or name) for name in names)
+    return ", ".join(f"{name} ({count} file{'s' if count > 1 else ''})" for name, count in sorted(counts.items()))
 
 
 def describe(verdicts: Iterable[Verdict]) -> dict[str, Any]:
@@ -158,13 +181,21 @@ def _follow_links(verdict: Verdict, known: Mapping[str, str]) -> None:
         verdict.problems.extend(problems)
 
 
-def _other_experiment(artefact: Artefact, paths: Paths) -> list[str]:
-    """Tell when training was done with another experiment than the run's folder states."""
+def _unlike_run(artefact: Artefact, paths: Paths) -> Iterator[str]:
+    """Tell when training was done with another experiment, or begun otherwise, than the run's folder states."""
+    if artefact.receipt_path != paths.train_done:
+        return
     assert artefact.receipt is not None
-    trained_with = artefact.receipt.settings.get("experiment")
-    if artefact.receipt.step != "train_grpo" or trained_with == paths.experiment.read_text(encoding="utf-8"):
-        return []
-    return [f"{artefact.receipt_path}: trained with another experiment than {paths.experiment} states"]
+    try:
+        if artefact.receipt.settings.get("experiment") != paths.experiment.read_text(encoding="utf-8"):
+            yield f"{artefact.receipt_path}: trained with another experiment than {paths.experiment} states"
+    except (OSError, ValueError) as error:
+        yield f"{paths.experiment}: cannot be read ({error})"
+    try:
+        if read_json(paths.begun_from) != dict(artefact.receipt.inputs):
+            yield f"{artefact.receipt_path}: begun with other inputs than {paths.begun_from} states"
+    except (OSError, ValueError) as error:
+        yield f"{paths.begun_from}: cannot be read ({error})"
 
 
 def _unlisted_files(artefact: Artefact) -> list[str]:
@@ -172,9 +203,9 @@ def _unlisted_files(artefact: Artefact) -> list[str]:
     if not artefact.is_whole_folder:
         return []
     assert artefact.receipt is not None
-    listed = {record.path for record in artefact.receipt.files}
-    found = {path.relative_to(artefact.folder).as_posix() for path in artefact.folder.rglob("*") if path.is_file()}
-    return [f"{artefact.folder / name}: not in the receipt" for name in sorted(found - listed)]
+    listed = {artefact.folder / record.path for record in artefact.receipt.files}
+    found = {path for path in artefact.folder.rglob("*") if path.is_file()}
+    return [f"{one_line(path)}: not in the receipt" for path in sorted(found - listed - {artefact.receipt_path})]
 
 
 # ---- the files ----

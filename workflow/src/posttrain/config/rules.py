@@ -31,6 +31,8 @@ CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
 # Families that `megatron_backend` has the layers of.
 TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
 FORMATS = ("bf16", "fp8", "nvfp4")
+# Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
+SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
 
 
 def check_consistency(config: Config) -> list[Problem]:
@@ -301,6 +303,30 @@ def _quantize(config: Config) -> Problems:
         yield Problem("serving.calibration", ", ".join(config.serving.calibration), allowed, remedy)
 
 
+def _serving_rows(config: Config) -> Problems:
+    """Rows of what is quantised are whole groups; where modules are kept, only the job can tell which are."""
+    group, quantize = SERVING_GROUPS.get(config.serving.format), config.quantize
+    if not group or quantize.keep_modules or quantize.keep_first_layers or quantize.keep_last_layers:
+        return
+    arch, experts_only = config.model.architecture, config.serving.format == "int4"
+    widths: dict[str, int] = {}
+    if arch.n_routed_experts or not experts_only:
+        widths |= {"hidden_size": arch.hidden_size, "moe_intermediate_size": arch.moe_intermediate_size}
+    if not experts_only:
+        value_dim, has_dense = arch.v_head_dim or arch.head_dim, arch.first_k_dense_replace or not arch.n_routed_experts
+        widths |= {
+            "intermediate_size": arch.intermediate_size if has_dense else 0,
+            "q_lora_rank": arch.q_lora_rank,
+            "kv_lora_rank": arch.kv_lora_rank,
+            "num_attention_heads": arch.num_attention_heads * value_dim,
+        }
+    for name, width in widths.items():
+        if width % group:
+            allowed = f"rows of a multiple of {group} weights; {name} gives matrices with rows of {width}"
+            remedy = f"choose another format, or keep these with quantize.keep_modules: {name} is the model's"
+            yield Problem("serving.format", config.serving.format, allowed, remedy)
+
+
 def _engine_experts(config: Config) -> Problems:
     engine, num_experts = config.engine, config.model.architecture.n_routed_experts
     if engine.kind == "sglang" and config.hardware.device == "cuda" and num_experts % engine.gpus_per_engine:
@@ -341,6 +367,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _hardware,
     _formats,
     _quantize,
+    _serving_rows,
     _engine_experts,
     _names,
     _node_names,

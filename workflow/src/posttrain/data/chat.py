@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from posttrain.errors import CheckpointError
@@ -34,17 +35,24 @@ class ChatTokenizer:
                 f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json"
             )
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self._folder = folder
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Return the token ids of a conversation, ready for the assistant's answer.
 
         Args:
             messages: Each with "role" and "content".
+
+        Raises:
+            CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
         """
         conversation = [dict(message) for message in messages]
-        ids = self.tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise CheckpointError(f"{self._folder}: the chat template cannot be rendered: {error}") from error
         return tuple(ids)
 
     def decode(self, response_tokens: Sequence[int]) -> str:

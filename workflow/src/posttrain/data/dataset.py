@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts import parse_json
 from posttrain.errors import ConfigError, Problem
 from posttrain.types import Prompt
 
@@ -169,7 +170,7 @@ def _parse_line(
 ) -> tuple[tuple[tuple[dict[str, str], ...], str] | None, str]:
     """Return messages and label of a line, or None and the reason."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line)
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 ({error.reason} at byte {error.start})"
     except ValueError as error:

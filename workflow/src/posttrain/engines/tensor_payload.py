@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from posttrain.errors import reason_of
+
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 # Every tensor starts at a multiple of this, which all element sizes divide.
@@ -76,7 +78,7 @@ def deserialize_bucket(payload: str) -> list[tuple[str, torch.Tensor]]:
         RuntimeError,
         pickle.UnpicklingError,
     ) as error:
-        raise PayloadError(f"not a payload of named tensors: {error}") from error
+        raise PayloadError(f"not a payload of named tensors: {reason_of(error)}") from error
     if not isinstance(named_tensors, list) or not all(_is_named_tensor(item) for item in named_tensors):
         raise PayloadError(f"expected a list of (name, tensor), got {type(named_tensors).__name__}")
     return [(name, tensor) for name, tensor in named_tensors]

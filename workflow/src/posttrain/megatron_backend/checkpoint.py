@@ -11,7 +11,7 @@ which may run in another thread for as long as nobody changes the state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,31 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner, load_state_dict
 from torch.distributed.checkpoint import save as torch_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from posttrain.errors import CheckpointError
+from posttrain.checkpoint.torch_dist_format import COMMON_NAME, read_common, read_metadata
+from posttrain.errors import CheckpointError, reason_of
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
@@ -97,12 +106,68 @@ def load_training_state(policy: Policy, folder: Path) -> int:
         CheckpointError: When the checkpoint does not fit the model.
     """
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
+    counts = _read_counts(folder)
     allocate_state(policy.optimizer)
     # The pieces of the optimizer's state are views of it: the load fills them where they are.
     state = _load(_training_state(policy), folder)
     _fill(policy.model, state["model"])
-    restore_state(policy.optimizer, int(state["optimizer_steps"]))
-    return int(state["step"])
+    restore_state(policy.optimizer, counts["optimizer_steps"])
+    return counts["step"]
+
+
+class NothingInCommon(TorchCommonLoadStrategy):
+    """Leaves `common.pt` closed: of it `read_common` reads what we need."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+class SafeLoad(TorchDistLoadShardedStrategy):
+    """Loads tensors, and nothing that is not one, from where metadata says that were read by `read_metadata`.
+
+    Megatron's own strategy unpickles `.metadata`, and whatever that calls an object, with all the code that is in it.
+
+    Args:
+        metadata: Of the folder that is loaded.
+    """
+
+    def __init__(self, metadata: Metadata):
+        super().__init__()
+        self._metadata = metadata
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Fill a state of sharded tensors, as Megatron's strategy does."""
+        tensors = list(nested_values(sharded_state_dict))
+        self._require_tensors(tensor.key for tensor in tensors)
+        by_key, names, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        filled = mcore_to_pyt_state_dict(by_key, True)
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+        )
+        load_state_dict(filled, _ReaderOf(self._metadata, checkpoint_dir), planner=planner)
+        values = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(values, names, renamed)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def _require_tensors(self, keys: Iterable[str]) -> None:
+        """Refuse what is missing, and objects: torch unpickles these without a look at what they are."""
+        rows = self._metadata.state_dict_metadata
+        if wrong := sorted({key for key in keys if not isinstance(rows.get(key), TensorStorageMetadata)}):
+            raise CheckpointingException(f"{len(wrong)} tensors are missing, or are no tensors there: {wrong[:5]}")
+
+
+class _ReaderOf(FileSystemReader):
+    """Reads chunks by metadata that were read before."""
+
+    def __init__(self, metadata: Metadata, folder: str | Path):
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
 
 
 class InProcessSave(SaveShardedStrategy):
@@ -137,9 +202,8 @@ class InProcessSave(SaveShardedStrategy):
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
             )
-        except CheckpointException as error:  # no `Exception`; it holds what each rank raised
-            cause, _ = error.failures[min(error.failures)]
-            raise cause from error
+        except CheckpointException as error:
+            raise _cause_of(error) from error
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -202,12 +266,27 @@ def sharded_weights(model: LogprobModel) -> ShardedStateDict:
     return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
 
 
+def _read_counts(folder: Path) -> dict[str, int]:
+    common = read_common(folder)
+    counts = {name: common.get(name) for name in ("step", "optimizer_steps")}
+    if not all(type(count) is int for count in counts.values()):
+        raise CheckpointError(f"{folder / COMMON_NAME}: expected whole numbers of steps and updates, found {counts}")
+    return counts
+
+
 def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    strategy = SafeLoad(read_metadata(folder))
     try:
-        return dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
-        text = f"{folder} does not fit the model: {type(error).__name__}: {error}"
+        return dist_checkpointing.load(state, str(folder), strategy, NothingInCommon())
+    except (CheckpointingException, CheckpointException, KeyError, TypeError, ValueError, RuntimeError) as error:
+        cause = _cause_of(error)
+        text = f"{folder} does not fit the model: {type(cause).__name__}: {reason_of(cause)}"
         raise CheckpointError(f"{text}\n  remedy: convert the model again, or check model.architecture") from error
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Return what the first rank raised: torch gathers it all in something that is no `Exception`."""
+    return error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
 
 
 def _fill(model: LogprobModel, loaded: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ import signal
 import sys
 from types import TracebackType
 
+from posttrain.errors import printable
+
 LOG_VARIABLE = "POSTTRAIN_LOG"
 
 
@@ -32,17 +34,21 @@ def configure_logging(role: str | None = None) -> None:
         faulthandler.enable(file_handler.stream)
         # The supervisor of a trainer rank asks with it where the rank is.
         faulthandler.register(signal.SIGUSR2, file_handler.stream)
-    logging.basicConfig(
-        level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"),
-        format=f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(_Printable(f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"), handlers=handlers, force=True)
     # What these libraries say at INFO is about themselves, and buries what we say.
     for noisy in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
+
+
+class _Printable(logging.Formatter):
+    """Names control characters: a log is read on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as it is written."""
+        return printable(super().format(record))
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,18 +5,22 @@ A receipt names the digests of what it was made from; `checkpoint.verification` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import (
+    FileRecord,
     Paths,
     Receipt,
     part_receipt_of,
     partial_of,
+    read_json,
     read_receipt,
+    read_records,
     receipt_of,
+    record_files,
+    sync_tree,
 )
 from posttrain.errors import CheckpointError
 
@@ -42,6 +46,18 @@ class Artefact:
     is_whole_folder: bool = True
 
 
+def record_run(run: Path) -> tuple[FileRecord, ...]:
+    """Return the records of what the training of a run wrote down, beside its checkpoints, for people to read.
+
+    Args:
+        run: The run's folder; names are relative to it.
+    """
+    sync_tree(run / "train" / "wandb")  # W&B does not
+    patterns = ("train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/**/*", "node_local/*.json")
+    found = (path for pattern in patterns for path in run.glob(pattern) if path.is_file() and not path.is_symlink())
+    return record_files(run, (path.relative_to(run).as_posix() for path in found))
+
+
 def find_artefacts(paths: Paths) -> list[Artefact]:
     """Return every artefact of the run whose receipt exists, from the source to the export.
 
@@ -63,8 +79,11 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
         found.append(_load("train", paths.train, paths.train_done, False))
     if not receipt_of(paths.hf_export).exists():
         found += _artefacts_of("run: hf", paths.hf_export)
+    finals = [paths.train / artefact.receipt.settings["final_checkpoint"] for artefact in found if artefact.receipt]
+    kept = sorted(paths.checkpoints.glob("step_*[0-9]/manifest.json"))
+    found += [_kept_checkpoint(path) for path in kept if path.parent not in finals]
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):
-        if receipt_path.parent.suffix == ".parts":
+        if receipt_path.parent.suffix == ".parts" or receipt_path.parent == paths.evaluation("").parent:
             continue
         folder = receipt_path.with_name(receipt_path.name.removesuffix(".receipt.json"))
         name = f"run: {folder.relative_to(paths.run).as_posix()}"
@@ -73,6 +92,16 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
         found.append(_load(name, folder if whole else receipt_path.parent, receipt_path, whole))
     copies = _find_copies(paths, find_store_artefacts(paths))
     return [*found, *copies, *_find_evaluations(paths)]
+
+
+def _kept_checkpoint(manifest: Path) -> Artefact:
+    """Return a checkpoint of training; it may be forked as long as it is kept."""
+    name = f"checkpoint {manifest.parent.name}"
+    try:
+        receipt = Receipt("train_grpo", read_records(manifest), {}, {})
+    except CheckpointError as error:
+        return Artefact(name, manifest.parent, manifest, None, str(error))
+    return Artefact(name, manifest.parent, manifest, receipt)
 
 
 def _artefacts_of(name: str, folder: Path) -> list[Artefact]:
@@ -88,25 +117,35 @@ def _find_copies(paths: Paths, origins: Iterable[Artefact]) -> Iterator[Artefact
     """Yield the copies on nodes' own disks that this machine can see, with their origin's receipt."""
     receipts = {origin.receipt.digest: origin for origin in origins if origin.receipt is not None}
     for testimony in sorted(paths.run.glob("node_local/*.json")):
-        row = json.loads(testimony.read_text(encoding="utf-8"))
-        for copy in row["copies"] if Path(row["folder"]).is_dir() else ():
-            folder = Path(copy["folder"])
-            origin = receipts.get(copy["receipt_digest"])
-            if origin is None:
-                digest = copy["receipt_digest"][:12]
-                why = f"{testimony}: {folder} was copied from {digest}, which nothing on disk has"
-                yield Artefact(f"{row['node']}: {folder.name}", folder, testimony, None, why)
+        try:
+            row = read_json(testimony)
+            node, is_here = str(row["node"]), Path(row["folder"]).is_dir()
+            copies = [(Path(copy["folder"]), str(copy["receipt_digest"])) for copy in row["copies"] if is_here]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"{testimony}: not a record of what a node holds ({error!r}); stage again"
+            yield Artefact(testimony.stem, testimony.parent, testimony, None, why)
+            continue
+        for folder, digest in copies:
+            if origin := receipts.get(digest):
+                yield Artefact(f"{node}: {origin.name}", folder, testimony, origin.receipt, "", False)
             else:
-                yield Artefact(f"{row['node']}: {origin.name}", folder, testimony, origin.receipt, "", False)
+                why = f"{testimony}: {folder} was copied from {digest[:12]}, which nothing on disk has"
+                yield Artefact(f"{node}: {folder.name}", folder, testimony, None, why)
 
 
 def _find_evaluations(paths: Paths) -> Iterator[Artefact]:
-    """Yield the evaluations: results without files, whose record names what was evaluated."""
+    """Yield the evaluations; earlier versions wrote no receipts, and the result itself names what was evaluated."""
     for path in (paths.evaluation("before"), paths.evaluation("after")):
-        if path.exists():
-            row = json.loads(path.read_text(encoding="utf-8"))
-            receipt = Receipt("evaluate", (), row.get("inputs", {}), {})
-            yield Artefact(f"evaluation {path.stem}", path.parent, path, receipt, "", False)
+        name = f"evaluation {path.stem}"
+        if receipt_of(path).exists():
+            yield _load(name, path.parent, receipt_of(path), False)
+        elif path.exists():
+            try:
+                receipt = Receipt("evaluate", (), dict(read_json(path)["inputs"]), {})
+                yield Artefact(name, path.parent, path, receipt, "", False)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = f"{path}: not the result of an evaluation ({error!r}); delete it, and it is made again"
+                yield Artefact(name, path.parent, path, None, why)
 
 
 def _load(name: str, folder: Path, receipt_path: Path, is_whole_folder: bool = True) -> Artefact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
-from posttrain.artifacts import Paths, read_receipt
+from posttrain.artifacts import Paths, parse_json, read_json, read_receipt, receipt_of
 from posttrain.config import schema
 from posttrain.config.load import Resolved, load_resolved
 from posttrain.errors import CheckpointError
@@ -124,7 +123,8 @@ def read_run(inputs: ReportInputs) -> RunData:
     export = read_receipt(inputs.export_receipt)
     if "final_weights_sha256" not in export.settings:
         raise CheckpointError(f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again")
-    artefacts = find_artefacts(paths)
+    # Not what an earlier report was.
+    artefacts = [found for found in find_artefacts(paths) if found.receipt_path != receipt_of(paths.report)]
     return RunData(
         config=config,
         origins=origins,
@@ -265,7 +265,7 @@ def _read_history(artefact: Artefact) -> list[RuleTime]:
 
 def _read_json(path: Path, required: set[str]) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); run the step that writes it again") from error
     if missing := required - set(content):
@@ -277,5 +277,7 @@ def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a log that is appended to; a last line cut short by a kill is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        return [parse_json(line) for line in path.read_bytes().split(b"\n")[:-1] if line]
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore the file from a copy") from error

@@ -7,17 +7,18 @@ from typing import Any
 
 import jinja2
 
+from posttrain.errors import printable
 from posttrain.observability import report_format
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Return a page.
+    """Return a page; control characters in it are named.
 
     Args:
         template: File below `templates/`.
         content: Names that the template uses; one that is missing is an error.
     """
-    return _environment().get_template(template).render(**content)
+    return printable(_environment().get_template(template).render(**content))
 
 
 @cache

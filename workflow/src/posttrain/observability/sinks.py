@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.artifacts import append_json_line, write_text
+from posttrain.artifacts import append_json_line, parse_json, write_text
 from posttrain.config.schema import Logging
 from posttrain.errors import CheckpointError
 from posttrain.observability.metrics import METRICS, check_metrics
@@ -95,7 +95,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     # A row counts once its newline is on disk, so what follows the last newline is a torn write (or nothing).
     rows = [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
     steps = [row["step"] for row in rows]
@@ -124,9 +124,9 @@ def cut_off_rows(path: Path, last_step: int | None) -> list[dict[str, float]]:
     return kept
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, float]:
+def _parse(path: Path, number: int, line: bytes) -> dict[str, float]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise CheckpointError(f"{path}:{number}: not JSON ({error}); restore the file or start a new run") from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

@@ -36,7 +36,7 @@ class RolloutStore:
         if not path.exists():
             return None
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = artifacts.read_json(path)
             return [SampleGroup.from_dict(row) for row in rows]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not a rollout ({error}); delete it and run again") from error

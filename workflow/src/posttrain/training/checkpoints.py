@@ -11,7 +11,6 @@ manifest is compared before a checkpoint is used. Ranks share the work, each has
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import shutil
@@ -54,11 +53,14 @@ class CheckpointFolder:
 
         Args:
             inputs: Name -> digest of the receipts that a start from the beginning would use.
+
+        Raises:
+            CheckpointError: It cannot be read any more.
         """
         path = self._folder / BEGUN_FROM_NAME
         if not path.exists() or self.newest_step() == 0:
             artifacts.write_json(path, dict(inputs))
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = read_begun_from(self._folder)
         if begun != dict(inputs):
             log.warning("%s: begun with other inputs than the store holds now; it goes on with its own", self._folder)
         return begun
@@ -125,6 +127,19 @@ class CheckpointFolder:
         shutil.rmtree(expired)
 
 
+def read_begun_from(folder: Path) -> dict[str, str]:
+    """Return what the checkpoints in a folder were begun with: name -> digest of a receipt.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    path = folder / BEGUN_FROM_NAME
+    try:
+        return dict(artifacts.read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore it, or begin a new run") from error
+
+
 def committed_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return (finished steps, folder) of every committed checkpoint, rising; none where nothing was begun."""
     found = ((_COMMITTED.fullmatch(path.name), path) for path in folder.glob("step_*"))
@@ -149,16 +164,16 @@ def check_sizes(folder: Path) -> list[str]:
 def _compare(folder: Path, rank: int = 0, num_ranks: int = 1, *, content: bool) -> list[str]:
     """Compare a rank's share of a checkpoint with the manifest; see `artifacts.check_files`."""
     try:
-        rows = [FileRecord(**row) for row in json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))]
+        rows = artifacts.read_records(folder / MANIFEST_NAME)
         share = Receipt("train_grpo", tuple(_share(rows, rank, num_ranks)), {}, {})
         return artifacts.check_files(folder, share, content)
-    except (OSError, ValueError, TypeError) as error:
-        return [f"{folder / MANIFEST_NAME}: cannot be read ({error})"]
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
 
 
 def _share(rows: Sequence[FileRecord], rank: int, num_ranks: int) -> Sequence[FileRecord]:
     """Return what a rank reads: in the layout of the save what it wrote, which it loads next, from memory by then."""
-    if max((_writer_of(row.path) for row in rows), default=0) + 1 == num_ranks:
+    if max(_writer_of(row.path) for row in rows) + 1 == num_ranks:
         return [row for row in rows if _writer_of(row.path) == rank]
     return rows[rank::num_ranks]
 

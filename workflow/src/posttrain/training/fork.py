@@ -14,7 +14,7 @@ from posttrain.artifacts.lease import Lease, check_epoch
 from posttrain.checkpoint.file_placement import copy_plainly, hard_link
 from posttrain.errors import raise_if_any
 from posttrain.observability.sinks import read_rows
-from posttrain.training.checkpoints import BEGUN_FROM_NAME, MANIFEST_NAME, CheckpointFolder
+from posttrain.training.checkpoints import MANIFEST_NAME, CheckpointFolder, read_begun_from
 from posttrain.training.lineage import STEP, changed_values, check_fork, parent_of, read_lineage
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> 
 
 def _lineage_receipt(paths: Paths, checkpoint: Path) -> Receipt:
     parent, step = parent_of(paths)
-    begun_from: dict[str, str] = json.loads((parent.checkpoints / BEGUN_FROM_NAME).read_text(encoding="utf-8"))
+    begun_from = read_begun_from(parent.checkpoints)
     ancestors: list[dict[str, Any]] = read_lineage(parent.fork_receipt)
     lineage = [*ancestors, {"run": parent.run.name, "step": step, "changed": changed_values(paths)}]
     manifest = artifacts.hash_file(checkpoint / MANIFEST_NAME)

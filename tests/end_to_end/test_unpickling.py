@@ -1,0 +1,26 @@
+"""Who unpickles in a whole run, in our code and in anybody's: seen from inside of every process.
+
+`tests/test_unpickling.py` plants payloads at these places.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.conftest import UNPICKLED
+from tests.workflow_runs import WorkflowFolder
+
+pytestmark = pytest.mark.slow
+
+# File that unpickles and its function -> what it reads.
+PLACES = {
+    "posttrain/checkpoint/torch_dist_format.py:read_metadata": "checkpoints, by an unpickler of our own",
+    "torch/distributed/distributed_c10d.py:_tensor_to_object": "messages between ranks",
+}
+
+
+def test_nothing_else_unpickles_in_a_whole_run(undisturbed: WorkflowFolder) -> None:
+    lines = (undisturbed.folder / UNPICKLED).read_text().splitlines()
+    found = {"/".join(Path(line.partition(" ")[0]).parts[-3:]) for line in lines}
+    assert found == set(PLACES)

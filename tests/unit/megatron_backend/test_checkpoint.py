@@ -1,0 +1,112 @@
+"""What training loads, when somebody else has written into the checkpoint: no code of theirs runs."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.payload import Payload
+from tests.unit.megatron_backend.conftest import ARCHITECTURE
+from tests.unit.megatron_backend.test_families import convert_family
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from posttrain.checkpoint.torch_dist_format import METADATA_NAME, read_metadata
+from posttrain.errors import CheckpointError
+from posttrain.megatron_backend.checkpoint import load_training_state, load_weights, prepare_save
+from posttrain.megatron_backend.optimizer_state import allocate_state
+
+WEIGHT = "decoder.final_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(policy, tmp_path_factory) -> Path:
+    """A training checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    allocate_state(policy.optimizer)
+    prepare_save(policy, 6, folder)()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint, tmp_path_factory) -> Path:
+    """A converted checkpoint of the same model."""
+    return convert_family(tmp_path_factory.mktemp("converted"), ARCHITECTURE) / "torch_dist"
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Iterator[Payload]:
+    payload = Payload(tmp_path / "ran")
+    yield payload
+    assert not payload.has_run
+
+
+def test_the_doors_are_open_for_what_we_wrote(policy, saved, converted):
+    assert load_training_state(policy, saved) == 6
+    load_weights(policy.model, converted)
+
+
+@pytest.mark.parametrize("kind", ["saved", "converted"])
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        ("metadata", r"\.metadata: not the metadata of a torch_dist checkpoint \(posix\.mkdir has no place in it\)"),
+        ("common", r"common\.pt: cannot be read \(.*GLOBAL posix\.mkdir"),
+        ("object", rf"1 tensors are missing, or are no tensors there: \['{WEIGHT}'\]"),
+        ("chunk", "does not fit the model.*GLOBAL posix.mkdir"),
+    ],
+)
+def test_no_payload_runs(policy, request, tmp_path, payload, kind, plant, reason):
+    folder = tmp_path / "planted"
+    shutil.copytree(request.getfixturevalue(kind), folder)
+    PLANTS[plant](folder, payload)
+    load = load_training_state if kind == "saved" else lambda policy, folder: load_weights(policy.model, folder)
+    if (kind, plant) == ("converted", "common"):
+        load(policy, folder)  # nothing of it is needed: it is not opened
+    else:
+        with pytest.raises(CheckpointError, match=reason) as refused:
+            load(policy, folder)
+        assert "weights_only" not in str(refused.value), "torch's advice to run it all the same"
+
+
+def plant_metadata(folder: Path, payload: Payload) -> None:
+    (folder / METADATA_NAME).write_bytes(payload.content)
+
+
+def plant_common(folder: Path, payload: Payload) -> None:
+    torch.save({"step": payload, "optimizer_steps": payload}, folder / "common.pt")
+
+
+def plant_chunk(folder: Path, payload: Payload, is_object: bool = False) -> None:
+    """Let the payload lie where a tensor does; torch's planner unpickles an object without a look at what it is."""
+    torch.save(payload, folder / "__9_0.distcp")
+    metadata = read_metadata(folder)
+    index = next(index for index in metadata.storage_data if index.fqn == WEIGHT)
+    place = metadata.storage_data.pop(index)
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, (folder / "__9_0.distcp").stat().st_size
+    if is_object:
+        row = BytesStorageMetadata()
+        row.size = metadata.state_dict_metadata[WEIGHT].size  # by which Megatron compares shapes
+        metadata.state_dict_metadata[WEIGHT] = row
+    metadata.storage_data[MetadataIndex(WEIGHT) if is_object else index] = place
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+
+
+PLANTS = {
+    "metadata": plant_metadata,
+    "common": plant_common,
+    "chunk": plant_chunk,
+    "object": partial(plant_chunk, is_object=True),
+}
+
+
+@pytest.mark.parametrize("counts", [{"step": 6}, {"step": "6", "optimizer_steps": 1}, [6, 1]])
+def test_a_state_without_its_counts_is_refused(policy, saved, tmp_path, counts):
+    shutil.copytree(saved, tmp_path / "saved")
+    torch.save(counts, tmp_path / "saved" / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt: (expected whole numbers|holds a list)"):
+        load_training_state(policy, tmp_path / "saved")

@@ -1,0 +1,47 @@
+"""JSON that anybody may have written: whatever is wrong with it is a ValueError with a reason.
+
+Python's own reader raises other errors, too (nested too deeply), and takes half a character for text, which the first
+to write it anywhere would fail with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+# The escape of half a character; whether its other half follows is left to the encoder.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says.
+
+    Args:
+        text: The text, or its bytes in UTF-8.
+
+    Raises:
+        ValueError: It is not UTF-8 or not JSON, is nested too deeply, or holds half a character (a lone surrogate).
+    """
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    try:
+        content = json.loads(decoded)
+        if _HALF.search(decoded):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except UnicodeEncodeError as error:
+        half = str(error.object)[error.start]
+        raise ValueError(f"holds half a character, {half.encode('unicode_escape').decode()}") from error
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file says.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: See `parse_json`.
+    """
+    return parse_json(path.read_bytes())

@@ -1,0 +1,150 @@
+"""What of a `torch_dist` checkpoint is pickled, read without running what others may have put there.
+
+`.metadata` (which chunk of which tensor lies where) and `common.pt` (what is no tensor) are pickles, and a pickle can
+run code. Megatron's and torch's own readers run it. Here nothing but the classes of the format gets through, and who
+loads a checkpoint loads what was read here: the file is not opened a second time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from posttrain.errors import CheckpointError, reason_of
+
+METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
+# What a pickle with wrong bytes makes an unpickler raise; torch's passes most of it on as it is.
+WRONG_PICKLE = (
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+_FORMAT = "torch.distributed.checkpoint."
+_FORMAT_CLASSES = {
+    f"{_FORMAT}metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_FORMAT}planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    f"{_FORMAT}filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read which chunk of which tensor lies where.
+
+    Args:
+        folder: A `torch_dist` checkpoint.
+
+    Returns:
+        Metadata whose tensors, chunks and places are of the format's own types; no place is outside the folder.
+
+    Raises:
+        CheckpointError: There is none, or it is something else.
+    """
+    path = folder / METADATA_NAME
+    try:
+        with open(path, "rb") as file:
+            metadata = _FormatUnpickler(file).load()
+        wrong = next(_misfits(metadata), "")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint") from error
+    except WRONG_PICKLE as error:
+        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({reason_of(error)})") from error
+    if wrong:
+        raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({wrong})")
+    return metadata
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Read what is no tensor.
+
+    Raises:
+        CheckpointError: There is none, or it holds something else than numbers, texts and their containers.
+    """
+    path = folder / COMMON_NAME
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; not a checkpoint of Megatron") from error
+    except (RuntimeError, *WRONG_PICKLE) as error:
+        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)})") from error
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}: holds a {type(common).__name__}, expected a dictionary")
+    return common
+
+
+def _misfits(metadata: Any) -> Iterator[str]:
+    """Yield what is not of the format's types: a pickle may fill the fields of a class with anything."""
+    if not isinstance(metadata, Metadata):
+        yield f"a {type(metadata).__name__}"
+        return
+    for key, row in metadata.state_dict_metadata.items():
+        if isinstance(row, TensorStorageMetadata) and not _is_tensor(row):
+            yield f"tensor {key} is described as {row!r:.200}"
+    for index, place in metadata.storage_data.items():
+        if not _is_place(index, place):
+            yield f"{index!r:.200} lies at {place!r:.200}"
+        elif Path(place.relative_path).name != place.relative_path:
+            yield f"{index.fqn} lies outside the folder, at {place.relative_path!r:.200}"
+
+
+def _is_tensor(row: TensorStorageMetadata) -> bool:
+    boxes = [row.size, *(box for chunk in row.chunks for box in (chunk.offsets, chunk.sizes))]
+    return isinstance(row.properties.dtype, torch.dtype) and all(_is_shape(box, len(row.size)) for box in boxes)
+
+
+def _is_place(index: Any, place: Any) -> bool:
+    if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+        return False
+    offset = () if index.offset is None else index.offset
+    return _is_shape(offset, len(offset)) and _is_shape((place.offset, place.length), 2)
+
+
+def _is_shape(numbers: Any, count: int) -> bool:
+    is_whole = isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
+    return is_whole and len(numbers) == count
+
+
+class _FormatUnpickler(pickle.Unpickler):
+    """Unpickles nothing but the classes of torch's checkpoint format."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the format.
+
+        Raises:
+            UnpicklingError: For anything else.
+        """
+        if name in _FORMAT_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
