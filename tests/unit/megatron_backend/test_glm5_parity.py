@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from tests.megatron_single import test_config
+from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -44,6 +47,29 @@ def test_packed_equals_separate(policy, sequences) -> None:
 
 
 def test_gradients_equal_transformers(policy, reference, sequences) -> None:
+    ours, theirs = gradients_of_both(policy, reference, sequences)
+    for name, expected in theirs.items():
+        assert (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def test_one_expert_per_token_equals_transformers(make_policy, make_reference, sequences) -> None:
+    """Its weight is the scaling factor whatever its score, so nothing but rounding reaches the router."""
+    policy = make_policy(test_config(dataclasses.replace(ARCHITECTURE, num_experts_per_tok=1)))
+    reference = make_reference(num_experts_per_tok=1)
+    with torch.no_grad():
+        expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+        assert (run_packed(policy, sequences) - expected).abs().max() <= 1e-5
+    ours, theirs = gradients_of_both(policy, reference, sequences)
+    whole = torch.cat([grad.flatten() for grad in theirs.values()]).norm()
+    for name, grad in theirs.items():
+        if name.endswith("mlp.gate.weight"):
+            assert max(ours[name].norm(), grad.norm()) <= 1e-6 * whole, name
+        else:
+            assert (ours[name] - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+def gradients_of_both(policy, reference, sequences) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the gradients of the sum of log-probabilities by Hub name: the trainer's, and transformers'."""
     from posttrain.megatron_backend.weights import HubWeights
 
     labels = torch.cat(sequences).roll(-1)
@@ -56,8 +82,7 @@ def test_gradients_equal_transformers(policy, reference, sequences) -> None:
     ours = gradients_by_hub_name(policy, HubWeights(policy.model, policy.config.model.architecture))
     theirs = dict(reference_gradients(reference))
     assert set(theirs) <= set(ours)
-    for name, expected in theirs.items():
-        assert (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
+    return ours, theirs
 
 
 def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
