@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpoint.hf_config import CLASS_OF
+from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
 from posttrain.config.load import read_yaml, resolve
 from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
@@ -63,8 +64,8 @@ VIOLATIONS = (
     ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
-    # 80 steps of two updates.
-    ("tiny", "optimizer.lr_warmup_steps=161", ["optimizer.lr_warmup_steps"]),
+    # 80 steps, of two updates each.
+    ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),
     ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
     ("glm5", "trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
     ("tiny", "site.name=a/b", ["site.name"]),
@@ -151,6 +152,16 @@ def test_a_violation_names_its_key_and_nothing_else(model, settings, keys):
     assert set(keys) <= set(named)
     assert {key.partition(".")[0] for key in named} == {key.partition(".")[0] for key in keys}
     assert all(p.allowed and p.remedy for p in caught.value.problems)
+
+
+def test_a_warm_up_may_be_as_long_as_the_run():
+    """Its last step then has the whole learning rate; both count steps, of two updates each here."""
+    lengths = {"training.num_steps": 10, "optimizer.lr_warmup_steps": 10}
+    choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in lengths.items())}
+    config = resolve(choice, CONFIG_DIR).config
+    assert num_updates_per_step(config) == 2
+    with pytest.raises(ConfigError, match="at most 10, the steps of the run"):
+        resolve({**choice, "set": f"{choice['set']} optimizer.lr_warmup_steps=11"}, CONFIG_DIR)
 
 
 def test_every_rule_is_broken_once():

@@ -109,6 +109,8 @@ def update(policy: Policy, batches: Sequence[TrainingMicroBatch], lr: float) -> 
 def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of a step, counted from 0: linear warm-up, then constant.
 
+    All updates of a step have the same; `optimizer.lr_warmup_steps` counts steps.
+
     Example:
         lr 1e-6 and 4 warm-up steps: 2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, ...
     """
