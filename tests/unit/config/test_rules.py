@@ -8,9 +8,9 @@ import pytest
 from posttrain.checkpoint.hf_config import CLASS_OF
 from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
-from posttrain.config.load import read_yaml, resolve
+from posttrain.config.load import Chosen, read_yaml, resolve
 from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, Problem
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
@@ -79,6 +79,42 @@ VIOLATIONS = (
     ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),
     ("tiny", "stage.copy=slices", ["stage.copy"]),
 )
+
+
+@pytest.mark.parametrize(
+    ("revision", "is_commit"),
+    [("a1" * 20, True), ("a1" * 20 + "b", False), ("a1" * 19 + "b", False), ("A1" * 20, False), ("g1" * 20, False)],
+    ids=["40 digits", "41 digits", "39 digits", "capitals", "no hex"],
+)
+@pytest.mark.parametrize("key", ["model.source.revision", "data.revision"])
+def test_a_commit_has_40_hex_digits(key, revision, is_commit):
+    choice = {**MODELS["glm5"], "set": f"{key}={revision}"}
+    if is_commit:
+        resolve(choice, CONFIG_DIR)
+        return
+    with pytest.raises(ConfigError) as caught:
+        resolve(choice, CONFIG_DIR)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, repr(revision))]
+
+
+def test_refusals_come_in_the_order_of_the_chain():
+    """What no layout mends first, then model, data, training, engines, site, launcher: as a user goes through them."""
+    broken = {
+        "site.container.image": "/image.sif",
+        "site.trainer_environment": "[NAME]",
+        "engine.mtp_steps": 1,
+        "optimizer.lr_warmup_steps": 81,
+        "data.num_train_prompts": 0,
+        "model.source.kind": "folder",
+    }
+    choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in broken.items())}
+    chosen = Chosen({}, (Problem("nodes", "1", "2", "take two"),))
+    with pytest.raises(ConfigError) as caught:
+        resolve(choice, CONFIG_DIR, lambda config, origins: chosen)
+    keys = ["model.source.folder" if key == "model.source.kind" else key for key in broken]
+    assert [problem.key for problem in caught.value.problems] == ["nodes", *reversed(keys)]
+    places = [str(caught.value).index(f"  - {key} = ") for key in ["nodes", *reversed(keys)]]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("model", MODELS)
