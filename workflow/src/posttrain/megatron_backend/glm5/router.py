@@ -1,7 +1,7 @@
 """The router of a model whose tokens see one expert each.
 
-A token's weights over its experts sum to `routed_scaling_factor`. Megatron's router divides by their sum from two experts
-on; with one, the weight would stay the score itself, which is another model.
+A token's weights over its experts sum to `routed_scaling_factor`. Megatron's router divides by their sum from two
+experts on; with one, the weight would stay the score itself, which is another model.
 
 Source: transformers, `GlmMoeDsaTopkRouter` (norm_topk_prob).
 """
