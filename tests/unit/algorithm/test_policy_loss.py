@@ -70,7 +70,7 @@ def test_a_ratio_beyond_fp32_has_the_loss_and_the_gradient_of_every_clipped_rati
 
 
 def test_a_ratio_beyond_fp32_in_the_wrong_direction_is_an_infinite_loss():
-    loss, clipped = clipped_policy_loss(torch.tensor([-1.0]), torch.tensor([-96.0]), torch.tensor([-2.0]), LOW, HIGH)
+    loss, clipped = clipped_policy_loss(torch.tensor([-1.0]), torch.tensor([-96.0]), torch.tensor([-0.1]), LOW, HIGH)
     assert loss.tolist() == [math.inf]
     assert clipped.tolist() == [False]
 

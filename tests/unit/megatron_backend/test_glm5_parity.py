@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.independent_grpo import by_hub_name
 from tests.megatron_single import test_config
 from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
@@ -80,7 +81,8 @@ def gradients_of_both(policy, reference, sequences) -> tuple[dict[str, torch.Ten
     torch.log_softmax(logits, -1).gather(1, labels[:, None]).sum().backward()
 
     ours = gradients_by_hub_name(policy, HubWeights(policy.model, policy.config.model.architecture))
-    theirs = dict(reference_gradients(reference))
+    gradients = ((name, p.grad) for name, p in reference.named_parameters() if p.grad is not None)
+    theirs = dict(named for name, grad in gradients for named in by_hub_name(name, grad))
     assert set(theirs) <= set(ours)
     return ours, theirs
 
@@ -95,24 +97,6 @@ def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
     for parameter, original in zip(trained, originals, strict=True):
         parameter.data.copy_(original)
     return named
-
-
-def reference_gradients(model: torch.nn.Module):
-    """Yield (Hub name, gradient); transformers stacks a layer's experts, the Hub does not."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        if name.endswith("experts.gate_up_proj"):
-            for expert, grad in enumerate(parameter.grad):
-                gate, up = grad.chunk(2)
-                prefix = name.removesuffix("gate_up_proj")
-                yield f"{prefix}{expert}.gate_proj.weight", gate
-                yield f"{prefix}{expert}.up_proj.weight", up
-        elif name.endswith("experts.down_proj"):
-            for expert, grad in enumerate(parameter.grad):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", grad
-        else:
-            yield name, parameter.grad
 
 
 @torch.no_grad()

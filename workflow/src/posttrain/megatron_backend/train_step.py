@@ -189,7 +189,7 @@ def _report(
             clipped[trained].sum().double(),
             approximate_kl(now, old).sum(),
             ratio.new_tensor(count_non_finite(now)),
-            (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros([]),
+            (ratio - 1).abs().max(),
         ]
     )
 
@@ -218,7 +218,7 @@ def _count_non_finite_gradients(policy: Policy) -> int:
     buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
     # min and max carry a NaN along, and need no copy of the buffer as `isfinite(...).all()` would.
     bad = sum(int(not torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all()) for buffer in buffers)
-    count = torch.tensor(float(bad), device=buffers[0].grad_data.device if buffers else None)
+    count = torch.tensor(float(bad), device=buffers[0].grad_data.device)
     dist.all_reduce(count)
     return int(count)
 
@@ -235,7 +235,7 @@ def _apply(policy: Policy, lr: float) -> float:
 
 
 def _statistics(sums: torch.Tensor, grad_norm: float, applied: bool) -> UpdateStatistics:
-    tokens = max(1.0, float(sums[_TOKENS]))
+    tokens = float(sums[_TOKENS])
     return UpdateStatistics(
         loss=float(sums[_LOSS]),
         grad_norm=grad_norm,
