@@ -34,7 +34,7 @@ def test_heaviest_bins_are_split_until_every_rank_has_as_many():
         # Two bins of 4+4: the one with the first sequence is cut.
         ([4, 4, 4, 4], 3, [[[2, 3]], [[0]], [[1]]]),
         # Bins 6+2 and 5+3 weigh the same, too; the sequence of 5 comes before that of 6.
-        ([5, 6, 3, 2], 3, [[[1, 3]], [[0]], [[2]]]),
+        ([5, 6, 2, 3], 3, [[[1, 2]], [[0]], [[3]]]),
         # One bin 2+1+1, cut into 2 and 1+1.
         ([2, 1, 1], 2, [[[0]], [[1, 2]]]),
     ],
