@@ -158,6 +158,40 @@ def test_statistics_equal_numpy(trained: Trained) -> None:
         assert is_first or abs(ours["loss"]) > 1e-2
 
 
+def test_the_sums_of_a_micro_batch_by_hand() -> None:
+    """Prompt (5, 9), response (7, 1, 3), padding; the ratios of the response are 1/2, 1 and 5/4."""
+    from posttrain.batching.packed_batch import build_packed_batch
+    from posttrain.megatron_backend.train_step import TrainingMicroBatch, _loss
+
+    packed = build_packed_batch([Sample(0, 0, (5, 9), (7, 1, 3), (-1.0,) * 3, "stop", 0, 0.0)], [0], multiple_of=6)
+    ratios = torch.tensor([9.0, 0.5, 1.0, 1.25, 9.0, 9.0])
+    old = torch.tensor([-1.0, -2.0, -1.5, -3.0, -1.0, -1.0])
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    batch = TrainingMicroBatch(packed, -2 * mask, mask / 4, old)
+    algorithm = dataclasses.replace(test_config(ARCHITECTURE).algorithm, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    loss, _, sums = _loss(old + ratios.log(), batch, algorithm)
+    # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 x 1.25, each with a weight of 1/4.
+    k3 = (0.5 - 1 + math.log(2)) + 0 + (1.25 - 1 - math.log(1.25))
+    assert loss.item() == pytest.approx(6.1 / 4)
+    assert sums.tolist() == pytest.approx([6.1 / 4, 3, 2.75, 1, k3, 0, 0.5], rel=1e-6)
+    assert sums.dtype == torch.float64
+    logprobs = old + ratios.log()
+    logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
+    assert _loss(logprobs, batch, algorithm)[2][5] == 1
+
+
+def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_are_not_trained(make_policy) -> None:
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    policy = make_policy(trained_config())
+    update = make_updates(policy.config, rollout(0), dp_rank=0)[0]
+    with pytest.raises(AssertionError, match="old log-probabilities"):
+        train_step.update(policy, update.micro_batches(), LR)
+    with pytest.raises(AssertionError, match="cannot be trained"):
+        train_step.update(dataclasses.replace(policy, optimizer=None), [], LR)
+
+
 def test_the_learning_rate_rises_from_its_first_part_to_the_whole() -> None:
     from posttrain.megatron_backend.train_step import learning_rate
 
@@ -192,11 +226,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(distur
     from posttrain.megatron_backend import train_step
 
     policy, good, bad = disturbed
+    policy.wrapped.eval()
     before = weights_of(policy)
     with pytest.raises(RuntimeError, match=r"^1 non-finite values in log-probabilities or gradients; the weights are"):
         train_step.update(policy, bad, LR)
     after = weights_of(policy)
     assert all(torch.equal(after[name], before[name]) for name in before)
+    assert policy.wrapped.training, "every pass recomputes as training does"
     # A weight that is no number: every log-probability is none, and no gradient.
     weight = policy.model.output_layer.weight
     weight.data[7, 3] = math.nan

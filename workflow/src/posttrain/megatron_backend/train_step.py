@@ -114,8 +114,7 @@ def learning_rate(config: Config, step: int) -> float:
     Example:
         lr 1e-6 and 4 warm-up steps: 2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, ...
     """
-    warmup = config.optimizer.lr_warmup_steps
-    return config.optimizer.lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
+    return config.optimizer.lr * min(1.0, (step + 1) / max(1, config.optimizer.lr_warmup_steps))
 
 
 # Places in the vector of sums that a micro-batch reports.
