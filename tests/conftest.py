@@ -18,9 +18,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
-    """A whole run that nobody interrupts: what others are compared with."""
+    """A whole run that nobody interrupts: what others are compared with; all its rollouts are in `rollouts`."""
+    from tests.interruptions import keep_rollouts, start  # imports torch, which most tests do without
+
     workflow = WorkflowFolder(tmp_path_factory.mktemp("undisturbed"), store)
-    workflow.run()
+    driver = start(workflow)
+    keep_rollouts(driver, workflow.folder / "rollouts")
+    code, output = driver.finish()
+    assert code == 0, output[-6000:]
     return workflow
 
 
