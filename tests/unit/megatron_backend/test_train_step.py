@@ -159,23 +159,24 @@ def test_statistics_equal_numpy(trained: Trained) -> None:
 
 
 def test_the_sums_of_a_micro_batch_by_hand() -> None:
-    """Prompt (5, 9), response (7, 1, 3), padding; the ratios of the response are 1/2, 1 and 5/4."""
+    """Prompt (5, 9), response (7, 1, 3), padding; the log ratios of the response are -1, 0 and 1/4."""
     from posttrain.batching.packed_batch import build_packed_batch
     from posttrain.megatron_backend.train_step import TrainingMicroBatch, _loss
 
     packed = build_packed_batch([Sample(0, 0, (5, 9), (7, 1, 3), (-1.0,) * 3, "stop", 0, 0.0)], [0], multiple_of=6)
-    ratios = torch.tensor([9.0, 0.5, 1.0, 1.25, 9.0, 9.0])
     old = torch.tensor([-1.0, -2.0, -1.5, -3.0, -1.0, -1.0])
+    logprobs = old + torch.tensor([2.0, -1.0, 0.0, 0.25, 2.0, 2.0])
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     batch = TrainingMicroBatch(packed, -2 * mask, mask / 4, old)
     algorithm = dataclasses.replace(test_config(ARCHITECTURE).algorithm, clip_ratio_low=0.2, clip_ratio_high=0.28)
-    loss, _, sums = _loss(old + ratios.log(), batch, algorithm)
-    # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 x 1.25, each with a weight of 1/4.
-    k3 = (0.5 - 1 + math.log(2)) + 0 + (1.25 - 1 - math.log(1.25))
-    assert loss.item() == pytest.approx(6.1 / 4)
-    assert sums.tolist() == pytest.approx([6.1 / 4, 3, 2.75, 1, k3, 0, 0.5], rel=1e-6)
+    loss, _, sums = _loss(logprobs, batch, algorithm)
+    # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
+    less, more = math.exp(-1), math.exp(0.25)
+    assert loss.item() == pytest.approx((1.6 + 2 + 2 * more) / 4)
+    assert sums[0] == pytest.approx(loss.item())
+    expected = [3, less + 1 + more, 1, (less - 1 + 1) + 0 + (more - 1 - 0.25), 0, 1 - less]
+    assert sums[1:].tolist() == pytest.approx(expected, rel=1e-13)
     assert sums.dtype == torch.float64
-    logprobs = old + ratios.log()
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
     assert _loss(logprobs, batch, algorithm)[2][5] == 1
 

@@ -178,14 +178,14 @@ def _report(
     loss: torch.Tensor, logprobs: torch.Tensor, batch: TrainingMicroBatch, clipped: torch.Tensor
 ) -> torch.Tensor:
     trained = batch.packed.loss_mask.to(logprobs.device) > 0
-    now, old = logprobs[trained].double(), batch.old_logprobs[trained].double()
+    now, old = logprobs[trained].double(), batch.old_logprobs[trained]
     ratio = (now - old).exp()
-    return torch.stack(
+    return torch.stack(  # in FP64, as what follows from `now` is
         [
-            loss.double(),
-            trained.sum().double(),
+            loss,
+            trained.sum(),
             ratio.sum(),
-            clipped[trained].sum().double(),
+            clipped[trained].sum(),
             approximate_kl(now, old).sum(),
             ratio.new_tensor(count_non_finite(now)),
             (ratio - 1).abs().max(),
@@ -195,8 +195,8 @@ def _report(
 
 def _add_up(reports: list[torch.Tensor]) -> torch.Tensor:
     """Add the reports of all micro-batches and data-parallel ranks, and tell every pipeline stage."""
-    total = torch.stack(reports).sum(0) if reports else torch.zeros(7, dtype=torch.float64)
-    largest = torch.stack(reports)[:, _MAX_DEVIATION].max() if reports else torch.zeros([], dtype=torch.float64)
+    rows = torch.stack(reports) if reports else torch.zeros(1, 7, dtype=torch.float64)
+    total, largest = rows.sum(0), rows[:, _MAX_DEVIATION].max()
     if torch.cuda.is_available():
         total, largest = total.cuda(), largest.cuda()
     # Tensor-parallel ranks report the same; a data-parallel group therefore counts every token once.
@@ -224,7 +224,6 @@ def _count_non_finite_gradients(policy: Policy) -> int:
 
 def _apply(policy: Policy, lr: float) -> float:
     """Let the optimizer clip and step; returns the gradient norm before clipping."""
-    assert policy.optimizer is not None
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = policy.config.optimizer.weight_decay * group["wd_mult"]
