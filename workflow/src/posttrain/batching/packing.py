@@ -84,11 +84,9 @@ def _split_heaviest(bins: list[list[int]], lengths: Sequence[int]) -> None:
     """Cut the heaviest bin with more than one sequence into two of about equal weight."""
     heaviest = max((b for b in bins if len(b) > 1), key=lambda b: (sum(lengths[i] for i in b), -b[0]))
     halves: tuple[list[int], list[int]] = ([], [])
-    weights = [0, 0]
     for index in heaviest:  # the longest first, as it was filled
-        lighter = int(weights[1] < weights[0])
-        halves[lighter].append(index)
-        weights[lighter] += lengths[index]
+        lighter = min(halves, key=lambda half: sum(lengths[i] for i in half))
+        lighter.append(index)
     bins[bins.index(heaviest) : bins.index(heaviest) + 1] = list(halves)
 
 
