@@ -21,17 +21,22 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkflowFolder:
-    """A whole run that nobody interrupts: what others are compared with.
+    """A whole run that nobody interrupts: what others are compared with; all its rollouts are in `rollouts`.
 
     It has secrets that it must keep, and its processes note what they unpickle.
     """
+    from tests.interruptions import keep_rollouts, start  # imports torch, which most tests do without
+
     folder = tmp_path_factory.mktemp("undisturbed")
     notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
     workflow = WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
     with command_lines() as seen:
-        printed = workflow.run()
-    (workflow.folder / "printed.txt").write_text(printed)
-    (workflow.folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
+        driver = start(workflow)
+        keep_rollouts(driver, folder / "rollouts")
+        code, output = driver.finish()
+    assert code == 0, output[-6000:]
+    (folder / "printed.txt").write_text(output)
+    (folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
     return workflow
 
 

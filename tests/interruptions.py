@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -230,6 +231,22 @@ def rank_process(workflow: WorkflowFolder, rank: int) -> psutil.Process:
 def attempts_of(workflow: WorkflowFolder) -> list[dict[str, Any]]:
     """Return the ended attempts of a workflow's training."""
     return [json.loads(line) for line in (workflow.run_folder / "train" / "attempts.jsonl").read_text().splitlines()]
+
+
+def keep_rollouts(driver: Driver, folder: Path, until: str = "") -> None:
+    """Link every finished chunk into a folder until the driver ends, or a file of the training (`until`) is there.
+
+    Training deletes the chunks of a step when a later checkpoint is committed.
+    """
+    folder.mkdir(exist_ok=True)
+    results = driver.workflow.results
+    while driver.process.poll() is None and not (until and any(results.glob(f"*/train/{until}"))):
+        # A folder may go between its listing and a look into it.
+        with contextlib.suppress(FileNotFoundError):
+            for chunk in results.glob("*/train/rollouts/step_*/chunk_*.json"):
+                with contextlib.suppress(FileExistsError):
+                    os.link(chunk, folder / f"{chunk.parent.name}-{chunk.name}")
+        time.sleep(0.02)
 
 
 def assert_gone(workflow: WorkflowFolder, seconds: float = GONE_SECONDS) -> None:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tests.interruptions import (
     ENGINE,
     NUM_JOBS,
     OUTPUTS,
-    POLL_SECONDS,
     SUPERVISOR,
     TRAINER,
     Driver,
@@ -36,6 +34,7 @@ from tests.interruptions import (
     files_made,
     find_processes,
     finished_jobs,
+    keep_rollouts,
     kill_at_times,
     seconds_by_rule,
     start,
@@ -276,19 +275,6 @@ def test_every_other_rule_killed_once(undisturbed: WorkflowFolder, tmp_path: Pat
     assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
     finished = finished_jobs(workflow)
     assert {rule: finished[rule] for rule in points} == {rule: len(times) for rule, times in points.items()}
-
-
-def keep_rollouts(driver: Driver, folder: Path, until: str = "") -> None:
-    """Link every finished chunk into a folder while the driver runs: training deletes those it needs no longer."""
-    folder.mkdir(exist_ok=True)
-    results = driver.workflow.results
-    while driver.process.poll() is None and not (until and any(results.glob(f"*/train/{until}"))):
-        # A folder may go between its listing and a look into it.
-        with contextlib.suppress(FileNotFoundError):
-            for chunk in results.glob("*/train/rollouts/step_*/chunk_*.json"):
-                with contextlib.suppress(FileExistsError):
-                    os.link(chunk, folder / f"{chunk.parent.name}-{chunk.name}")
-        time.sleep(POLL_SECONDS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,5 @@
 import random
+import warnings
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_equal_rewards_teach_exactly_nothing(normalize):
     assert grpo_advantages(rewards, normalize).tolist() == [[0.0] * 7]
 
 
+def test_equal_rewards_of_one_group_leave_the_others_alone():
+    rewards = torch.tensor([[0.1] * 7, [1.0] + [0.0] * 6, [0.3] * 7])
+    advantages = grpo_advantages(rewards, False)
+    assert advantages[[0, 2]].tolist() == [[0.0] * 7] * 2
+    assert advantages[1].tolist() == pytest.approx([6 / 7] + [-1 / 7] * 6)
+
+
+def test_a_group_of_one_has_no_standard_deviation_to_warn_of():
+    with warnings.catch_warnings(action="error"):
+        assert grpo_advantages(torch.tensor([[1.0]]), True).tolist() == [[0.0]]
+
+
 def test_groups_do_not_see_each_other():
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
     together = grpo_advantages(rewards, True)
@@ -67,6 +80,13 @@ def test_groups_of_samples_equal_their_rewards():
     random.Random(0).shuffle(groups)
     expected = grpo_advantages(torch.tensor([rewards[group.prompt.prompt_id] for group in groups]), True)
     assert torch.equal(group_advantages(groups, True), expected)
+
+
+def test_a_group_of_one_and_whole_numbers_as_rewards():
+    assert group_advantages([_group(1, [3])], True).tolist() == [[0.0]]
+    advantages = group_advantages([_group(1, [1, 0])], False)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [[0.5, -0.5]]
 
 
 @pytest.mark.parametrize(

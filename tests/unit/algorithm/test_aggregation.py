@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,20 @@ def test_hand_table():
     assert token_weights([1, 3], "sample_mean", 4).tolist() == pytest.approx([1 / 2, 1 / 6])
     assert token_weights([1, 3], "token_mean", 4).tolist() == pytest.approx([1 / 4, 1 / 4])
     assert token_weights([1, 3], "constant", 4).tolist() == pytest.approx([1 / 8, 1 / 8])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_are_fp32_rounded_once(aggregation):
+    """A batch of 2^24 + 1 tokens: FP32 cannot hold that number, but the weight."""
+    lengths = np.array([2**24, 1])
+    exact = {
+        "sample_mean": 1 / (2 * lengths),
+        "token_mean": np.full(2, 1 / (2**24 + 1)),
+        "constant": np.full(2, 1 / (2 * (2**24 + 1))),
+    }[aggregation]
+    weights = token_weights(lengths.tolist(), aggregation, longest=2**24 + 1)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == exact.astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

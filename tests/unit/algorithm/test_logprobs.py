@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,18 @@ def test_by_hand():
     assert logprobs_from_logits(logits, targets, 0.5).tolist() == pytest.approx([math.log(9 / 10), math.log(1 / 10)])
 
 
+def test_any_leading_axes_and_bf16_logits():
+    """Computed in FP32: BF16 would round the divided logits and their sum to two or three digits."""
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(2)).bfloat16()
+    targets = torch.randint(50, (2, 3), generator=torch.Generator().manual_seed(3))
+    logprobs = logprobs_from_logits(logits, targets, 0.7)
+    wide = logits.double().numpy() / 0.7
+    chosen = np.take_along_axis(wide, targets.numpy()[..., None], -1)[..., 0]
+    expected = chosen - np.log(np.exp(wide).sum(-1))
+    assert (logprobs.dtype, logprobs.shape) == (torch.float32, (2, 3))
+    assert np.abs(logprobs.numpy() - expected).max() < 1e-5
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("chunk_size", [1, 7, 1024, TOKENS])
 def test_every_chunk_size_gives_the_log_softmax_and_its_gradient(case, chunk_size, temperature):
@@ -48,9 +61,15 @@ def test_every_chunk_size_gives_the_log_softmax_and_its_gradient(case, chunk_siz
 
 def test_chunks_of_bf16_hidden_states_are_accumulated_in_fp32(case):
     hidden, weight = case[0].bfloat16(), case[1].bfloat16()
-    logprobs = chunked_logprobs(hidden, weight, case[2], 1.0, 64)
-    assert logprobs.dtype == torch.float32
-    logits = torch.nn.functional.linear(hidden, weight).double()
+    seen = set()
+
+    def from_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.add(logits.dtype)
+        return logprobs_from_logits(logits, targets)
+
+    logprobs = chunked_logprobs(hidden, weight, case[2], 0.7, 64, from_logits)
+    assert seen == {logprobs.dtype} == {torch.float32}
+    logits = torch.nn.functional.linear(hidden, weight).double() / 0.7
     assert torch.allclose(logprobs.double(), logits.log_softmax(-1)[torch.arange(TOKENS), case[2]], atol=1e-5)
 
 
@@ -115,6 +134,25 @@ def test_a_vocabulary_of_two_ranks_brings_its_own_log_probabilities(case):
 
     together = chunked_logprobs(hidden, weight, targets, 0.9, 100)
     assert torch.allclose(chunked_logprobs(hidden, weight, targets, 0.9, 100, joined), together, atol=1e-5)
+
+
+def test_hidden_states_that_need_no_gradient_still_give_the_matrix_its_own(case):
+    weight = case[1].clone().requires_grad_()
+    chunked_logprobs(case[0], weight, case[2], 1.0, 64).sum().backward()
+    other = case[1].clone().requires_grad_()
+    _reference(case[0], other, case[2], 1.0).sum().backward()
+    assert (weight.grad - other.grad).abs().max() <= 1e-5 * other.grad.abs().max()
+
+
+def test_targets_of_other_tokens_are_refused(case):
+    with pytest.raises(ValueError, match="shorter"):
+        chunked_logprobs(case[0], case[1], case[2][:512], 1.0, 256)
+
+
+def test_temperature_zero_has_no_distribution():
+    for temperature in (0.0, -1.0):
+        with pytest.raises(AssertionError, match="temperature is"):
+            logprobs_from_logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature)
 
 
 @pytest.mark.parametrize(("temperature", "chunk_size"), [(0.0, 8), (-1.0, 8), (1.0, 0)])

@@ -28,12 +28,14 @@ def test_the_sign_of_the_difference_matters():
     assert compare_logprobs(far, near).kl_k3 == pytest.approx(math.exp(-1), rel=1e-6)
 
 
-def test_against_numpy():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_against_numpy(dtype):
+    """In FP64, whatever comes in."""
     rng = np.random.default_rng(0)
-    engine = -rng.exponential(1.0, 1000)
-    trainer = engine + rng.normal(0, 0.2, 1000)
+    engine = -rng.exponential(1.0, 1000).astype(dtype)
+    trainer = (engine + rng.normal(0, 0.2, 1000)).astype(dtype)
     result = compare_logprobs(torch.tensor(trainer), torch.tensor(engine))
-    d = trainer - engine
+    d = trainer.astype(np.float64) - engine.astype(np.float64)
     assert result.abs_diff_mean == pytest.approx(np.abs(d).mean(), rel=1e-12)
     assert result.abs_diff_max == pytest.approx(np.abs(d).max(), rel=1e-12)
     assert result.kl_k3 == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-12)

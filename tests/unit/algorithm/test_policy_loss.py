@@ -59,6 +59,50 @@ def test_not_finite_values_stay_and_are_counted():
     assert count_non_finite(torch.zeros(3)) == 0
 
 
+def test_a_ratio_beyond_fp32_has_the_loss_and_the_gradient_of_every_clipped_ratio():
+    """e^95 is 1.8e41. One token moved as it was asked to, of one nothing was asked: a prompt's, or equal rewards."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss, clipped = clipped_policy_loss(logprobs, torch.full((2,), -96.0), torch.tensor([2.0, 0.0]), LOW, HIGH)
+    loss.sum().backward()
+    assert loss.tolist() == [pytest.approx(-1.28 * 2), 0.0]
+    assert clipped.tolist() == [True, False]
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_ratio_beyond_fp32_in_the_wrong_direction_is_an_infinite_loss():
+    loss, clipped = clipped_policy_loss(torch.tensor([-1.0]), torch.tensor([-96.0]), torch.tensor([-0.1]), LOW, HIGH)
+    assert loss.tolist() == [math.inf]
+    assert clipped.tolist() == [False]
+
+
+def test_an_infinite_old_log_probability_stays_an_error():
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    loss, _ = clipped_policy_loss(logprobs, torch.tensor([-math.inf]), torch.ones(1), LOW, HIGH)
+    loss.sum().backward()
+    assert torch.isnan(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
+def test_where_no_ratio_overflows_the_bits_are_those_of_the_formula(spread):
+    """Of the loss and of its gradient; the widest spread has ratios up to 1e37."""
+    generator = torch.Generator().manual_seed(int(spread))
+    old = -5 * torch.rand(100_000, generator=generator)
+    moved = (old + spread * torch.randn(100_000, generator=generator)).clamp(old - 85, old + 85)
+    advantages = torch.randn(100_000, generator=generator) * (torch.rand(100_000, generator=generator) > 0.1)
+    ours, plain = (moved.clone().requires_grad_() for _ in range(2))
+    loss, clipped = clipped_policy_loss(ours, old, advantages, LOW, HIGH)
+    ratio = (plain - old).exp()
+    objectives = -ratio * advantages, -ratio.clamp(1 - LOW, 1 + HIGH) * advantages
+    expected = torch.maximum(*objectives)
+    assert torch.equal(loss.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(clipped, objectives[1] > objectives[0])
+    grown = torch.rand(100_000, generator=generator)
+    (loss * grown).sum().backward()
+    (expected * grown).sum().backward()
+    assert torch.isfinite(expected).all()
+    assert torch.equal(ours.grad.view(torch.int32), plain.grad.view(torch.int32))
+
+
 def test_approximate_kl_by_hand():
     logprobs, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0 - math.log(2), -1.0])
     assert approximate_kl(logprobs, old).tolist() == pytest.approx([1 - math.log(2), 0.0])

@@ -39,6 +39,22 @@ def test_no_padding_no_extra_sequence():
     assert (batch.num_padding, batch.padding_fraction) == (0, 0.0)
 
 
+def test_without_a_multiple_nothing_is_padded():
+    batch = build_packed_batch([_sample((5, 9), (7,))], [0])
+    assert batch.tokens.tolist() == [5, 9, 7]
+    assert batch.cu_seqlens.tolist() == [0, 3]
+
+
+def test_a_row_without_samples_is_refused():
+    with pytest.raises(AssertionError, match="needs a sample"):
+        build_packed_batch(SAMPLES, [])
+
+
+def test_spread_keeps_the_precision():
+    batch = build_packed_batch(SAMPLES, [1], multiple_of=4)
+    assert batch.spread(torch.tensor([1.0, 0.1, 2.0], dtype=torch.float64)).tolist() == [0.1, 0, 0, 0]
+
+
 def test_spread_puts_a_value_of_each_sample_on_its_response_tokens():
     batch = build_packed_batch(SAMPLES, [1, 0], multiple_of=4)
     assert batch.spread(torch.tensor([10.0, 20.0, 30.0])).tolist() == [20, 0, 0, 10, 10, 0, 0, 0]

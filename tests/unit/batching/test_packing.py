@@ -26,17 +26,42 @@ def test_heaviest_bins_are_split_until_every_rank_has_as_many():
     assert pack([5, 5, 10, 10], 10, num_ranks=2) == [[[2], [0]], [[3], [1]]]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "expected"),
+    [
+        # Bins 4+3+1 and 3+2+1+1: the heavier one, of 8, is cut into 4 and 3+1.
+        ([4, 2, 1, 1, 3, 3, 1], 3, [[[1, 3, 5, 6]], [[0]], [[2, 4]]]),
+        # Two bins of 4+4: the one with the first sequence is cut.
+        ([4, 4, 4, 4], 3, [[[2, 3]], [[0]], [[1]]]),
+        # Bins 6+2 and 5+3 weigh the same, too; the sequence of 5 comes before that of 6.
+        ([5, 6, 2, 3], 3, [[[1, 2]], [[0]], [[3]]]),
+        # One bin 2+1+1, cut into 2 and 1+1.
+        ([2, 1, 1], 2, [[[0]], [[1, 2]]]),
+    ],
+)
+def test_which_bin_is_split_and_where(lengths, num_ranks, expected):
+    assert pack(lengths, 8, num_ranks) == expected
+
+
 def test_an_over_long_sequence_is_named():
-    with pytest.raises(ConfigError, match=r"at least 11, the length of sequence 2"):
+    with pytest.raises(ConfigError) as caught:
         pack([3, 4, 11, 5], 10)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("trainer.max_tokens_per_gpu", "10")
+    assert problem.allowed == "at least 11, the length of sequence 2"
+    assert problem.remedy.startswith("raise the budget")
 
 
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "wanted"), [([5], 2, 2), ([], 1, 1), ([10, 10, 10], 2, 4), ([6, 6, 6, 6, 6], 3, 6)]
 )
 def test_too_few_sequences_for_the_ranks_are_refused(lengths, num_ranks, wanted):
-    with pytest.raises(ConfigError, match=f"at least {wanted}: {num_ranks} data-parallel ranks"):
+    with pytest.raises(ConfigError) as caught:
         pack(lengths, 10, num_ranks)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("training.global_batch_size", str(len(lengths)))
+    assert problem.allowed.startswith(f"at least {wanted}: {num_ranks} data-parallel ranks")
+    assert problem.remedy.startswith("raise the batch")
 
 
 @given(st.lists(st.integers(1, MAX_TOKENS), min_size=16, max_size=60), st.sampled_from((1, 2, 3, 4, 8)))

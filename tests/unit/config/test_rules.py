@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpoint.hf_config import CLASS_OF
+from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
-from posttrain.config.load import read_yaml, resolve
+from posttrain.config.load import Chosen, read_yaml, resolve
 from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, Problem
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
@@ -64,8 +65,8 @@ VIOLATIONS = (
     ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
-    # 80 steps of two updates.
-    ("tiny", "optimizer.lr_warmup_steps=161", ["optimizer.lr_warmup_steps"]),
+    # 80 steps, of two updates each.
+    ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),
     ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
     ("glm5", "trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
     ("tiny", "site.name=a/b", ["site.name"]),
@@ -79,6 +80,42 @@ VIOLATIONS = (
     ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),
     ("tiny", "stage.copy=slices", ["stage.copy"]),
 )
+
+
+@pytest.mark.parametrize(
+    ("revision", "is_commit"),
+    [("a1" * 20, True), ("a1" * 20 + "b", False), ("a1" * 19 + "b", False), ("A1" * 20, False), ("g1" * 20, False)],
+    ids=["40 digits", "41 digits", "39 digits", "capitals", "no hex"],
+)
+@pytest.mark.parametrize("key", ["model.source.revision", "data.revision"])
+def test_a_commit_has_40_hex_digits(key, revision, is_commit):
+    choice = {**MODELS["glm5"], "set": f"{key}={revision}"}
+    if is_commit:
+        resolve(choice, CONFIG_DIR)
+        return
+    with pytest.raises(ConfigError) as caught:
+        resolve(choice, CONFIG_DIR)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, repr(revision))]
+
+
+def test_refusals_come_in_the_order_of_the_chain():
+    """What no layout mends first, then model, data, training, engines, site, launcher: as a user goes through them."""
+    broken = {
+        "site.container.image": "/image.sif",
+        "site.trainer_environment": "[NAME]",
+        "engine.mtp_steps": 1,
+        "optimizer.lr_warmup_steps": 81,
+        "data.num_train_prompts": 0,
+        "model.source.kind": "folder",
+    }
+    choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in broken.items())}
+    chosen = Chosen({}, (Problem("nodes", "1", "2", "take two"),))
+    with pytest.raises(ConfigError) as caught:
+        resolve(choice, CONFIG_DIR, lambda config, origins: chosen)
+    keys = ["model.source.folder" if key == "model.source.kind" else key for key in broken]
+    assert [problem.key for problem in caught.value.problems] == ["nodes", *reversed(keys)]
+    places = [str(caught.value).index(f"  - {key} = ") for key in ["nodes", *reversed(keys)]]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -152,6 +189,16 @@ def test_a_violation_names_its_key_and_nothing_else(model, settings, keys):
     assert set(keys) <= set(named)
     assert {key.partition(".")[0] for key in named} == {key.partition(".")[0] for key in keys}
     assert all(p.allowed and p.remedy for p in caught.value.problems)
+
+
+def test_a_warm_up_may_be_as_long_as_the_run():
+    """Its last step then has the whole learning rate; both count steps, of two updates each here."""
+    lengths = {"training.num_steps": 10, "optimizer.lr_warmup_steps": 10}
+    choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in lengths.items())}
+    config = resolve(choice, CONFIG_DIR).config
+    assert num_updates_per_step(config) == 2
+    with pytest.raises(ConfigError, match="at most 10, the steps of the run"):
+        resolve({**choice, "set": f"{choice['set']} optimizer.lr_warmup_steps=11"}, CONFIG_DIR)
 
 
 def test_every_rule_is_broken_once():

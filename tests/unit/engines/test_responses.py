@@ -25,11 +25,15 @@ def test_a_batch_is_one_body_with_parameters_per_prompt():
     first, second = body["sampling_params"]
     assert (first["sampling_seed"], first["max_new_tokens"], first["temperature"]) == (7, 3, 0.5)
     assert (second["sampling_seed"], second["max_new_tokens"], second["temperature"]) == (9, 4, 1.0)
+    assert (second["top_p"], second["ignore_eos"]) == (1.0, False)
 
 
-@pytest.mark.parametrize(("prompt", "said"), [((), "prompt 1 is empty"), ((5, 64), "token 64"), ((-1, 5), "token -1")])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [((), "prompt 1 is empty"), ((5, 64), "token 64"), ((0, 64), "token 64"), ((-1, 5), "token -1")],
+)
 def test_a_prompt_that_would_end_sglang_is_not_sent(prompt, said):
-    check_prompts([GenerateRequest((0, 63), 0, 1)], 64)
+    check_prompts([GenerateRequest((0, 63), 0, 1), GenerateRequest((0,), 0, 1)], 64)
     with pytest.raises(ValueError, match=said):
         check_prompts([GenerateRequest((5,), 0, 1), GenerateRequest(prompt, 0, 1)], 64)
 
@@ -40,6 +44,11 @@ def test_float32_logprobs_survive_json():
     (result,) = parse_generate_answer(json.loads(text), [GenerateRequest((1,), 0, 8)])
     assert result == GenerateResult(tuple(range(8)), tuple(logprobs), "stop", 12)
     assert all(np.float32(value) == value for value in result.logprobs)
+
+
+def test_tokens_of_an_engine_without_weights_are_refused():
+    with pytest.raises(ValueError, match="has not got its weights yet"):
+        parse_generate_answer([answer([3], [-1.0], version="none")], [GenerateRequest((1,), 0, 8)])
 
 
 def test_an_engine_without_a_numbered_version_has_none():

@@ -20,28 +20,49 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 
 @pytest.fixture(scope="session")
-def policy(checkpoint):
-    """One rank with optimizer, filled with the random checkpoint."""
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
+def make_policy(checkpoint):
+    """Return what makes one rank with optimizer, filled with the random checkpoint."""
 
-    config = test_config(ARCHITECTURE)
-    initialize_single_rank(config)
-    policy = build_policy(config)
-    HubWeights(policy.model, ARCHITECTURE).transform(lambda name, _: checkpoint[1][name].float())
-    return policy
+    def make(config):
+        from posttrain.megatron_backend.model import build_policy
+        from posttrain.megatron_backend.weights import HubWeights
+
+        initialize_single_rank(config)
+        policy = build_policy(config)
+        weights = HubWeights(policy.model, config.model.architecture)
+        weights.transform(lambda name, _: checkpoint[1][name].float())
+        policy.optimizer.reload_model_params()
+        return policy
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint):
-    """The same weights in transformers' implementation; its top-k gives ties to the lower position."""
-    from transformers import GlmMoeDsaForCausalLM
+def policy(make_policy):
+    return make_policy(test_config(ARCHITECTURE))
 
-    from posttrain.engines.embedded.stable_topk import make_indexers_stable
 
-    model = GlmMoeDsaForCausalLM.from_pretrained(checkpoint[0], dtype=torch.float32, attn_implementation="eager")
-    make_indexers_stable(model)
-    return model.eval()
+@pytest.fixture(scope="session")
+def make_reference(checkpoint):
+    """Return what makes the same weights in transformers; its top-k gives ties to the lower position."""
+
+    def make(**changes):
+        from transformers import GlmMoeDsaForCausalLM
+
+        from posttrain.engines.embedded.stable_topk import make_indexers_stable
+
+        model = GlmMoeDsaForCausalLM.from_pretrained(
+            checkpoint[0], dtype=torch.float32, attn_implementation="eager", **changes
+        )
+        make_indexers_stable(model)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(make_reference):
+    return make_reference()
 
 
 @pytest.fixture(scope="session")

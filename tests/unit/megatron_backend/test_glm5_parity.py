@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from tests.independent_grpo import by_hub_name
+from tests.megatron_single import test_config
+from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -44,6 +48,29 @@ def test_packed_equals_separate(policy, sequences) -> None:
 
 
 def test_gradients_equal_transformers(policy, reference, sequences) -> None:
+    ours, theirs = gradients_of_both(policy, reference, sequences)
+    for name, expected in theirs.items():
+        assert (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def test_one_expert_per_token_equals_transformers(make_policy, make_reference, sequences) -> None:
+    """Its weight is the scaling factor whatever its score, so nothing but rounding reaches the router."""
+    policy = make_policy(test_config(dataclasses.replace(ARCHITECTURE, num_experts_per_tok=1)))
+    reference = make_reference(num_experts_per_tok=1)
+    with torch.no_grad():
+        expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+        assert (run_packed(policy, sequences) - expected).abs().max() <= 1e-5
+    ours, theirs = gradients_of_both(policy, reference, sequences)
+    whole = torch.cat([grad.flatten() for grad in theirs.values()]).norm()
+    for name, grad in theirs.items():
+        if name.endswith("mlp.gate.weight"):
+            assert max(ours[name].norm(), grad.norm()) <= 1e-6 * whole, name
+        else:
+            assert (ours[name] - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+def gradients_of_both(policy, reference, sequences) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the gradients of the sum of log-probabilities by Hub name: the trainer's, and transformers'."""
     from posttrain.megatron_backend.weights import HubWeights
 
     labels = torch.cat(sequences).roll(-1)
@@ -54,10 +81,10 @@ def test_gradients_equal_transformers(policy, reference, sequences) -> None:
     torch.log_softmax(logits, -1).gather(1, labels[:, None]).sum().backward()
 
     ours = gradients_by_hub_name(policy, HubWeights(policy.model, policy.config.model.architecture))
-    theirs = dict(reference_gradients(reference))
+    gradients = ((name, p.grad) for name, p in reference.named_parameters() if p.grad is not None)
+    theirs = dict(named for name, grad in gradients for named in by_hub_name(name, grad))
     assert set(theirs) <= set(ours)
-    for name, expected in theirs.items():
-        assert (ours[name] - expected).norm() <= 1e-3 * expected.norm(), name
+    return ours, theirs
 
 
 def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
@@ -70,24 +97,6 @@ def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
     for parameter, original in zip(trained, originals, strict=True):
         parameter.data.copy_(original)
     return named
-
-
-def reference_gradients(model: torch.nn.Module):
-    """Yield (Hub name, gradient); transformers stacks a layer's experts, the Hub does not."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        if name.endswith("experts.gate_up_proj"):
-            for expert, grad in enumerate(parameter.grad):
-                gate, up = grad.chunk(2)
-                prefix = name.removesuffix("gate_up_proj")
-                yield f"{prefix}{expert}.gate_proj.weight", gate
-                yield f"{prefix}{expert}.up_proj.weight", up
-        elif name.endswith("experts.down_proj"):
-            for expert, grad in enumerate(parameter.grad):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", grad
-        else:
-            yield name, parameter.grad
 
 
 @torch.no_grad()

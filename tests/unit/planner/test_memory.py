@@ -66,6 +66,14 @@ def test_all_ranks_together_hold_the_model_and_its_optimizer_state_once(resolved
     assert shards(variant) == (16 // tensor // pipeline, 16 // expert // pipeline)
 
 
+def test_a_rank_may_hold_a_part_of_one_expert(resolved):
+    """Eight experts on sixteen ranks, each cut in two: the parts of 3 layers, gate, up and down of 32 x 64."""
+    config = resolved("tiny", nodes=16).config
+    parallel = dataclasses.replace(config.parallel, expert_model_parallel_size=8, expert_tensor_parallel_size=2)
+    (stage,) = stage_memory(dataclasses.replace(config, parallel=parallel))
+    assert stage.expert_elements == 3 * (3 * 32 * 64) // 2
+
+
 def test_offloaded_optimizer_state_is_not_on_the_gpu(resolved):
     inside = resolved("glm5").config
     outside = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config

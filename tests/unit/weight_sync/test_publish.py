@@ -1,11 +1,23 @@
-"""What engines that started without weights must get: every tensor of the checkpoint that they started from."""
+"""What engines get: what is trained; those that started without weights, every tensor of their checkpoint."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
 
+from posttrain.checkpoint.fp8 import Fp8Format
+from posttrain.config.load import resolve
+from posttrain.engines.client import EngineClient
+from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
-from posttrain.weight_sync.publish import whole_checkpoint
+from posttrain.weight_sync.publish import WeightPublisher, served_values, whole_checkpoint
+
+CONFIG = Path(__file__).parents[3] / "config"
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +49,96 @@ def test_what_is_missing_is_named(folder, trained):
     with pytest.raises(CheckpointError, match=r"e_score_correction_bias, model\.norm\.weight$") as raised:
         dict(sent)
     assert str(folder) in str(raised.value)
+
+
+class Weights:
+    """Tensors by Hub name, as the trainer gathers them on rank 0."""
+
+    def __init__(self, tensors):
+        self._tensors = tensors
+
+    def gather(self):
+        yield from self._tensors.items()
+
+
+class Engine:
+    """Says which weights it has, and keeps the names and the version of those that it gets."""
+
+    def __init__(self, version):
+        self.version, self.names = version, []
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/update_weights_from_tensor":
+            self.names += [name for name, _ in deserialize_bucket(body["serialized_named_tensors"][0])]
+            self.version = body["weight_version"] or self.version
+        return web.json_response({"success": True, "weight_version": self.version})
+
+
+def publish(engine, folder, tensors, mtp_steps):
+    """Send the tensors under version 4 to one engine."""
+    config = resolve({"model": "tiny", "site": "local", "set": "rollout.fp8=false"}, CONFIG).config
+    model = dataclasses.replace(config.model, architecture=TINY)
+    # Refused of the embedded engine, which does not draft; what is sent does not depend on the kind.
+    config = dataclasses.replace(config, model=model, engine=dataclasses.replace(config.engine, mtp_steps=mtp_steps))
+    with asyncio.Runner() as runner:
+        application = web.Application(client_max_size=0)
+        application.router.add_route("*", "/{path:.*}", engine.handle)
+        server = TestServer(application)
+        runner.run(server.start_server())
+        client = EngineClient([str(server.make_url(""))], 10)
+        runner.run(client.__aenter__())
+        WeightPublisher(config, Weights(tensors), client, runner, folder / "none", folder).publish(4)
+        runner.run(client.__aexit__(None, None, None))
+        runner.run(server.close())
+
+
+@pytest.mark.parametrize(
+    ("version", "mtp_steps", "with_mtp"),
+    [("none", 1, True), ("none", 0, False), ("3", 1, False), ("default", 1, False)],
+    ids=["empty and drafting", "empty", "drafting", "as it started"],
+)
+def test_an_engine_that_drafts_gets_the_mtp_layer_once(folder, trained, version, mtp_steps, with_mtp):
+    engine = Engine(version)
+    publish(engine, folder, trained, mtp_steps)
+    expected = random_tensors(TINY, 1) if with_mtp else trained
+    assert sorted(engine.names) == sorted(expected)
+    assert engine.version == "4"
+
+
+def rounded(tensor, largest):
+    """Codes times scale, by torch's own conversion; `largest` is the magnitude that becomes 448."""
+    scale = torch.tensor(largest, dtype=torch.float32) / 448
+    return (tensor.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def largest_of(*tensors):
+    return max(float(tensor.float().abs().max()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+def test_served_values_are_codes_times_the_scales_that_engines_have(trained, strategy):
+    """With one scale a tensor, engines join q_a with kv_a and gate with up: the larger of both decides."""
+    values = served_values(Weights(trained), Fp8Format(strategy=strategy))
+    prefix = "model.layers.1.self_attn."
+    joined = [f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"]
+    alone = f"{prefix}o_proj.weight"
+    assert largest_of(trained[joined[0]]) != largest_of(trained[joined[1]])
+    for names in (joined, [alone]):
+        for name in names:
+            tensor = trained[name]
+            if strategy == "channel":
+                expected = torch.stack([rounded(row, largest_of(row)) for row in tensor])
+            else:  # a block of 128 x 128 holds each of these matrices
+                sharing = names if strategy == "tensor" else [name]
+                expected = rounded(tensor, largest_of(*(trained[other] for other in sharing)))
+            assert torch.equal(values(name, tensor), expected), name
+    for name in ("model.norm.weight", "lm_head.weight", "model.layers.1.mlp.gate.weight"):
+        assert torch.equal(values(name, trained[name]), trained[name].float())
+
+
+def test_unquantised_engines_compute_with_the_weights_themselves(trained):
+    name = "model.layers.1.self_attn.o_proj.weight"
+    value = served_values(Weights(trained), None)(name, trained[name])
+    assert value.dtype == torch.float32
+    assert torch.equal(value, trained[name].float())

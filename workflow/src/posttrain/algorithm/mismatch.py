@@ -44,7 +44,7 @@ def compare_logprobs(trainer: torch.Tensor, engine: torch.Tensor) -> Mismatch:
     """
     if trainer.shape != engine.shape or trainer.numel() == 0:
         raise ValueError(f"log-probabilities of the same tokens, got {list(trainer.shape)} and {list(engine.shape)}")
-    difference = trainer.double() - engine.double()
+    difference = trainer.double() - engine
     if not torch.isfinite(difference).all():
         raise ValueError(f"log-probabilities must be finite; {(~torch.isfinite(difference)).sum()} differences are not")
     weights = difference.exp()

@@ -8,8 +8,12 @@ The clip stops the gradient once a token has moved far enough in the direction i
 bound leaves unlikely tokens room to grow ("clip higher"). The loss is per token; `aggregation` says what it is divided
 by.
 
-How far the update has moved is told by `approximate_kl`. A value that is not finite is counted, never replaced: a NaN
-that became 0 would be a token that silently teaches nothing.
+A ratio too large for FP32 (a log ratio above 88) is infinite there, and the clip still decides: loss -(1 +
+clip_ratio_high) A and no gradient where A > 0, none of both where A = 0. Where A < 0 nothing bounds the loss, and it is
+infinite.
+
+How far the update has moved is told by `approximate_kl`. A log-probability that is not finite is counted, never
+replaced: a NaN that became 0 would be a token that silently teaches nothing.
 
 Source: PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), section 3.1, equation 10; Schulman, Approximating
 KL Divergence (2020), k3.
@@ -19,6 +23,9 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import torch
+
+# Beyond every clip, and far from overflow: exp(60) is 1e26.
+LARGE_LOG_RATIO = 60.0
 
 
 def clipped_policy_loss(
@@ -43,7 +50,10 @@ def clipped_policy_loss(
     Example:
         Ratio 1.5, bounds 0.2 and 0.28: advantage +1 gives -1.28 (clipped), advantage -1 gives 1.5 (not clipped).
     """
-    ratio = (logprobs - old_logprobs).exp()
+    log_ratio = logprobs - old_logprobs
+    # Infinity times a gradient of 0 is NaN: where the clip decides, a smaller ratio stands in for one that overflows.
+    too_large = log_ratio.isfinite() & log_ratio.exp().isinf() & (advantages >= 0)
+    ratio = log_ratio.masked_fill(too_large, LARGE_LOG_RATIO).exp()
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     return torch.maximum(free, bounded), bounded > free

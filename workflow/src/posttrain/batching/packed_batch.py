@@ -49,7 +49,7 @@ class PackedBatch:
 
     def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
         """Return a value per sample [number of samples] as a value per token [T]; 0 outside responses."""
-        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        lengths = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         values = torch.zeros(len(lengths), dtype=per_sample.dtype)
         values[: len(self.sample_indices)] = per_sample[list(self.sample_indices)]
         return torch.repeat_interleave(values, lengths) * self.loss_mask

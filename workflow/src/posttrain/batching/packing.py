@@ -84,11 +84,9 @@ def _split_heaviest(bins: list[list[int]], lengths: Sequence[int]) -> None:
     """Cut the heaviest bin with more than one sequence into two of about equal weight."""
     heaviest = max((b for b in bins if len(b) > 1), key=lambda b: (sum(lengths[i] for i in b), -b[0]))
     halves: tuple[list[int], list[int]] = ([], [])
-    weights = [0, 0]
-    for index in sorted(heaviest, key=lambda i: (-lengths[i], i)):
-        lighter = int(weights[1] < weights[0])
-        halves[lighter].append(index)
-        weights[lighter] += lengths[index]
+    for index in heaviest:  # the longest first, as it was filled
+        lighter = min(halves, key=lambda half: sum(lengths[i] for i in half))
+        lighter.append(index)
     bins[bins.index(heaviest) : bins.index(heaviest) + 1] = list(halves)
 
 
@@ -96,8 +94,7 @@ def _balance(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> l
     """Give every rank the same number of bins, the heaviest first to the rank with the least tokens so far."""
     per_rank = len(bins) // num_ranks
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    heapq.heapify(loads)
+    loads = [(0, rank) for rank in range(num_ranks)]  # a heap: all loads are equal, and the ranks ascend
     for members in sorted(bins, key=lambda b: (-sum(lengths[i] for i in b), min(b))):
         load, rank = heapq.heappop(loads)
         ranks[rank].append(sorted(members))

@@ -9,7 +9,6 @@ from posttrain.config.derived import (
     data_parallel_size,
     layers_per_stage,
     model_parallel_size,
-    num_updates_per_step,
     rollout_samples_per_step,
     world_size,
 )
@@ -220,9 +219,10 @@ def _group(config: Config) -> Problems:
 
 
 def _warm_up(config: Config) -> Problems:
-    steps, updates = config.optimizer.lr_warmup_steps, config.training.num_steps * max(num_updates_per_step(config), 1)
-    if steps > updates:
-        allowed = f"at most {updates}, the updates of the run"
+    # A step may hold several updates; they share its learning rate.
+    steps, num_steps = config.optimizer.lr_warmup_steps, config.training.num_steps
+    if steps > num_steps:
+        allowed = f"at most {num_steps}, the steps of the run (training.num_steps)"
         yield Problem("optimizer.lr_warmup_steps", str(steps), allowed, "warm up for less long, or train longer")
 
 

@@ -172,7 +172,7 @@ class Optimizer:
     eps: float = _doc("Added to the denominator", exclusive_minimum=0)
     weight_decay: float = _doc("Decoupled weight decay", minimum=0)
     clip_grad: float = _doc("Global gradient norm is clipped here", exclusive_minimum=0)
-    lr_warmup_steps: int = _doc("Steps of linear warm-up, then constant", minimum=0)
+    lr_warmup_steps: int = _doc("Steps (not updates) of linear warm-up, then constant", minimum=0)
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,12 @@ def update(policy: Policy, batches: Sequence[TrainingMicroBatch], lr: float) -> 
 def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of a step, counted from 0: linear warm-up, then constant.
 
+    All updates of a step have the same; `optimizer.lr_warmup_steps` counts steps.
+
     Example:
         lr 1e-6 and 4 warm-up steps: 2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, ...
     """
-    warmup = config.optimizer.lr_warmup_steps
-    return config.optimizer.lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
+    return config.optimizer.lr * min(1.0, (step + 1) / max(1, config.optimizer.lr_warmup_steps))
 
 
 # Places in the vector of sums that a micro-batch reports.
@@ -177,25 +178,25 @@ def _report(
     loss: torch.Tensor, logprobs: torch.Tensor, batch: TrainingMicroBatch, clipped: torch.Tensor
 ) -> torch.Tensor:
     trained = batch.packed.loss_mask.to(logprobs.device) > 0
-    now, old = logprobs[trained].double(), batch.old_logprobs[trained].double()
+    now, old = logprobs[trained].double(), batch.old_logprobs[trained]
     ratio = (now - old).exp()
-    return torch.stack(
+    return torch.stack(  # in FP64, as what follows from `now` is
         [
-            loss.double(),
-            trained.sum().double(),
+            loss,
+            trained.sum(),
             ratio.sum(),
-            clipped[trained].sum().double(),
+            clipped[trained].sum(),
             approximate_kl(now, old).sum(),
             ratio.new_tensor(count_non_finite(now)),
-            (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros([]),
+            (ratio - 1).abs().max(),
         ]
     )
 
 
 def _add_up(reports: list[torch.Tensor]) -> torch.Tensor:
     """Add the reports of all micro-batches and data-parallel ranks, and tell every pipeline stage."""
-    total = torch.stack(reports).sum(0) if reports else torch.zeros(7, dtype=torch.float64)
-    largest = torch.stack(reports)[:, _MAX_DEVIATION].max() if reports else torch.zeros([], dtype=torch.float64)
+    rows = torch.stack(reports) if reports else torch.zeros(1, 7, dtype=torch.float64)
+    total, largest = rows.sum(0), rows[:, _MAX_DEVIATION].max()
     if torch.cuda.is_available():
         total, largest = total.cuda(), largest.cuda()
     # Tensor-parallel ranks report the same; a data-parallel group therefore counts every token once.
@@ -216,14 +217,13 @@ def _count_non_finite_gradients(policy: Policy) -> int:
     buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
     # min and max carry a NaN along, and need no copy of the buffer as `isfinite(...).all()` would.
     bad = sum(int(not torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all()) for buffer in buffers)
-    count = torch.tensor(float(bad), device=buffers[0].grad_data.device if buffers else None)
+    count = torch.tensor(float(bad), device=buffers[0].grad_data.device)
     dist.all_reduce(count)
     return int(count)
 
 
 def _apply(policy: Policy, lr: float) -> float:
     """Let the optimizer clip and step; returns the gradient norm before clipping."""
-    assert policy.optimizer is not None
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = policy.config.optimizer.weight_decay * group["wd_mult"]
@@ -233,7 +233,7 @@ def _apply(policy: Policy, lr: float) -> float:
 
 
 def _statistics(sums: torch.Tensor, grad_norm: float, applied: bool) -> UpdateStatistics:
-    tokens = max(1.0, float(sums[_TOKENS]))
+    tokens = float(sums[_TOKENS])
     return UpdateStatistics(
         loss=float(sums[_LOSS]),
         grad_norm=grad_norm,

@@ -94,8 +94,8 @@ class RolloutCoordinator:
 
     def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
         """Tell whether a finished chunk is about these prompts: another size of requests cuts the step differently."""
-        wanted = [(prompt.prompt_id, self._config.rollout.num_samples_per_prompt) for prompt in prompts]
-        found = [(group.prompt.prompt_id, len(group.samples)) for group in groups]
+        wanted = [(prompt, self._config.rollout.num_samples_per_prompt) for prompt in prompts]
+        found = [(group.prompt, len(group.samples)) for group in groups]
         if found != wanted:
             log.warning("step %d, chunk %d: made with other settings, generated again", step, number)
         return found == wanted

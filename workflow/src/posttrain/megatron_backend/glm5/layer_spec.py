@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from posttrain.megatron_backend.glm5.attention import Glm5SelfAttention, SparseCoreAttention
 from posttrain.megatron_backend.glm5.norm import LatentRMSNorm, RMSNorm
+from posttrain.megatron_backend.glm5.router import OneExpertRouter
 
 
 def block_spec(config: MLATransformerConfig, use_transformer_engine: bool) -> TransformerBlockSubmodules:
@@ -78,9 +79,12 @@ def _dense_mlp_spec(backend: BackendSpecProvider) -> ModuleSpec:
 
 
 def _moe_spec(config: MLATransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    return get_moe_module_spec_for_backend(
+    spec = get_moe_module_spec_for_backend(
         backend=backend,
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         moe_use_legacy_grouped_gemm=False,
     )
+    if config.moe_router_topk == 1:
+        spec.submodules.router = OneExpertRouter
+    return spec

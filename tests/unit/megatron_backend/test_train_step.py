@@ -1,0 +1,268 @@
+"""The product's own update, on real Megatron, against GRPO and AdamW written a second time (`independent_grpo`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from tests.independent_grpo import IndependentGrpo, Settings, advantages
+from tests.megatron_single import test_config
+from tests.unit.megatron_backend.conftest import ARCHITECTURE
+
+from posttrain.types import Prompt, Sample, SampleGroup
+
+LR, UPDATES_PER_STEP, SAMPLES_PER_UPDATE = 1e-3, 2, 12
+# Three steps of warm-up, by hand.
+LEARNING_RATES = (LR / 3, 2 * LR / 3, LR, LR)
+# None of them is a default of ours, of torch's or of Megatron's. Bounds as narrow as these clip every second token.
+SETTINGS = Settings(
+    temperature=0.8, clip_low=0.02, clip_high=0.03, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.3, max_norm=0.7
+)
+
+
+def trained_config(**algorithm):
+    config = test_config(ARCHITECTURE)
+    sections = {
+        # Three or four micro-batches in each update.
+        "trainer": {"max_tokens_per_gpu": 96},
+        "training": {"global_batch_size": SAMPLES_PER_UPDATE},
+        "rollout": {"temperature": SETTINGS.temperature},
+        "algorithm": {"clip_ratio_low": SETTINGS.clip_low, "clip_ratio_high": SETTINGS.clip_high, **algorithm},
+        "optimizer": {
+            "lr": LR,
+            "lr_warmup_steps": 3,
+            "beta1": SETTINGS.betas[0],
+            "beta2": SETTINGS.betas[1],
+            "eps": SETTINGS.eps,
+            "weight_decay": SETTINGS.weight_decay,
+            "clip_grad": SETTINGS.max_norm,
+        },
+    }
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
+    """Responses of all lengths to prompts of all lengths, with rewards that differ, but for one group."""
+    generator = np.random.default_rng(step)
+    groups = []
+    for prompt_id in range(num_groups):
+        # Tokens 0 and 1 are left out: transformers gives the padding token's embedding no gradient.
+        prompt = tuple(generator.integers(2, ARCHITECTURE.vocab_size, 5 + 3 * prompt_id).tolist())
+        samples = []
+        for place in range(size):
+            response = tuple(generator.integers(2, ARCHITECTURE.vocab_size, 1 + 4 * place + prompt_id).tolist())
+            reward = 0.5 if prompt_id == 3 else float(np.float32(generator.random()))
+            logprobs = (-4.0,) * len(response)
+            samples.append(Sample(prompt_id, place, prompt, response, logprobs, "stop", step, reward))
+        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+    return groups
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    from posttrain.megatron_backend.weights import HubWeights
+
+    return dict(HubWeights(policy.model, ARCHITECTURE).gather(dtype=torch.float32))
+
+
+def updates_of(policy, step: int):
+    """Return the updates of a rollout with their old log-probabilities, as the loop makes them."""
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    updates = make_updates(policy.config, rollout(step), dp_rank=0)
+    return [update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches)) for update in updates]
+
+
+@dataclasses.dataclass
+class Trained:
+    """Both after the same updates: weights before and after, and what each update said."""
+
+    start: dict[str, torch.Tensor]
+    ours: dict[str, torch.Tensor]
+    theirs: dict[str, torch.Tensor]
+    statistics: list[tuple[dict, dict]]
+    old_logprobs: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def trained(make_policy, make_reference) -> Trained:
+    from posttrain.megatron_backend import train_step
+
+    policy = make_policy(trained_config())
+    other = IndependentGrpo(make_reference(), SETTINGS)
+    result = Trained(other.weights(), {}, {}, [], [])
+    for step, lr in enumerate(LEARNING_RATES):
+        groups = rollout(step)
+        samples = [sample for group in groups for sample in group.samples]
+        values = advantages([[sample.reward for sample in group.samples] for group in groups])
+        with torch.no_grad():
+            old = [other.logprobs(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+        for number, update in enumerate(updates_of(policy, step)):
+            part = slice(number * SAMPLES_PER_UPDATE, (number + 1) * SAMPLES_PER_UPDATE)
+            assert len(update.batches) > 2
+            for batch, row in zip(update.batches, update.old_logprobs, strict=True):
+                result.old_logprobs += [(v, old[part][i]) for i, v in batch.response_values(row).items()]
+            learning_rate = train_step.learning_rate(policy.config, step)
+            mine = train_step.update(policy, update.micro_batches(), learning_rate)
+            theirs = other.update(samples[part], old[part], values[part], lr)
+            result.statistics.append((dataclasses.asdict(mine), theirs))
+    result.ours, result.theirs = weights_of(policy), other.weights()
+    return result
+
+
+def test_every_weight_moves_as_an_independent_grpo_and_adamw_move_it(trained: Trained) -> None:
+    difference, whole = 0.0, 0.0
+    for name in trained.ours.keys() - frozen(trained.ours):
+        move = trained.theirs[name] - trained.start[name]
+        error = (trained.ours[name] - trained.theirs[name]).norm()
+        # FP32 itself rounds a norm's weight, which is about 1, to 1e-7.
+        assert error <= 1e-5 * move.norm() + 1e-7 * trained.start[name].norm(), name
+        assert move.norm() > 1e-4 * trained.start[name].norm(), name
+        difference, whole = difference + error**2, whole + move.norm() ** 2
+    assert difference**0.5 <= 1e-5 * whole**0.5
+
+
+def test_what_is_frozen_keeps_its_bits(trained: Trained, checkpoint) -> None:
+    assert len(frozen(trained.ours)) > 10
+    for name in frozen(trained.ours):
+        assert torch.equal(trained.ours[name], checkpoint[1][name].float()), name
+
+
+def frozen(names) -> set[str]:
+    return {name for name in names if ".indexer." in name or name.endswith("e_score_correction_bias")}
+
+
+def test_old_log_probabilities_equal_transformers(trained: Trained) -> None:
+    assert len(trained.old_logprobs) == len(LEARNING_RATES) * UPDATES_PER_STEP * SAMPLES_PER_UPDATE
+    for ours, theirs in trained.old_logprobs:
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_statistics_equal_numpy(trained: Trained) -> None:
+    assert len(trained.statistics) == len(LEARNING_RATES) * UPDATES_PER_STEP
+    for number, (ours, theirs) in enumerate(trained.statistics):
+        assert ours.pop("applied") is True
+        assert ours.keys() == theirs.keys()
+        assert ours["num_tokens"] == theirs["num_tokens"]
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (number, name)
+        is_first = number % UPDATES_PER_STEP == 0
+        assert (ours["ratio_max_abs_deviation"] == 0.0) == is_first, "the first update on a rollout starts from it"
+        assert ours["grad_norm"] > SETTINGS.max_norm, "or clipping is not tested"
+        assert is_first or 0.2 < ours["clip_fraction"] < 0.8
+        assert is_first or abs(ours["loss"]) > 1e-2
+
+
+def test_the_sums_of_a_micro_batch_by_hand() -> None:
+    """Prompt (5, 9), response (7, 1, 3), padding; the log ratios of the response are -1, 0 and 1/4."""
+    from posttrain.batching.packed_batch import build_packed_batch
+    from posttrain.megatron_backend.train_step import TrainingMicroBatch, _loss
+
+    packed = build_packed_batch([Sample(0, 0, (5, 9), (7, 1, 3), (-1.0,) * 3, "stop", 0, 0.0)], [0], multiple_of=6)
+    old = torch.tensor([-1.0, -2.0, -1.5, -3.0, -1.0, -1.0])
+    logprobs = old + torch.tensor([2.0, -1.0, 0.0, 0.25, 2.0, 2.0])
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    batch = TrainingMicroBatch(packed, -2 * mask, mask / 4, old)
+    algorithm = dataclasses.replace(test_config(ARCHITECTURE).algorithm, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    loss, _, sums = _loss(logprobs, batch, algorithm)
+    # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
+    less, more = math.exp(-1), math.exp(0.25)
+    assert loss.item() == pytest.approx((1.6 + 2 + 2 * more) / 4)
+    assert sums[0] == pytest.approx(loss.item())
+    expected = [3, less + 1 + more, 1, (less - 1 + 1) + 0 + (more - 1 - 0.25), 0, 1 - less]
+    assert sums[1:].tolist() == pytest.approx(expected, rel=1e-13)
+    assert sums.dtype == torch.float64
+    logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
+    assert _loss(logprobs, batch, algorithm)[2][5] == 1
+
+
+def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_are_not_trained(make_policy) -> None:
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    policy = make_policy(trained_config())
+    update = make_updates(policy.config, rollout(0), dp_rank=0)[0]
+    with pytest.raises(AssertionError, match="old log-probabilities"):
+        train_step.update(policy, update.micro_batches(), LR)
+    with pytest.raises(AssertionError, match="cannot be trained"):
+        train_step.update(dataclasses.replace(policy, optimizer=None), [], LR)
+
+
+def test_the_learning_rate_rises_from_its_first_part_to_the_whole() -> None:
+    from posttrain.megatron_backend.train_step import learning_rate
+
+    config = test_config(ARCHITECTURE)
+
+    def rates(steps: int) -> list[float]:
+        optimizer = dataclasses.replace(config.optimizer, lr=1e-6, lr_warmup_steps=steps)
+        return [learning_rate(dataclasses.replace(config, optimizer=optimizer), step) for step in range(6)]
+
+    assert rates(4) == pytest.approx([2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, 1e-6], rel=1e-12)
+    assert rates(1) == rates(0) == [1e-6] * 6
+
+
+@pytest.fixture
+def disturbed(make_policy):
+    """A policy, the first update that it would make, and the same update with a loss that is infinite.
+
+    A token that is to become unlikely is e^95 times as likely as before: its log-probability is finite, its ratio is
+    not.
+    """
+    policy = make_policy(trained_config())
+    good = updates_of(policy, 0)[0].micro_batches()
+    bad = list(good)
+    place = int((bad[1].advantages < 0).nonzero()[0])
+    old = bad[1].old_logprobs.clone()
+    old[place] -= 95
+    bad[1] = dataclasses.replace(bad[1], old_logprobs=old)
+    return policy, good, bad
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(disturbed) -> None:
+    from posttrain.megatron_backend import train_step
+
+    policy, good, bad = disturbed
+    policy.wrapped.eval()
+    before = weights_of(policy)
+    with pytest.raises(RuntimeError, match=r"^1 non-finite values in log-probabilities or gradients; the weights are"):
+        train_step.update(policy, bad, LR)
+    after = weights_of(policy)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert policy.wrapped.training, "every pass recomputes as training does"
+    # A weight that is no number: every log-probability is none, and no gradient.
+    weight = policy.model.output_layer.weight
+    weight.data[7, 3] = math.nan
+    num_tokens = sum(int(batch.packed.loss_mask.sum()) for batch in good)
+    with pytest.raises(RuntimeError, match=f"^{num_tokens + 1} non-finite values"):
+        train_step.update(policy, good, LR)
+
+
+def test_a_skipped_step_leaves_no_trace(disturbed, make_policy) -> None:
+    from posttrain.megatron_backend import train_step
+
+    policy, good, bad = disturbed
+    fresh = make_policy(trained_config())
+    policy = dataclasses.replace(policy, config=trained_config(non_finite="skip_step"))
+    skipped = train_step.update(policy, bad, LR)
+    assert (skipped.applied, skipped.grad_norm) == (False, 0.0)
+    assert skipped.loss == math.inf
+    assert skipped.num_tokens == sum(int(batch.packed.loss_mask.sum()) for batch in good)
+    assert train_step.update(policy, good, LR) == train_step.update(fresh, good, LR)
+    after, expected = weights_of(policy), weights_of(fresh)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_gradient_that_is_not_finite_is_found(policy, value: float) -> None:
+    from posttrain.megatron_backend.train_step import _count_non_finite_gradients
+
+    policy.wrapped.zero_grad_buffer()
+    assert _count_non_finite_gradients(policy) == 0
+    policy.wrapped.buffers[0].grad_data[-1] = value
+    assert _count_non_finite_gradients(policy) == 1
+    policy.wrapped.zero_grad_buffer()

@@ -1,0 +1,233 @@
+"""What each step asks of the engines, and what it takes from them and from disk: against engines that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from posttrain.checkpoint.tiny_tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
+from posttrain.config.load import resolve
+from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.client import EngineClient
+from posttrain.reward.graders import GraderPool
+from posttrain.rollout.coordinator import RolloutCoordinator
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.types import Prompt
+
+CONFIG = Path(__file__).parents[3] / "config"
+# Three prompts a step in requests of two and one; five in all, so that an epoch ends within a step.
+SETTINGS = {
+    "rollout.rollout_batch_size": 3,
+    "rollout.num_samples_per_prompt": 2,
+    "rollout.max_response_tokens": 6,
+    "rollout.temperature": 0.7,
+    "training.global_batch_size": 6,
+    "training.seed": 42,
+    "data.seed": 9,
+    "engine.groups_per_request": 2,
+}
+PROMPTS = [Prompt(i, ({"role": "user", "content": f"say {i}"},), "7") for i in range(5)]
+GROUPS = {0: (0, 1), 1: (2,)}  # places in a step of each request
+
+
+def order_of(epoch: int) -> list[int]:
+    """The documented shuffle: a function of seed and epoch alone."""
+    places = list(range(5))
+    random.Random(f"prompt order, seed 9, epoch {epoch}").shuffle(places)
+    return places
+
+
+# Steps 0 to 2, by hand: three of epoch 0; its last two and one of epoch 1; three of epoch 1.
+STEPS = [order_of(0)[:3], order_of(0)[3:] + order_of(1)[:1], order_of(1)[1:4]]
+
+
+def seed_of(step: int, place: int, index: int) -> int:
+    digest = hashlib.sha256(f"[42, {step}, {place}, {index}]".encode()).digest()
+    return int.from_bytes(digest[:4], "big") // 2
+
+
+def tokens_of(text: str) -> list[int]:
+    """Of the tiny model: a character is a token."""
+    return [CHARACTERS.index(character) for character in text]
+
+
+def rendered(prompt: int) -> list[int]:
+    control = {token: len(CHARACTERS) + number for number, token in enumerate(CONTROL_TOKENS)}
+    asked = [control["[gMASK]"], control["<sop>"], control["<|user|>"], *tokens_of(f"\nsay {prompt}")]
+    return [*asked, control["<|assistant|>"], *tokens_of("\n")]
+
+
+class Engine:
+    """Answers each request with the last digit of its seed; serves the weights that `versions` names, in turn."""
+
+    def __init__(self, *versions: object):
+        self.versions, self.asked = versions, []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        answers = []
+        for place, parameters in enumerate(body["sampling_params"]):
+            seed, version = parameters["sampling_seed"], self.versions[place % len(self.versions)]
+            pairs = [[-(seed % 1000) / 1000, token, None] for token in tokens_of(str(seed % 10))]
+            meta = {"finish_reason": {"type": "stop" if seed % 2 else "length"}, "weight_version": version}
+            answers.append({"output_ids": [], "meta_info": {**meta, "output_token_logprobs": pairs}})
+        return web.json_response(answers)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(256).save_pretrained(folder)
+    return ChatTokenizer(folder)
+
+
+@pytest.fixture
+def collect(tokenizer: ChatTokenizer, tmp_path: Path):
+    """Return what makes the rollout of a step with some engines, and settings on top of the usual ones."""
+
+    def collect(step: int, *engines: Engine, prompts=PROMPTS, graders=None, **settings):
+        words = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
+        overrides = " ".join(f"{key}={value}" for key, value in words.items())
+        config = resolve({"model": "tiny", "site": "local", "set": overrides}, CONFIG).config
+        return asyncio.run(asyncio.wait_for(run(config, step, engines, prompts, graders), 30))
+
+    async def run(config, step, engines, prompts, graders):
+        servers = []
+        for engine in engines:
+            application = web.Application()
+            application.router.add_post("/generate", engine.handle)
+            servers.append(TestServer(application))
+            await servers[-1].start_server()
+        store = RolloutStore(tmp_path / "rollouts")
+        try:
+            async with EngineClient([str(server.make_url("")) for server in servers], 10) as client:
+                with GraderPool() as pool:
+                    coordinator = RolloutCoordinator(config, prompts, tokenizer, client, store, graders or pool)
+                    return await coordinator.collect(step)
+        finally:
+            for server in servers:
+                await server.close()
+
+    return collect
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_prompts_seeds_and_parameters_of_a_step(collect, step: int) -> None:
+    even, odd = Engine(str(step)), Engine(str(step))
+    collect(step, even, odd)
+    for number, engine in enumerate((even, odd)):
+        (body,) = engine.asked
+        places = [(place, index) for place in GROUPS[number] for index in range(2)]
+        assert body["input_ids"] == [rendered(STEPS[step][place]) for place, _ in places]
+        assert body["sampling_params"] == [
+            {
+                "temperature": 0.7,
+                "top_p": 1.0,
+                "max_new_tokens": 6,
+                "sampling_seed": seed_of(step, *place),
+                "ignore_eos": False,
+            }
+            for place in places
+        ]
+
+
+def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) -> None:
+    rollout = collect(1, Engine("1"))
+    assert (rollout.num_replayed, rollout.grader_timeouts) == (0, 0)
+    assert [group.prompt for group in rollout.groups] == [PROMPTS[i] for i in STEPS[1]]
+    for place, group in enumerate(rollout.groups):
+        assert [sample.sample_index for sample in group.samples] == [0, 1]
+        for sample in group.samples:
+            seed = seed_of(1, place, sample.sample_index)
+            assert sample.prompt_id == group.prompt.prompt_id
+            assert sample.prompt_tokens == tuple(rendered(STEPS[1][place]))
+            assert sample.response_tokens == tuple(tokens_of(str(seed % 10)))
+            assert sample.rollout_logprobs == (-(seed % 1000) / 1000,)
+            assert sample.finish_reason == ("stop" if seed % 2 else "length")
+            assert sample.weight_version == 1
+            assert sample.reward == float(seed % 10 == 7)
+    assert {sample.reward for group in rollout.groups for sample in group.samples} == {0.0, 1.0}
+    stored = [json.loads(path.read_text()) for path in sorted((tmp_path / "rollouts/step_000001").iterdir())]
+    assert [[group["prompt"]["prompt_id"] for group in chunk] for chunk in stored] == [STEPS[1][:2], STEPS[1][2:]]
+
+
+@pytest.mark.parametrize(("step", "version"), [(0, None), (0, "default"), (0, "0"), (1, "1"), (12, "12")])
+def test_the_weights_of_the_step_are_taken(collect, step: int, version: object) -> None:
+    assert len(collect(step, Engine(version)).groups) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "versions", "said"),
+    [
+        (0, ["1"], r"weight version \['1'\] in step 0; expected \(None, 0\)"),
+        (2, ["1"], r"weight version \['1'\] in step 2; expected \(2,\)"),
+        (2, ["3"], r"weight version \['3'\] in step 2"),
+        (2, ["default"], r"weight version \['None'\] in step 2"),
+        (2, ["0"], r"weight version \['0'\] in step 2"),
+        (2, ["2", "1"], r"weight version \['1'\] in step 2"),
+    ],
+)
+def test_samples_of_other_weights_are_refused_and_not_kept(collect, tmp_path: Path, step, versions, said) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        collect(step, Engine(*versions))
+    assert not list(tmp_path.rglob("chunk_*.json"))
+
+
+def test_a_finished_request_is_replayed_and_the_others_are_asked_for_as_before(collect, tmp_path: Path) -> None:
+    whole = collect(1, Engine("1"), Engine("1"))
+    (tmp_path / "rollouts/step_000001/chunk_0001.json").unlink()
+    even, odd = Engine("1"), Engine("1")
+    again = collect(1, even, odd)
+    assert (len(even.asked), len(odd.asked)) == (0, 1), "the second request goes to the second engine"
+    assert again.num_replayed == 2
+    assert again.groups == whole.groups
+    assert collect(1, Engine()).num_replayed == 3, "and with all of them there nobody is asked"
+
+
+CHANGED_PROMPTS = [Prompt(p.prompt_id, p.messages, "8") for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine__groups_per_request": 3},
+        {"rollout__num_samples_per_prompt": 4, "training__global_batch_size": 12},
+        {"data__seed": 11},
+        {"prompts": CHANGED_PROMPTS},
+    ],
+    ids=["size of a request", "size of a group", "order of prompts", "labels"],
+)
+def test_what_was_made_with_other_settings_is_made_again(collect, caplog: pytest.LogCaptureFixture, change) -> None:
+    collect(1, Engine("1"))
+    engine = Engine("1")
+    with caplog.at_level(logging.WARNING):
+        again = collect(1, engine, **change)
+    assert again.num_replayed == 0
+    assert sum(len(body["input_ids"]) for body in engine.asked) == sum(len(group.samples) for group in again.groups)
+    assert "step 1, chunk 0: made with other settings, generated again" in caplog.text
+    assert collect(1, Engine(), **change).groups == again.groups, "they take the place of the others"
+
+
+class LateGraders(GraderPool):
+    """As if the first response of each request were not graded in time."""
+
+    async def grade_all(self, reward, responses, labels):
+        assert (reward, set(labels)) == ("exact_match", {"7"})
+        return [0.0, *[1.0] * (len(responses) - 1)], 1
+
+
+def test_graders_that_do_not_answer_are_counted(collect) -> None:
+    rollout = collect(1, Engine("1"), graders=LateGraders())
+    assert rollout.grader_timeouts == 2
+    rewards = [[sample.reward for sample in group.samples] for group in rollout.groups]
+    assert rewards == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
+    assert collect(1, Engine()).grader_timeouts == 0, "of those that are replayed"

@@ -1,0 +1,25 @@
+"""The router of a model whose tokens see one expert each.
+
+A token's weights over its experts sum to `routed_scaling_factor`. Megatron's router divides by their sum from two
+experts on; with one, the weight would stay the score itself, which is another model.
+
+Source: transformers, `GlmMoeDsaTopkRouter` (norm_topk_prob).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class OneExpertRouter(TopKRouter):
+    """Megatron's router for top-k 1, with weights that are normalised."""
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights [T, E] fp32 that sum to the scaling factor, and the chosen experts [T, E] bool."""
+        scores, chosen = super().routing(*args, **kwargs)
+        # A score may underflow to 0, and the quotient is 0 then.
+        shares = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+        return shares * (self.config.moe_router_topk_scaling_factor or 1.0), chosen
