@@ -80,7 +80,7 @@ class NodeInspection:
         command = [sys.executable, "-m", "posttrain.preflight.links", "--device", config.hardware.device]
         command += ["--num-nodes", str(len(names))]
         shared = {
-            **as_environment(trainer_environment(config)),
+            **as_environment(trainer_environment(config, len(names))),
             "WORLD_SIZE": str(count * len(names)),
             "MASTER_ADDR": question["address"],
             "MASTER_PORT": str(question["rendezvous"]),
