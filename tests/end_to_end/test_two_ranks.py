@@ -51,6 +51,7 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
     """torchrun starts what the supervisor would, against an engine that is there already: expert and data parallel."""
     from posttrain.config.load import load_resolved
     from posttrain.engines.process import running_engines
+    from posttrain.engines.secret import SECRET_VARIABLE
 
     workflow.settings |= TWO_RANKS | {"parallel.expert_model_parallel_size": 2}
     workflow.run("resolve_config", "stage_all_nodes")
@@ -73,8 +74,9 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         words = [str(word) for pair in arguments.items() for word in pair]
         command = [*torchrun, "-m", "posttrain.launch.trainer_rank", *words]
+        environment = {**workflow.env, SECRET_VARIABLE: engines[0].secret}
         ended = subprocess.run(
-            command, cwd=ROOT, env=workflow.env, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
     assert ended.returncode == 0, ended.stderr[-4000:]
     compare_first_step(undisturbed.metrics(), workflow.metrics())

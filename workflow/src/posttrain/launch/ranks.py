@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ import psutil
 
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
+from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
@@ -186,7 +187,7 @@ def running_ranks(
     command: Sequence[str],
     rendezvous: Rendezvous,
     folder: Path,
-    environment: Mapping[str, str],
+    engine_secret: str,
 ) -> Iterator[list[RankProcess]]:
     """Start the trainer ranks of one node and end them with the block.
 
@@ -196,7 +197,7 @@ def running_ranks(
         command: Arguments of a rank.
         rendezvous: Where all ranks meet.
         folder: Gets `trainer{rank}.log`.
-        environment: Variables to add.
+        engine_secret: What the engines want to be shown.
     """
     per_node = config.hardware.gpus_per_node
     ranks: list[RankProcess] = []
@@ -206,7 +207,7 @@ def running_ranks(
             "WORLD_SIZE": str(world_size(config)),
             **rendezvous.environment(Path(own_folder) if config.nodes == 1 else None),
             **as_environment(trainer_environment(config)),
-            **environment,
+            SECRET_VARIABLE: engine_secret,
         }
         try:
             for local_rank in range(per_node):

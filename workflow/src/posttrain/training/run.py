@@ -282,6 +282,7 @@ def open_run(
     model_folder: Path,
     dataset: Path,
     engine_urls: Sequence[str],
+    engine_secret: str,
     may_commit: Callable[[], None],
     finished: int | None = None,
 ) -> Iterator[TrainingRun]:
@@ -295,6 +296,7 @@ def open_run(
         model_folder: Checkpoint in Hub layout, with the tokenizer.
         dataset: Folder with `train.jsonl`.
         engine_urls: Engines, ready or about to be.
+        engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: Finished steps of the checkpoint to load, 0 for none; by default of the newest that this node sees.
 
@@ -315,7 +317,7 @@ def open_run(
         weights = HubWeights(policy.model, config.model.architecture)
         head, client = None, None
         if dist.get_rank() == 0:
-            client = _open_client(config, engine_urls, runner, stack)
+            client = _open_client(config, engine_urls, engine_secret, runner, stack)
             head = _open_head(config, run_name, run_folder, model_folder, dataset, client, stack)
             stack.callback(lambda: head.sinks and head.sinks.close())
         publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
@@ -331,9 +333,12 @@ def _check_content(checkpoints: CheckpointFolder, finished: int) -> None:
         checkpoints.check_content(finished, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def _open_client(config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack) -> EngineClient:
+def _open_client(
+    config: Config, engine_urls: Sequence[str], secret: str, runner: asyncio.Runner, stack: ExitStack
+) -> EngineClient:
     client = EngineClient(
         engine_urls,
+        secret,
         config.engine.request_timeout_seconds,
         ranks_per_engine=config.engine.gpus_per_engine,
         vocab_size=config.model.architecture.vocab_size,
