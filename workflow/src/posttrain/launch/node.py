@@ -264,7 +264,8 @@ def main() -> None:
     head = Head(channel)
     try:
         with told_to(head):
-            inspection = NodeInspection(arguments.name, channel.own_address, arguments.log_folder, head.order)
+            own_address, folder = channel.own_address, arguments.log_folder
+            inspection = NodeInspection(arguments.name, own_address, folder, head.order, secret)
             while (order := head.order(POLL_SECONDS)) is None or order["kind"] != "assign":
                 if order:
                     head.tell(order["kind"], **inspection.answer(order))
