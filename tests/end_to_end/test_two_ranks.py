@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.listening import RANK, assert_all_known, watched_sockets
 from tests.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import receipt_of
@@ -21,6 +22,8 @@ LAYOUTS = {
     },
     "pipeline": {"parallel.pipeline_model_parallel_size": 2},
 }
+# That Megatron makes for each of two ranks.
+GLOO_GROUPS = {"tensor": [22, 22], "pipeline": [21, 22]}
 TWO_RANKS = {"hardware.gpus_per_node": 2, "trainer.num_threads": 1, "engine.num_threads": 1}
 
 
@@ -42,9 +45,13 @@ def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]])
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: WorkflowFolder, name: str) -> None:
+    """Meanwhile another user tries every socket."""
     workflow.settings |= TWO_RANKS | LAYOUTS[name]
-    workflow.run("finalize_export_hf")
+    with watched_sockets(workflow) as found:
+        workflow.run("finalize_export_hf")
     compare_first_step(undisturbed.metrics(), workflow.metrics())
+    assert_all_known(found, GLOO_GROUPS[name])
+    assert {"posttrain.engines.embedded", "train_grpo.py", RANK} <= {at.program for at in found}
 
 
 def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: WorkflowFolder, tmp_path: Path) -> None:
