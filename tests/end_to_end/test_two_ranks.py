@@ -22,8 +22,8 @@ LAYOUTS = {
     },
     "pipeline": {"parallel.pipeline_model_parallel_size": 2},
 }
-# That Megatron makes for each of two ranks.
-GLOO_GROUPS = {"tensor": [22, 22], "pipeline": [21, 22]}
+# In which Megatron and the checkpoint writer put the two ranks, counted once for each.
+GLOO_GROUPS = {"tensor": 22 + 22, "pipeline": 22 + 21}
 TWO_RANKS = {"hardware.gpus_per_node": 2, "trainer.num_threads": 1, "engine.num_threads": 1}
 
 

@@ -65,9 +65,7 @@ def main():
 cli.run(main)
 """
 # It has no versions to tell the preflight, and ends with its supervisor, as engines do.
-ENGINE = (
-    f"[[ $1 == -c ]] && exit 1; exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
-)
+ENGINE = f"[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
 SECONDS = 60.0
 
 
@@ -154,9 +152,12 @@ def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
     invitation = invitation_path(tmp_path)
     assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
     secret = Invitation.read(invitation).secret
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != invitation]
+    of_engines = tmp_path / "engine-secrets"
+    shared, same = of_engines.read_text().split()
+    assert shared == same != secret, "of the attempt, on both nodes"
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (invitation, of_engines)]
     assert len(files) > 10
-    assert not [path for path in files if secret in path.read_text()]
+    assert not [path for path in files for hidden in (secret, shared) if hidden in path.read_text()]
 
 
 def test_a_supervisor_that_dies_and_a_pod_that_is_lost(tmp_path: Path, start: Callable) -> None:

@@ -96,12 +96,16 @@ def test_with_a_checkpoint_engines_start_without_weights(tmp_path: Path) -> None
 
 
 def test_progress_gives_new_attempts(tmp_path: Path) -> None:
-    """Two attempts finish a chunk each and die; only those after them count as idle."""
-    count = "n=$(ls attempts | wc -l); mkdir -p rollouts/step_000000"
+    """Two attempts finish a chunk each and die; only those after them count as idle. Each has a secret of its own."""
+    count = "echo $POSTTRAIN_ENGINE_SECRET >> secrets;"
+    count += "n=$(ls attempts | wc -l); mkdir -p rollouts/step_000000"
     work = f"{count}; touch rollouts/step_000000/chunk_000$((n < 3 ? n : 2)).json"
     with pytest.raises(RuntimeError, match="3 times without progress"):
         supervise(make_job(tmp_path, f"{work}; {DIES}", arguments=required_arguments(tmp_path)))
     assert len(attempts_of(tmp_path)) == 2 + MAX_IDLE_ATTEMPTS
+    secrets = (tmp_path / "secrets").read_text().split()
+    assert len(set(secrets)) == len(secrets) == 2 + MAX_IDLE_ATTEMPTS
+    assert {len(secret) for secret in secrets} == {64}
 
 
 ONE_IDLE_ATTEMPT = "launch.max_idle_attempts=1"

@@ -61,7 +61,9 @@ async def _refuse(kind: str, send: Any) -> None:
 
 def main() -> None:
     """Serve, with SGLang's own command line."""
-    secret = Hidden(os.environ.pop(SECRET_VARIABLE))
+    secret = Hidden(os.environ.pop(SECRET_VARIABLE, ""))
+    if not secret:
+        sys.exit(f"{SECRET_VARIABLE} is not set: it is what an engine and those whom it obeys share")
     os.umask(0o077)
     # It speaks to itself over HTTP, with the secret: never through a proxy.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
