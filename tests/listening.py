@@ -26,7 +26,7 @@ from tests.interruptions import processes_of
 from tests.requirements import require
 from tests.workflow_runs import ROOT, WorkflowFolder
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 1.0
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 LISTENS = {"tcp": "0A", "udp": "07"}
@@ -117,7 +117,8 @@ RANK = "posttrain.launch.trainer_rank"
 CLOSED = "closed|ConnectionResetError|ConnectionRefusedError|BrokenPipeError"
 # By their names in the docs.
 KNOWN = {
-    "engine": Known(r"posttrain\.engines\.embedded|sglang_server\.py", "tcp", r"HTTP/1\.1 401 .*"),
+    # Asked while it loads or ends it says nothing.
+    "engine": Known(r"posttrain\.engines\.embedded|sglang_server\.py", "tcp", rf"HTTP/1\.1 401 .*|nothing|{CLOSED}"),
     "head of a job": Known(r"train_grpo\.py", "tcp", CLOSED),
     "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", "nothing"),
     "meeting of ranks": Known(re.escape(RANK), "tcp", "nothing"),
@@ -132,15 +133,16 @@ KNOWN = {
 def watched_sockets(workflow: WorkflowFolder) -> Iterator[list[Listener]]:
     """Find and try whatever a workflow listens on while the block runs; the list is complete behind it.
 
-    A socket is tried again as long as what is heard there is not known: a server may listen before it can answer.
+    A socket is tried again as long as what is heard there is not known, and an engine's until it answers.
     """
     found: dict[Listener, Listener] = {}
     ends, tried = threading.Event(), []
 
     def watch() -> None:
         while not ends.wait(POLL_SECONDS):
-            here = [at for process in processes_of(workflow) for at in listeners_of(process)]
-            unknown = [at for at in here if at not in found or not is_known(found[at])]
+            unknown = [
+                at for at in listeners_of(processes_of(workflow)) if at not in found or not _is_settled(found[at])
+            ]
             heard = _heard_by_nobody(unknown) if IS_ROOT else [at.heard for at in unknown]
             found.update((at, replace(at, heard=words)) for at, words in zip(unknown, heard, strict=True))
 
@@ -167,9 +169,18 @@ def assert_all_known(found: Sequence[Listener], num_silent: int, addresses: str 
     _fail_for([at for at in of_job if not re.fullmatch(addresses, at.address)])
     require("users", "" if IS_ROOT else "another user needs root")
     _fail_for([at for at in found if not is_known(at)])
+    assert any(_is_engine(at) and at.heard.startswith("HTTP/1.1 401") for at in found), "no engine was tried in time"
     assert len(silent_sockets(found)) == num_silent
     page = (ROOT / "docs" / "threat-model.md").read_text()
     assert not [name for name in KNOWN if f"| {name} |" not in page]
+
+
+def _is_engine(found: Listener) -> bool:
+    return bool(re.fullmatch(KNOWN["engine"].program, found.program))
+
+
+def _is_settled(found: Listener) -> bool:
+    return is_known(found) and (found.heard.startswith("HTTP") or not _is_engine(found))
 
 
 def silent_sockets(found: Sequence[Listener]) -> list[Listener]:
@@ -186,20 +197,27 @@ def is_known(found: Listener) -> bool:
     return any(known.covers(found) for known in KNOWN.values())
 
 
-def listeners_of(process: psutil.Process) -> list[Listener]:
-    """Return the sockets of a process that others can send to, in its own network namespace."""
-    folder = Path("/proc") / str(process.pid)
-    try:
-        program, network = _program(process.cmdline()), (folder / "ns/net").readlink().name
-        inodes = set()
-        for descriptor in (folder / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(descriptor.readlink()))
-        rows = [*_inet(folder), *_unix(folder)]
-    except (psutil.Error, OSError):
-        return []  # it has ended
-    place = {f"socket:[{inode}]": at for inode, *at in rows}
-    return [Listener(program, *place[inode], network, process.pid) for inode in inodes & place.keys()]
+def listeners_of(processes: Sequence[psutil.Process]) -> list[Listener]:
+    """Return the sockets of processes that others can send to, each in its own network namespace."""
+    tables: dict[str, dict[str, list]] = {}
+    found = []
+    for process in processes:
+        folder = Path("/proc") / str(process.pid)
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended
+            network = (folder / "ns/net").readlink().name
+            if network not in tables:
+                tables[network] = {f"socket:[{inode}]": at for inode, *at in (*_inet(folder), *_unix(folder))}
+            program, sockets = _program(process.cmdline()), tables[network].keys() & _open_files(folder)
+            found += [Listener(program, *tables[network][name], network, process.pid) for name in sockets]
+    return found
+
+
+def _open_files(folder: Path) -> set[str]:
+    names = set()
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(OSError):  # it has been closed
+            names.add(os.readlink(descriptor))
+    return names
 
 
 def _inet(folder: Path) -> Iterator[tuple[str, str, str, int]]:
