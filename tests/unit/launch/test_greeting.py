@@ -212,23 +212,21 @@ def test_no_more_than_a_few_hosts_are_named(head: Head, caplog: pytest.LogCaptur
 
 def test_who_says_half_a_line_is_not_waited_for(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor who says a byte now and then: the whole greeting has one deadline."""
-    monkeypatch.setattr(greeting, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(greeting, "GREETING_SECONDS", 1.0)
     with head.connect() as slow:
-        started, sent = time.monotonic(), 0
-        slow.settimeout(0.1)
-        ended = False
-        while not ended and time.monotonic() < started + SECONDS:
-            try:
-                slow.sendall(b" ")
-                sent += 1
-                ended = slow.recv(1) == b""
-            except TimeoutError:
-                continue
-            except OSError:
-                ended = True
-    assert ended
-    assert time.monotonic() - started < 5
-    assert sent > 2
+        started, sent, answer = time.monotonic(), 0, None
+        slow.settimeout(0.05)
+        while answer is None:
+            assert time.monotonic() < started + SECONDS, "it is still listened to"
+            with contextlib.suppress(TimeoutError):
+                try:
+                    slow.sendall(b" ")
+                    sent += 1
+                    answer = slow.recv(1)
+                except ConnectionError:
+                    answer = b""
+    assert answer == b""
+    assert sent > 1
 
 
 def test_a_stranger_s_hundred_megabytes_are_not_taken(head: Head, stranger: socket.socket) -> None:

@@ -11,6 +11,7 @@ and the sockets of its processes are for this user alone.
 from __future__ import annotations
 
 import hmac
+import itertools
 import os
 import sys
 import tempfile
@@ -69,6 +70,9 @@ def main() -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if "--nnodes" not in sys.argv:
+            words = dict(itertools.pairwise(sys.argv))
+            # SGLang's kernels name what they share after address and port, also where ranks meet elsewhere.
+            os.environ |= {"MASTER_ADDR": words["--host"], "MASTER_PORT": words["--port"]}
             os.environ[MEETING_VARIABLE] = f"file://{folder}/meeting"
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints.http_server import app

@@ -91,14 +91,15 @@ class Reception:
         """Let one in, or send it away."""
         try:
             hello = self._hear(connection)
-        except (OSError, ValueError) as error:
+            channel = Channel(connection, hello["who"])
+        # What can be read at the last possible depth may be too deep to be written again.
+        except (OSError, ValueError, RecursionError) as error:
             self._name(host, error)
             connection.close()
             return
         finally:
             with contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        channel = Channel(connection, hello["who"])
         channel.send("welcome")  # before anybody can send an order
         self._receive(hello, channel)
 
