@@ -74,7 +74,7 @@ class Listener:
     Args:
         program: What its process runs: a module, a script, a program's name.
         kind: "tcp", "udp" or "unix".
-        address: An IP address; of a UNIX socket its path, "\\0..." without one.
+        address: An IP address; of a UNIX socket its path, or a name behind a NUL byte.
         port: Of TCP and UDP.
         network: The network namespace.
         pid: Of its process.
@@ -234,7 +234,7 @@ def _unix(folder: Path) -> Iterator[tuple[str, str, str, int]]:
     for line in (folder / "net" / "unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split(maxsplit=7)
         if int(flags, 16) & UNIX_LISTENS:
-            yield inode, "unix", (path or [""])[0].replace("@", "\\0", 1), 0
+            yield inode, "unix", (path or [""])[0].replace("@", "\0", 1), 0
 
 
 def _readable(address: str) -> str:
