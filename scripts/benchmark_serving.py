@@ -46,7 +46,8 @@ async def measure(
     config: Config, engines: list[EngineProcess], prompts: list[tuple[int, ...]], args: argparse.Namespace
 ) -> list[Level]:
     """Wait for the engines and measure them."""
-    async with EngineClient([engine.url for engine in engines], config.engine.request_timeout_seconds) as client:
+    urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
+    async with EngineClient(urls, engines[0].secret, timeout) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
         return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
 

@@ -13,8 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 ORDER = (
-    *("config", "artifacts", "observability", "planner", "preflight", "types", "checkpoint", "data", "reward"),
-    *("algorithm", "batching", "engines", "rollout", "megatron_backend", "weight_sync", "training", "launch"),
+    *("config", "artifacts", "observability", "planner", "rendezvous", "preflight", "types", "checkpoint"),
+    *(
+        "data",
+        "reward",
+        "algorithm",
+        "batching",
+        "engines",
+        "rollout",
+        "megatron_backend",
+        "weight_sync",
+        "training",
+        "launch",
+    ),
     "evaluation",
 )
 # Programs: they set up logging and end like a script, and nothing imports them.

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 from tests.interruptions import assert_gone, assert_same_training, start
+from tests.listening import assert_all_known, watched_sockets
 from tests.sglang_environment import PYTHON, require_sglang
 from tests.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
 from tests.workflow_runs import FAST, WorkflowFolder
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
+
+# Of one rank.
+GLOO_GROUPS = 22
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -76,11 +81,16 @@ def settings(model: Path, prompts: dict[str, Path]) -> dict[str, object]:
 
 
 def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[str, object]) -> None:
-    """Also when it is killed on the way: the engine that starts then has no weights but what training sends it."""
+    """Also when it is killed on the way: the engine that starts then has no weights but what training sends it.
+
+    Meanwhile another user tries every socket, those of SGLang's own processes too.
+    """
     settings |= {"trainer.save_interval": 3}
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
-    kill_at(workflow, "checkpoints/step_000003")
-    finish_without_weights(workflow)
+    with watched_sockets(workflow) as found:
+        kill_at(workflow, "checkpoints/step_000003")
+        finish_without_weights(workflow)
+    assert_no_secret(workflow)
 
     rows = workflow.metrics()
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -89,6 +99,8 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[st
         assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
     rewards = [row["rollout/reward_mean"] for row in rows]
     assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"
+    assert_all_known(found, 2 * GLOO_GROUPS)
+    assert {"sglang_server.py", "sglang::scheduler"} <= {at.program for at in found}
 
 
 @pytest.mark.faults
@@ -101,6 +113,14 @@ def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
     kill_at(killed, "checkpoints/step_000001")
     finish_without_weights(killed)
     assert_same_training(killed, straight)
+
+
+def assert_no_secret(workflow: WorkflowFolder) -> None:
+    """SGLang writes all of its arguments into its log; the one that nobody may see does not show there."""
+    logs = [path.read_text() for path in workflow.run_folder.glob("train/attempts/*/engine0.log")]
+    assert ["'api_key': '(hidden)'" in log for log in logs] == [True, True]
+    files = [path for path in workflow.run_folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if re.search(rb"Bearer [0-9a-f]{16}", path.read_bytes())]
 
 
 def kill_at(workflow: WorkflowFolder, point: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.listening import RANK, assert_all_known, watched_sockets
 from tests.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import receipt_of
@@ -21,6 +22,8 @@ LAYOUTS = {
     },
     "pipeline": {"parallel.pipeline_model_parallel_size": 2},
 }
+# In which Megatron and the checkpoint writer put the two ranks, counted once for each.
+GLOO_GROUPS = {"tensor": 22 + 22, "pipeline": 22 + 21}
 TWO_RANKS = {"hardware.gpus_per_node": 2, "trainer.num_threads": 1, "engine.num_threads": 1}
 
 
@@ -42,15 +45,20 @@ def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]])
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: WorkflowFolder, name: str) -> None:
+    """Meanwhile another user tries every socket."""
     workflow.settings |= TWO_RANKS | LAYOUTS[name]
-    workflow.run("finalize_export_hf")
+    with watched_sockets(workflow) as found:
+        workflow.run("finalize_export_hf")
     compare_first_step(undisturbed.metrics(), workflow.metrics())
+    assert_all_known(found, GLOO_GROUPS[name])
+    assert {"posttrain.engines.embedded", "train_grpo.py", RANK} <= {at.program for at in found}
 
 
 def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     """torchrun starts what the supervisor would, against an engine that is there already: expert and data parallel."""
     from posttrain.config.load import load_resolved
     from posttrain.engines.process import running_engines
+    from posttrain.engines.secret import SECRET_VARIABLE
 
     workflow.settings |= TWO_RANKS | {"parallel.expert_model_parallel_size": 2}
     workflow.run("resolve_config", "stage_all_nodes")
@@ -73,8 +81,9 @@ def test_two_ranks_under_torchrun(workflow: WorkflowFolder, undisturbed: Workflo
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         words = [str(word) for pair in arguments.items() for word in pair]
         command = [*torchrun, "-m", "posttrain.launch.trainer_rank", *words]
+        environment = {**workflow.env, SECRET_VARIABLE: engines[0].secret}
         ended = subprocess.run(
-            command, cwd=ROOT, env=workflow.env, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
     assert ended.returncode == 0, ended.stderr[-4000:]
     compare_first_step(undisturbed.metrics(), workflow.metrics())

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from tests.interruptions import assert_same_training
+from tests.listening import RANK, assert_all_known, silent_sockets, watched_sockets
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST, WorkflowFolder
 
@@ -25,11 +26,16 @@ LAYOUT = {
 
 
 def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: WorkflowFolder) -> None:
-    """TP2 PP2 EP2 and DP2 over gloo, an engine on each node, from the staged copy on each node's disk to the report."""
+    """TP2 PP2 EP2 and DP2 over gloo, an engine on each node, from the staged copy on each node's disk to the report.
+
+    Meanwhile another user tries every socket, in the network of each node.
+    """
     on_slurm.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 2}
     workflow.settings = FAST | LAYOUT | {"hardware.gpus_per_node": 8}
-    on_slurm.run()
-    workflow.run("train_grpo")
+    with watched_sockets(on_slurm) as found:
+        on_slurm.run()
+    with watched_sockets(workflow) as on_one_machine:
+        workflow.run("train_grpo")
     assert_same_training(on_slurm, workflow)
     train = on_slurm.run_folder / "train"
     (attempt,) = (json.loads(line) for line in (train / "attempts.jsonl").read_text().splitlines())
@@ -42,5 +48,8 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert summary["num_steps"] == 6
     assert 0 < summary["pass_rate_after"] < 1
     assert (on_slurm.run_folder / "report.html").exists()
+    and_the_meeting = len(silent_sockets(on_one_machine)) + 1
+    assert_all_known(found, and_the_meeting, addresses=r"127\.0\.0\.1|10\.77\.0\.\d+")
+    assert {"posttrain.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
     on_slurm.nodes = 2
     assert "GRPO tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files, write_receipt
@@ -111,3 +112,16 @@ def test_a_source_that_differs_from_its_receipt_is_refused(root):
     assert process.returncode != 0
     assert not (root / "node0" / "weights" / "3.bin").exists()
     assert not list((root / "meeting").glob("*.json"))
+
+
+def test_a_node_listens_on_the_network_of_the_others_alone(tmp_path):
+    def listening(swarm):
+        port = swarm.port  # asked first, it waits until the session listens
+        return {at.laddr.ip for at in psutil.Process().net_connections("inet") if at.laddr.port == port}
+
+    with Swarm(tmp_path, "lo") as swarm:
+        assert listening(swarm) == set(swarm.addresses) == {"127.0.0.1"}
+    with Swarm(tmp_path) as swarm:
+        assert listening(swarm) == set(swarm.addresses), "each by itself, and not 0.0.0.0"
+    with pytest.raises(RuntimeError, match="no IPv4 address on nonesuch0"), Swarm(tmp_path, "nonesuch0"):
+        pass

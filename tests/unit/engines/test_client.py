@@ -21,11 +21,12 @@ class ScriptedEngine:
     """Answers every call with success, unless the script says otherwise; keeps what it was asked."""
 
     def __init__(self, name="0", script=None):
-        self.name, self.script, self.calls = name, script or {}, []
+        self.name, self.script, self.calls, self.shown = name, script or {}, [], set()
 
     async def handle(self, request):
         body = await request.json() if request.can_read_body else None
         self.calls.append((request.path, body))
+        self.shown.add(request.headers.get("Authorization"))
         scripted = self.script.get(request.path)
         if callable(scripted):
             return await scripted(request)
@@ -50,7 +51,7 @@ async def client_of(*engines, timeout=5.0, ranks=1):
         application.router.add_route("*", "/{path:.*}", engine.handle)
         servers.append(TestServer(application))
         await servers[-1].start_server()
-    async with EngineClient([str(server.make_url("")) for server in servers], timeout, ranks) as client:
+    async with EngineClient([str(server.make_url("")) for server in servers], "secret", timeout, ranks) as client:
         yield client
     for server in servers:
         await server.close()
@@ -68,6 +69,23 @@ def test_the_engine_follows_from_the_request_number():
             assert client.num_engines == 3
 
     run(story())
+
+
+def test_every_request_carries_the_secret():
+    engine = ScriptedEngine()
+
+    async def story():
+        async with client_of(engine) as client:
+            await client.wait_ready(5)
+            await client.generate(REQUESTS, 0)
+            assert [_ async for _ in client.stream(REQUESTS[0], 0)] == [], "the answer is no stream"
+            for call in (client.server_info, client.flush_cache, client.pause_generation, client.abort_all):
+                await call()
+            await client.update_weights(1, BUCKETS)
+
+    run(story())
+    assert len(engine.calls) > 8
+    assert engine.shown == {"Bearer secret"}
 
 
 def test_a_refusal_names_engine_path_status_and_text():
@@ -137,7 +155,7 @@ def test_retries_have_a_limit(monkeypatch):
     monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.01)
 
     async def story():
-        async with EngineClient([f"http://127.0.0.1:{unused_port()}"], 5.0) as client:
+        async with EngineClient([f"http://127.0.0.1:{unused_port()}"], "secret", 5.0) as client:
             with pytest.raises(RuntimeError, match="no connection after 4 tries"):
                 await client.flush_cache()
             assert client.num_retries == 3

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import resolve
+from posttrain.engines import sglang_server
 from posttrain.engines.launch_command import nodes_per_engine, render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
 
@@ -49,7 +50,7 @@ def test_no_thread_count_leaves_torch_its_choice():
 def test_sglang_on_a_cpu_runs_in_its_own_environment():
     rendered = command("tiny", "engine.kind=sglang engine.python=/envs/sglang/bin/python")
     given = flags(rendered.argv)
-    assert rendered.argv[:3] == ("/envs/sglang/bin/python", "-m", "sglang.launch_server")
+    assert rendered.argv[:3] == ("/envs/sglang/bin/python", "-P", sglang_server.__file__)
     assert (given["--device"], given["--attention-backend"], given["--dtype"]) == (
         "cpu",
         "torch_native",

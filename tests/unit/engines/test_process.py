@@ -14,7 +14,9 @@ import pytest
 from posttrain.engines.launch_command import EngineCommand
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess
+from posttrain.engines.secret import SECRET_VARIABLE
 
+SECRET = "of the attempt"
 SLEEP = "import time; time.sleep(60)"
 WITH_CHILD = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -29,7 +31,7 @@ def wait_until(condition, seconds=15):
 
 def engine(tmp_path, code, name="engine 0"):
     command = EngineCommand((sys.executable, "-c", code), {"MARK": "set"}, "http://127.0.0.1:1")
-    return EngineProcess(command, tmp_path / "logs" / "engine0.log", name)
+    return EngineProcess(command, tmp_path / "logs" / "engine0.log", name, SECRET)
 
 
 def family(pid):
@@ -44,10 +46,29 @@ def test_output_goes_to_the_log_and_the_environment_is_set(tmp_path):
     process.stop()
 
 
+def test_an_engine_learns_the_secret_from_its_environment_alone(tmp_path):
+    process = engine(
+        tmp_path, "import os, time; print(os.environ['POSTTRAIN_ENGINE_SECRET'], flush=True); time.sleep(60)"
+    )
+    process.start()
+    log = tmp_path / "logs" / "engine0.log"
+    wait_until(lambda: log.read_text() == f"{SECRET}\n")
+    assert not [word for member in family(process.pid) for word in member.cmdline() if SECRET in word]
+    process.stop()
+
+
+def test_an_engine_without_a_secret_does_not_start(checkpoint, environment):
+    del environment[SECRET_VARIABLE]
+    ended = subprocess.run(embedded(checkpoint, 1), env=environment, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert "POSTTRAIN_ENGINE_SECRET = not set" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_private_folders_are_there_while_it_runs(tmp_path):
     code = "import os, pathlib; folder = os.environ['PRIVATE']; pathlib.Path(folder, 'left').touch(); print(folder)"
     command = EngineCommand((sys.executable, "-c", code), {}, "", private_folders=("PRIVATE",))
-    process = EngineProcess(command, tmp_path / "log", "engine 0")
+    process = EngineProcess(command, tmp_path / "log", "engine 0", SECRET)
     process.start()
     wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"))
     folder = Path((tmp_path / "log").read_text().strip())
@@ -107,7 +128,7 @@ from pathlib import Path
 from posttrain.engines.launch_command import EngineCommand
 from posttrain.engines.process import EngineProcess
 command = EngineCommand((sys.executable, "-c", sys.argv[1]), {}, "")
-process = EngineProcess(command, Path(sys.argv[2]), "engine")
+process = EngineProcess(command, Path(sys.argv[2]), "engine", "secret")
 process.start()
 print(process.pid, flush=True)
 time.sleep(60)
@@ -143,7 +164,7 @@ def test_free_ports_are_free_and_different():
 
 @pytest.fixture
 def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", SECRET_VARIABLE: SECRET}
 
 
 def embedded(folder: Path, port: int):
@@ -177,7 +198,7 @@ def test_the_embedded_engine_from_start_to_end(checkpoint, environment, tmp_path
     (port,) = choose_free_ports(1)
     url = f"http://127.0.0.1:{port}"
     process = EngineProcess(
-        EngineCommand(tuple(embedded(checkpoint, port)), environment, url), tmp_path / "log", "engine"
+        EngineCommand(tuple(embedded(checkpoint, port)), environment, url), tmp_path / "log", "engine", SECRET
     )
     bad = subprocess.Popen(
         embedded(tmp_path, choose_free_ports(1)[0]), env=environment, stderr=subprocess.PIPE, text=True
@@ -185,7 +206,7 @@ def test_the_embedded_engine_from_start_to_end(checkpoint, environment, tmp_path
     process.start()
 
     async def story():
-        async with EngineClient([url], 30) as client:
+        async with EngineClient([url], SECRET, 30) as client:
             await client.wait_ready(60, process.check_alive)
             return await client.generate([GenerateRequest([5, 6], 1, 3)], 0)
 

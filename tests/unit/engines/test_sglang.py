@@ -1,6 +1,8 @@
 """What this package says to SGLang, held against SGLang 0.5.23 itself (no server; those are end-to-end
 tests)."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from tests.sglang_environment import require_sglang, run_in_sglang
 
 from posttrain.config.load import resolve
+from posttrain.engines import sglang_server
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.engines.tensor_payload import serialize_bucket
@@ -32,9 +35,84 @@ for argv in json.load(sys.stdin):
 """
 
 
+ASK_EVERY_ROUTE = """
+import asyncio, json, runpy, sys
+from sglang.srt.entrypoints.http_server import app
+
+ours = runpy.run_path(json.load(sys.stdin))
+guarded = ours["OnlyWithSecret"](app, ours["Hidden"]("of the attempt"))
+
+async def ask(kind, method, path, shown):
+    told = []
+    headers = [(b"host", b"x"), *([(b"authorization", shown)] if shown is not None else [])]
+    scope = {"type": kind, "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+             "headers": headers, "method": method, "http_version": "1.1", "scheme": "http", "subprotocols": []}
+    async def send(message):
+        told.append([message["type"], message.get("status", message.get("code"))])
+    async def receive():
+        told.append(["read", None])
+        raise RuntimeError("the body is read")
+    await guarded(scope, receive, send)
+    return [kind, method, path, told]
+
+def all_of(routes):
+    for route in routes:
+        yield from all_of(route.original_router.routes) if hasattr(route, "original_router") else [route]
+
+async def main():
+    routes = [("websocket" if not hasattr(route, "methods") else "http", method, route.path)
+              for route in all_of(app.routes) for method in sorted(getattr(route, "methods", None) or {"GET"})]
+    routes += [("http", "OPTIONS", "/generate"), ("http", "GET", "/metrics/x"), ("http", "POST", "/nothing")]
+    shown = [None, b"", b"Bearer ", b"of the attempt", b"Bearer of the attemps", b"Bearer (hidden)"]
+    for route in routes:
+        print("RESULT", json.dumps([await ask(*route, header) for header in shown]))
+
+asyncio.run(main())
+"""
+
+
 @pytest.fixture(autouse=True)
 def environment():
     require_sglang()
+
+
+def test_no_route_of_its_own_application_answers_who_does_not_show_the_secret():
+    """Nor is a byte of a body read. `--api-key` alone would leave /health, /metrics, web sockets and more open."""
+    answers = [answer for answers in run_in_sglang(ASK_EVERY_ROUTE, sglang_server.__file__) for answer in answers]
+    asked = {(kind, method, path) for kind, method, path, _ in answers}
+    assert len(asked) > 100
+    for kind, path in (("http", "/generate"), ("http", "/update_weights_from_disk"), ("websocket", "/v1/realtime")):
+        assert (kind, path) in {(kind, path) for kind, _, path in asked}
+    refused = {
+        "http": [["http.response.start", 401], ["http.response.body", None]],
+        "websocket": [["websocket.close", 1008]],
+    }
+    assert not [answer for answer in answers if answer[3] != refused[answer[0]]]
+
+
+def test_what_shows_the_secret_and_what_is_no_request_is_passed_on():
+    import asyncio
+
+    passed = []
+
+    async def application(scope, receive, send):
+        passed.append(scope["type"])
+
+    guarded = sglang_server.OnlyWithSecret(application, sglang_server.Hidden("s"))
+    right, twice = [(b"authorization", b"Bearer s")], [(b"authorization", b"Bearer s")] * 2
+
+    async def refuse(message):
+        passed.append(message.get("status"))
+
+    for scope in ({"type": "lifespan"}, {"type": "http", "headers": right}, {"type": "http", "headers": twice}):
+        asyncio.run(guarded(scope, None, refuse))
+    assert passed == ["lifespan", "http", 401, None]
+    assert repr({"api_key": sglang_server.Hidden("s")}) == "{'api_key': '(hidden)'}"
+
+
+def test_the_launcher_needs_nothing_of_ours():
+    code = f"import runpy, sys; runpy.run_path({sglang_server.__file__!r}); assert 'posttrain' not in sys.modules"
+    subprocess.run([sys.executable, "-P", "-S", "-c", code], env={}, check=True, timeout=60)
 
 
 def test_its_unpickler_reads_our_payload():

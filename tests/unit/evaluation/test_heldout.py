@@ -87,7 +87,7 @@ async def sample_on(engines, settings, requests):
         application.router.add_post("/generate", engine.generate)
         servers.append(TestServer(application))
         await servers[-1].start_server()
-    async with EngineClient([str(server.make_url("")) for server in servers], 10) as client:
+    async with EngineClient([str(server.make_url("")) for server in servers], "secret", 10) as client:
         results = await sample_responses(settings, client, requests)
     for server in servers:
         await server.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -27,9 +26,9 @@ from posttrain.artifacts import FileRecord, Receipt, write_receipt
 from posttrain.artifacts.lease import Lease
 from posttrain.config.load import load_resolved
 from posttrain.launch import pods
-from posttrain.launch.channel import connect
 from posttrain.launch.cluster import Cluster
 from posttrain.launch.gang_of_pods import run_to_end
+from posttrain.launch.greeting import join
 from posttrain.launch.invitation import Invitation
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.jobset import (
@@ -67,7 +66,8 @@ cli.run(main)
 """
 # It has no versions to tell the preflight, and ends with its supervisor, as engines do.
 ENGINE = (
-    f"[[ $1 == -c ]] && exit 1; exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
+    "[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; "
+    f"exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
 )
 SECONDS = 60.0
 
@@ -155,9 +155,12 @@ def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
     invitation = invitation_path(tmp_path)
     assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
     secret = Invitation.read(invitation).secret
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != invitation]
+    of_engines = tmp_path / "engine-secrets"
+    shared, same = of_engines.read_text().split()
+    assert shared == same != secret, "of the attempt, on both nodes"
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (invitation, of_engines)]
     assert len(files) > 10
-    assert not [path for path in files if secret in path.read_text()]
+    assert not [path for path in files for hidden in (secret, shared) if hidden in path.read_text()]
 
 
 def test_a_supervisor_that_dies_and_a_pod_that_is_lost(tmp_path: Path, start: Callable) -> None:
@@ -203,7 +206,7 @@ def test_pods_do_not_hide_a_refusal(tmp_path: Path, start: Callable) -> None:
 
 def test_a_pod_without_a_head_ends_with_the_training(tmp_path: Path, start: Callable) -> None:
     job = make_pods_job(tmp_path)
-    Invitation("127.0.0.1:9").write(invitation_path(tmp_path))
+    Invitation("127.0.0.1:9", "secret").write(invitation_path(tmp_path))
     pod = start_pod(job, 1)
     try:
         wait_until(lambda: "Connection refused" in (tmp_path / "pod1.log").read_text())
@@ -288,34 +291,23 @@ def test_pods_on_one_node_have_names_of_their_own(
     assert head.choose(2) == ["node-0-0", "node-0-1"]
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"kind": "hello", "rank": 7}\n', b""])
-def test_a_stranger_is_not_listened_to(head: Pods, invitation: Invitation, said: bytes) -> None:
-    host, _, port = invitation.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:
-        stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
-        assert b"welcome" not in stranger.makefile("rb").read()
+def test_a_pod_with_a_wrong_secret_is_not_taken_in(head: Pods, invitation: Invitation) -> None:
+    with pytest.raises(ConnectionError, match="is not the head, or does not take 1"):
+        Head.join(Invitation(invitation.address, "of an earlier head"))
     threading.Thread(target=Head.join(invitation).obey, daemon=True).start()
     assert head.choose(2) == ["node-0", "node-1"], "the pod itself still is"
 
 
-def test_a_pod_with_a_wrong_secret_is_not_taken_in(head: Pods, invitation: Invitation) -> None:
-    channel = connect(invitation.address)
-    messages = channel.messages()
-    channel.send("hello", rank=1, node="node-1", challenge="any")
-    challenge = next(messages)["challenge"]
-    channel.send("pod", proof=Invitation(invitation.address, "guessed").proof("1", challenge))
-    assert next(messages, None) is None
-
-
-def test_a_head_with_a_wrong_secret_is_not_obeyed(head: Pods, invitation: Invitation) -> None:
-    with pytest.raises(ConnectionRefusedError, match="has not written the invitation"):
-        Head.join(Invitation(invitation.address, "of an earlier head"))
+@pytest.mark.parametrize("who", ["0", "2", "-1", "01", "head", ""])
+def test_a_pod_of_no_rank_is_not_taken_in(head: Pods, invitation: Invitation, who: str) -> None:
+    """The head itself is rank 0, and there are two."""
+    with pytest.raises(ConnectionError, match=f"does not take {who}: "):
+        join(invitation.address, invitation.secret, who, node="node-1")
 
 
 def test_a_place_that_is_taken_stays_so(head: Pods, invitation: Invitation) -> None:
     first = Head.join(invitation)
-    with pytest.raises(ConnectionRefusedError, match="does not take this pod"):
+    with pytest.raises(ConnectionError, match="does not take 1"):
         Head.join(invitation)
     threading.Thread(target=first.obey, daemon=True).start()
     assert head.choose(2) == ["node-0", "node-1"]

@@ -151,7 +151,7 @@ def ask_here(folder: Path, *names: str) -> Ask:
     """Nodes in threads of this process, whose disks are folders."""
     for name in names:
         (folder / "shared" / name).mkdir(parents=True)
-    nodes = {name: NodeInspection(name, LOOPBACK, folder / "shared" / name, order=time.sleep) for name in names}
+    nodes = {name: NodeInspection(name, LOOPBACK, folder / "shared" / name, time.sleep, "secret") for name in names}
 
     def ask(kind: str, **content: object) -> dict[str, dict]:
         question = {"kind": kind, "names": names, "config_path": "", "node_local": f"{folder}/{{node}}", **content}

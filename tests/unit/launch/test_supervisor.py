@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -95,12 +96,46 @@ def test_with_a_checkpoint_engines_start_without_weights(tmp_path: Path) -> None
 
 
 def test_progress_gives_new_attempts(tmp_path: Path) -> None:
-    """Two attempts finish a chunk each and die; only those after them count as idle."""
-    count = "n=$(ls attempts | wc -l); mkdir -p rollouts/step_000000"
+    """Two attempts finish a chunk each and die; only those after them count as idle. Each has a secret of its own."""
+    count = "echo $POSTTRAIN_ENGINE_SECRET >> secrets;"
+    count += "n=$(ls attempts | wc -l); mkdir -p rollouts/step_000000"
     work = f"{count}; touch rollouts/step_000000/chunk_000$((n < 3 ? n : 2)).json"
     with pytest.raises(RuntimeError, match="3 times without progress"):
         supervise(make_job(tmp_path, f"{work}; {DIES}", arguments=required_arguments(tmp_path)))
     assert len(attempts_of(tmp_path)) == 2 + MAX_IDLE_ATTEMPTS
+    secrets = (tmp_path / "secrets").read_text().split()
+    assert len(set(secrets)) == len(secrets) == 2 + MAX_IDLE_ATTEMPTS
+    assert {len(secret) for secret in secrets} == {64}
+
+
+ONE_IDLE_ATTEMPT = "launch.max_idle_attempts=1"
+
+
+def test_a_new_checkpoint_is_progress(tmp_path: Path) -> None:
+    """The first attempt commits one and dies; only the second, which achieves nothing, is idle."""
+    work = "mkdir -p checkpoints/step_000002"
+    with pytest.raises(RuntimeError, match="ended 1 times without progress"):
+        supervise(make_job(tmp_path, f"{work}; {DIES}", arguments=required_arguments(tmp_path), more=ONE_IDLE_ATTEMPT))
+    assert len(attempts_of(tmp_path)) == 2
+
+
+class LostOnce(ThisMachine):
+    """This machine, called lost at first, and there again for the next attempt."""
+
+    is_lost = True
+
+    def check(self, names: Sequence[str]) -> list[str]:
+        lost, self.is_lost = list(names) if self.is_lost else [], False
+        return lost
+
+
+def test_a_lost_node_is_no_fault_of_the_run(tmp_path: Path) -> None:
+    """The engine ends the node's supervisor, as a lost node ends all that runs there."""
+    job = make_job(tmp_path, "kill -KILL $PPID", arguments=required_arguments(tmp_path), more=ONE_IDLE_ATTEMPT)
+    with pytest.raises(RuntimeError, match="ended 1 times without progress"):
+        supervisor.supervise(job, load_resolved(job.config_path), LostOnce("here"))
+    gone = "the supervisor of here is gone"
+    assert [row["reason"] for row in attempts_of(tmp_path)] == [f"{gone}; lost: here", gone]
 
 
 def test_attempts_go_on_counting_after_a_torn_line(tmp_path: Path) -> None:

@@ -147,7 +147,31 @@ def test_rendering_imports_no_torch():
 def test_a_site_sets_variables_of_trainer_and_engines(resolved):
     config = resolved("tiny", site="example_slurm", nodes=2).config
     trainer, engine = as_environment(trainer_environment(config)), as_environment(environment_flags(config))
-    assert trainer["GLOO_SOCKET_IFNAME"] == engine["NCCL_SOCKET_IFNAME"] == "ib0"
     assert trainer["NCCL_IB_HCA"] == "mlx5"
     assert engine["NVSHMEM_HCA_LIST"] == "mlx5_0,mlx5_1"
     assert "NVSHMEM_HCA_LIST" not in trainer
+
+
+@pytest.mark.parametrize(
+    ("choice", "of_trainer", "of_engine"),
+    [
+        ({"model": "tiny"}, "lo", None),
+        ({"model": "tiny", "nodes": 2}, "ib0", None),
+        ({"model": "tiny", "nodes": 2, "set": "engine.kind=sglang"}, "ib0", "lo"),
+        ({"model": "glm5"}, "ib0", "ib0"),
+    ],
+)
+def test_ranks_that_talk_to_each_other_do_so_over_the_interface_that_they_need(
+    resolved, choice: dict, of_trainer: str, of_engine: str | None
+) -> None:
+    """An engine on one of several nodes needs no network; the embedded one has no ranks."""
+    config = resolved(choice.pop("model"), site="example_slurm", **choice).config
+    for flags, interface in ((trainer_environment(config), of_trainer), (environment_flags(config), of_engine)):
+        variables = as_environment(flags)
+        assert variables.get("GLOO_SOCKET_IFNAME") == variables.get("NCCL_SOCKET_IFNAME") == interface
+
+
+def test_a_preflight_of_spare_nodes_goes_over_the_network(resolved) -> None:
+    config = resolved("tiny", site="example_slurm").config
+    assert config.nodes == 1
+    assert as_environment(trainer_environment(config, num_nodes=3))["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Listener
 
 import pytest
 from tests.network_nodes import limited_hosts, require_network
@@ -28,7 +33,7 @@ def move(places: Sequence[tuple[str, int]], starts: Sequence[Start], **variables
     processes = [
         start(
             *(*command, "--places", json.dumps(places), "--place", str(place)),
-            env={**os.environ, **variables},
+            env={**os.environ, "POSTTRAIN_GANG_SECRET": "of the gang", **variables},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -49,6 +54,25 @@ def test_every_node_sends_to_the_next_one() -> None:
     sent = move(places, [start_here] * 3)
     assert [len(rows) for rows in sent.values()] == [1, 1, 1]
     assert all(row["has_arrived"] is True and row["rate"] > 10 for (row,) in sent.values())
+
+
+def test_only_who_knows_the_secret_is_listened_to() -> None:
+    """Strangers come first, say too much, nothing or the wrong thing; then comes the node before."""
+    with Listener((LOOPBACK, 0), authkey=b"of the gang") as listener:
+        host, port = listener.address
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(kv_transfer.accept, listener)
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000):
+                with contextlib.suppress(ConnectionError), socket.create_connection((host, port)) as stranger:
+                    stranger.sendall(said)
+            with pytest.raises(AuthenticationError):
+                kv_transfer.connect(host, port, b"guessed")
+            with kv_transfer.connect(host, port, b"of the gang") as ours, accepted.result(10) as theirs:
+                kv_transfer.say(ours, {"plain": [1]})
+                assert kv_transfer.hear(theirs) == {"plain": [1]}
+                ours.send_bytes(bytes(kv_transfer.MAX_MESSAGE_BYTES + 1))
+                with pytest.raises(OSError, match="bad message length"):
+                    kv_transfer.hear(theirs)
 
 
 def test_a_node_with_a_slow_network_is_named() -> None:

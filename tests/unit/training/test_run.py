@@ -17,6 +17,6 @@ def test_a_rank_that_sees_a_newer_checkpoint_than_its_head_did_does_not_begin(tm
         (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
     config = resolve({"model": "tiny", "site": "local"}, ROOT / "config").config
     nothing = tmp_path / "nothing"
-    run = open_run(config, "run", tmp_path, nothing, nothing, nothing, ["http://nobody"], print, finished)
+    run = open_run(config, "run", tmp_path, nothing, nothing, nothing, ["http://nobody"], "secret", print, finished)
     with pytest.raises(RuntimeError, match=f"step 4 is committed, but the head of the job saw only step {finished}"):
         run.__enter__()

@@ -14,13 +14,16 @@ from posttrain.checkpoint.fp8 import quantize_named
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.checksums import tensor_checksum
 from posttrain.engines.client import EngineClient
+from posttrain.engines.embedded import server as server_module
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.server import make_application
 from posttrain.engines.embedded.worker import Worker
 from posttrain.engines.responses import NO_WEIGHTS, GenerateRequest
+from posttrain.engines.secret import authorization
 from posttrain.engines.tensor_payload import serialize_bucket
 
 MTP = "model.layers.3."
+SECRET = "of the attempt"
 
 
 @asynccontextmanager
@@ -29,14 +32,21 @@ async def engine(folder, version="default", has_weights=True):
     loaded.weights.version = version
     worker = Worker(loaded.model, lambda: loaded.weights.version, merge_requests=False, max_batch_rows=64)
     worker.start()
-    async with TestServer(make_application(loaded, worker)) as server:
+    async with TestServer(make_application(loaded, worker, SECRET)) as server:
         yield server, worker
     worker.stop(10)
 
 
+def plain_session(shown=SECRET):
+    return aiohttp.ClientSession(headers=authorization(shown))
+
+
 @asynccontextmanager
 async def engine_and_client(folder, **start):
-    async with engine(folder, **start) as (server, worker), EngineClient([str(server.make_url("/"))], 30) as client:
+    async with (
+        engine(folder, **start) as (server, worker),
+        EngineClient([str(server.make_url("/"))], SECRET, 30) as client,
+    ):
         yield client, worker
 
 
@@ -101,7 +111,7 @@ def test_half_an_update_never_serves_and_the_next_whole_one_does(checkpoint, ten
     async def story():
         async with engine(checkpoint) as (server, _):
             url = str(server.make_url("/"))
-            async with EngineClient([url], 30) as client, EngineClient([url], 30) as bystander:
+            async with EngineClient([url], SECRET, 30) as client, EngineClient([url], SECRET, 30) as bystander:
                 before = await bystander.generate(requests(), 0)
                 with pytest.raises(RuntimeError, match="5 of 82 tensors are missing"):
                     await client.update_weights(7, make_buckets(list(new_tensors.items())[5:], 1 << 16))
@@ -165,7 +175,7 @@ BUCKET = {"serialized_named_tensors": [serialize_bucket([("nobody.weight", torch
 )
 def test_bad_requests_get_400_and_a_reason(checkpoint, method, path, body, said):
     async def story():
-        async with engine(checkpoint) as (server, _), aiohttp.ClientSession() as session:
+        async with engine(checkpoint) as (server, _), plain_session() as session:
             status, text = await answer_of(session, method, server.make_url(path), **body)
             assert status == 400
             assert said in text
@@ -173,9 +183,80 @@ def test_bad_requests_get_400_and_a_reason(checkpoint, method, path, body, said)
     asyncio.run(story())
 
 
+def routes_of(server):
+    return [(route.method, route.resource.canonical) for route in server.app.router.routes()]
+
+
+@pytest.mark.parametrize(
+    "shown", ["", "Bearer", "Bearer  of the attempt", "Bearer of the attemps", "of the attempt", "é"]
+)
+def test_no_route_answers_who_does_not_show_the_secret(checkpoint, tensors, shown):
+    """Neither those that are there nor those that are not; the weights stay as they are."""
+
+    async def story():
+        async with engine(checkpoint) as (server, worker), aiohttp.ClientSession() as session:
+            asked = [*routes_of(server), ("OPTIONS", "/generate"), ("POST", "/../generate"), ("GET", "/nothing")]
+            assert len(asked) > 15
+            headers = {"Authorization": shown} if shown else {}
+            for method, path in asked:
+                method = "GET" if method == "*" else method
+                status, text = await answer_of(session, method, server.make_url(path), headers=headers)
+                assert (status, "secret" in text or method == "HEAD") == (401, True), (method, path)
+            assert worker.counters.num_batches == 0
+        async with engine_and_client(checkpoint) as (client, _):
+            assert await client.checksums() == [checksums_of(tensors)]
+
+    asyncio.run(story())
+
+
+def test_what_a_stranger_sends_is_not_read(checkpoint):
+    """It says that a gigabyte comes, and gets its answer before the first byte."""
+
+    async def story():
+        async with engine(checkpoint) as (server, _):
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert answer.startswith(b"HTTP/1.1 401")
+            assert b"Connection: close" in answer
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_who_knows_the_secret_may_send_all_weights_at_once_and_no_more(checkpoint, tensors, monkeypatch):
+    monkeypatch.setattr(server_module, "SMALL_BODY_BYTES", 1000)
+    whole = {"serialized_named_tensors": [serialize_bucket([(n, t.float()) for n, t in tensors.items()])]}
+
+    async def story():
+        async with engine(checkpoint) as (server, _), plain_session() as session:
+            post = lambda path, body: answer_of(session, "POST", server.make_url(path), json=body)  # noqa: E731
+            assert (await post("/begin_weight_update", {}))[0] == 200
+            assert (await post("/update_weights_from_tensor", whole))[0] == 200
+            longer = {"serialized_named_tensors": whole["serialized_named_tensors"] * 4}
+            assert (await post("/update_weights_from_tensor", longer))[0] == 413
+            assert (await post("/end_weight_update", {}))[0] == 200
+
+    asyncio.run(story())
+
+
+def test_an_engine_of_another_run_is_not_waited_for(checkpoint):
+    async def story():
+        async with (
+            engine(checkpoint) as (server, _),
+            EngineClient([str(server.make_url("/"))], "another", 30) as client,
+        ):
+            with pytest.raises(RuntimeError, match=r"engine 0 .* was started with another secret"):
+                await client.wait_ready(20)
+            with pytest.raises(RuntimeError, match="/generate: HTTP 401"):
+                await client.generate(requests(), 0)
+
+    asyncio.run(story())
+
+
 def test_a_bad_bucket_is_told_at_once_and_drops_the_update(checkpoint, tensors):
     async def story():
-        async with engine(checkpoint) as (server, _), aiohttp.ClientSession() as session:
+        async with engine(checkpoint) as (server, _), plain_session() as session:
             post = lambda path, body: answer_of(session, "POST", server.make_url(path), json=body)  # noqa: E731
             assert (await post("/begin_weight_update", {}))[0] == 200
             assert "open already" in (await post("/begin_weight_update", {}))[1]
@@ -197,7 +278,7 @@ def test_a_bad_bucket_is_told_at_once_and_drops_the_update(checkpoint, tensors):
 
 def test_health_information_and_flush(checkpoint):
     async def story():
-        async with engine(checkpoint) as (server, worker), aiohttp.ClientSession() as session:
+        async with engine(checkpoint) as (server, worker), plain_session() as session:
             get = lambda path: answer_of(session, "GET", server.make_url(path))  # noqa: E731
             assert (await get("/health"))[0] == (await get("/health_generate"))[0] == 200
             assert '"max_position_embeddings": 256' in (await get("/model_info"))[1]

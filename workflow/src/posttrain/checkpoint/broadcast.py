@@ -47,10 +47,11 @@ class Broadcast:
         meeting: Folder on shared storage; the same for all nodes that copy the same.
         node: Name of this node.
         destination: Folder on this node's own disk; parts of files lie in a hidden folder below it.
+        interface: The network of the nodes; empty: all networks of this machine.
     """
 
-    def __init__(self, meeting: Path, node: str, destination: Path):
-        self._meeting, self._node = meeting, node
+    def __init__(self, meeting: Path, node: str, destination: Path, interface: str = ""):
+        self._meeting, self._node, self._interface = meeting, node, interface
         self._scratch = destination / SCRATCH
 
     def fetch(self, wrong: Sequence[CopyTask], right: Sequence[CopyTask]) -> None:
@@ -64,7 +65,7 @@ class Broadcast:
         total = sum(task.record.size_bytes for task in wrong)
         with (
             ProgressBar(f"copy to {self._scratch.parent}", total) as bar,
-            Swarm(self._scratch) as swarm,
+            Swarm(self._scratch, self._interface) as swarm,
             ThreadPoolExecutor(MAX_READS + 1) as pool,
         ):
             exchange = _Exchange(Meeting(self._meeting, self._node), swarm, pool, TransferProgress(bar))

@@ -22,6 +22,7 @@ from posttrain.checkpoint.testimony import NodeCopy
 from posttrain.config.node_share import node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
+from posttrain.planner.megatron_flags import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -113,4 +114,6 @@ class NodeWeights:
         # Only who broadcasts needs libtorrent.
         from posttrain.checkpoint.broadcast import Broadcast
 
-        return Broadcast(self.meeting, self.name, self.destination).fetch
+        site = self.config.site
+        interface = LOOPBACK if site.launcher == "local" else site.network_interface
+        return Broadcast(self.meeting, self.name, self.destination, interface).fetch

@@ -7,6 +7,7 @@ is said by the caller. Files lie in one folder under the hashes of their content
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -49,10 +50,11 @@ class Swarm:
 
     Args:
         folder: Where the files lie, each under the hash of its content.
+        interface: The network of the other nodes; empty: all networks of this machine.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, interface: str = ""):
+        self._folder, self._interface = folder, interface
         self._handles: dict[str, Any] = {}
         self._connected: dict[str, set[tuple[str, int]]] = {}
         self._seen_bytes: dict[str, int] = {}
@@ -61,7 +63,9 @@ class Swarm:
 
     def __enter__(self) -> Swarm:
         # With port 0 it would listen at another one on each network.
-        self._session = libtorrent.session({**SETTINGS, "listen_interfaces": f"0.0.0.0:{_free_port()}"})
+        port = _free_port()
+        places = ",".join(f"{address}:{port}" for address in self.addresses)
+        self._session = libtorrent.session({**SETTINGS, "listen_interfaces": places})
         return self
 
     def __exit__(
@@ -78,8 +82,16 @@ class Swarm:
 
     @property
     def addresses(self) -> list[str]:
-        """This machine's addresses that others can reach; loopback only where there is nothing else."""
-        found = [row.address for rows in psutil.net_if_addrs().values() for row in rows if row.family == socket.AF_INET]
+        """This machine's addresses that others can reach; loopback only where there is nothing else.
+
+        Raises:
+            RuntimeError: The interface has none.
+        """
+        known = psutil.net_if_addrs()
+        rows = known.get(self._interface, []) if self._interface else itertools.chain(*known.values())
+        found = [row.address for row in rows if row.family == socket.AF_INET]
+        if not found:
+            raise RuntimeError(f"no IPv4 address on {self._interface or 'any interface'}, only {', '.join(known)}")
         return [address for address in found if not address.startswith("127.")] or found
 
     def path(self, content: str) -> Path:

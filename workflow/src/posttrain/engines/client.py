@@ -35,6 +35,7 @@ from posttrain.engines.responses import (
     generate_body,
     parse_generate_answer,
 )
+from posttrain.engines.secret import authorization
 from posttrain.engines.tensor_payload import NamedTensors, serialize_bucket
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class EngineClient:
 
     Args:
         urls: Of the engines, "http://host:port".
+        secret: What the engines want to be shown.
         request_timeout_seconds: Every answer must come within this.
         ranks_per_engine: World size of an engine; each rank takes its own copy of a weight bucket.
         vocab_size: Prompts are checked against it before they are sent: SGLang does not, and a token beyond
@@ -69,6 +71,7 @@ class EngineClient:
     def __init__(
         self,
         urls: Sequence[str],
+        secret: str,
         request_timeout_seconds: float,
         ranks_per_engine: int = 1,
         vocab_size: int | None = None,
@@ -76,7 +79,7 @@ class EngineClient:
         assert urls, "a client needs at least one engine"
         self._engines = [_Engine(number, url.rstrip("/")) for number, url in enumerate(urls)]
         self._timeout_seconds, self._ranks_per_engine = request_timeout_seconds, ranks_per_engine
-        self._vocab_size = vocab_size
+        self._vocab_size, self._headers = vocab_size, authorization(secret)
         self._session: aiohttp.ClientSession | None = None
         # Why `generate` refuses; empty when all engines serve one version.
         self._closed_because = ""
@@ -86,7 +89,8 @@ class EngineClient:
     async def __aenter__(self) -> EngineClient:
         # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
         # a weight update that meets a dropped connection must not be repeated.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self
 
     async def __aexit__(
@@ -164,7 +168,7 @@ class EngineClient:
             check_processes: Called between probes; raises when an engine's process has ended.
 
         Raises:
-            RuntimeError: Naming the first engine that was not healthy in time.
+            RuntimeError: Naming the first engine that was not healthy in time, or is another run's.
         """
         deadline = time.monotonic() + timeout_seconds
         for engine in self._engines:
@@ -346,6 +350,8 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds)))
         try:
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
+                if response.status == 401:
+                    raise RuntimeError(f"{engine} obeys somebody else: it was started with another secret")
                 return response.status == 200
         except (aiohttp.ClientConnectionError, TimeoutError):
             return False

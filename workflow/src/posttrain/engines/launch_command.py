@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.config.schema import Config
+from posttrain.engines import sglang_server
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.planner import sglang_flags
 from posttrain.planner.flag import as_arguments, as_environment
@@ -74,11 +75,12 @@ def render_engine_command(
         without_weights: Read config and tokenizer alone; an update brings the weights.
     """
     if config.engine.kind == "embedded":
-        module = "posttrain.engines.embedded"
+        program: tuple[str, ...] = ("-m", "posttrain.engines.embedded")
         flags = sglang_flags.embedded_flags(config, deterministic=not merge_requests)
         place: tuple[str, ...] = ()
     else:
-        module = "sglang.launch_server"
+        # By its path, without its own folder on the path to modules: SGLang's environment need not have this package.
+        program = ("-P", sglang_server.__file__)
         flags = sglang_flags.sglang_flags(config, role, engine_index)
         place = _place_among_nodes(config, role, node_rank, first_node)
     address = ("--model-path", str(model_folder), "--host", host, "--port", str(port))
@@ -86,7 +88,7 @@ def render_engine_command(
     python = config.engine.python or sys.executable
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     return EngineCommand(
-        argv=(python, "-m", module, *as_arguments(flags), *weights, *place, *address),
+        argv=(python, *program, *as_arguments(flags), *weights, *place, *address),
         env={**as_environment(sglang_flags.environment_flags(config, role)), **visible},
         url=f"http://{host}:{port}",
         private_folders=PRIVATE_ON_CPU if _is_sglang_on_cpu(config) else (),

@@ -23,6 +23,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.parent_watch import end_process_tree
 from posttrain.engines.ports import LOOPBACK, choose_free_ports
+from posttrain.engines.secret import SECRET_VARIABLE, new_secret
 from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
 
@@ -38,10 +39,11 @@ class EngineProcess:
         command: How to start it.
         log_path: Where its output goes; earlier content is kept.
         name: How errors call it.
+        secret: Whom it obeys shows this.
     """
 
-    def __init__(self, command: EngineCommand, log_path: Path, name: str):
-        self._command, self._log_path, self._name = command, log_path, name
+    def __init__(self, command: EngineCommand, log_path: Path, name: str, secret: str):
+        self._command, self._log_path, self._name, self.secret = command, log_path, name, secret
         self._process: psutil.Popen | None = None
         self._private_folders: list[str] = []
 
@@ -68,7 +70,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, **private},
+                env={**os.environ, **self._command.env, **private, SECRET_VARIABLE: self.secret},
                 start_new_session=True,
             )
         log.info("%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path)
@@ -103,7 +105,8 @@ def running_engines(
 ) -> Iterator[list[EngineProcess]]:
     """Start the configured number of engines on this machine, for it alone, and end them with the block.
 
-    They are not ready yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
+    They obey who knows the secret that is made for them, the same for all (`EngineProcess.secret`). They are not ready
+    yet: wait with `EngineClient.wait_ready`, giving it `check_all_alive`.
 
     Args:
         config: The resolved configuration; `engine.port` 0 chooses free ports.
@@ -128,7 +131,7 @@ def running_engines(
         )
         for index, port in enumerate(engine_ports(config, range(count)))
     }
-    with started_engines(commands, log_folder) as engines:
+    with started_engines(commands, log_folder, new_secret()) as engines:
         yield engines
 
 
@@ -152,15 +155,18 @@ def engine_ports(config: Config, indices: Sequence[int], host: str = LOOPBACK, f
 
 
 @contextmanager
-def started_engines(commands: Mapping[int, EngineCommand], log_folder: Path) -> Iterator[list[EngineProcess]]:
+def started_engines(
+    commands: Mapping[int, EngineCommand], log_folder: Path, secret: str
+) -> Iterator[list[EngineProcess]]:
     """Start engine processes and end them with the block.
 
     Args:
         commands: Number of the engine in the run -> how it is started here.
         log_folder: Gets `engine{i}.log`.
+        secret: Whom they obey shows this.
     """
     engines = [
-        EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}")
+        EngineProcess(command, log_folder / f"engine{index}.log", f"engine {index}", secret)
         for index, command in commands.items()
     ]
     try:

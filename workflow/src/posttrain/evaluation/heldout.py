@@ -157,7 +157,9 @@ async def _sample(
 ) -> tuple[list[GenerateResult], float]:
     """Return one result per request, and the seconds that sampling took once the engines were ready."""
     urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
-    async with EngineClient(urls, timeout, vocab_size=config.model.architecture.vocab_size) as client:
+    async with EngineClient(
+        urls, engines[0].secret, timeout, vocab_size=config.model.architecture.vocab_size
+    ) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
         started = time.perf_counter()
         results = await sample_responses(config, client, requests)

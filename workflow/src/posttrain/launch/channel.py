@@ -1,19 +1,22 @@
 """What the head of a gang and its nodes say to each other: JSON objects, one per line, over TCP.
 
-The connection is also the sign of life: when it ends, the other side has.
+The connection is also the sign of life: when it ends, the other side has. Who is at the other end has shown that it
+belongs to the gang (`greeting`) before its messages are read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-# A node shows with it that it was started by the head.
-TOKEN_VARIABLE = "POSTTRAIN_GANG_TOKEN"
-CONNECT_SECONDS = 30.0
+log = logging.getLogger(__name__)
+
+# The longest are stacks and ends of logs: far less.
+MAX_MESSAGE_BYTES = 64 << 20
 # An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed after two
 # minutes: seconds idle, seconds between probes, probes without an answer.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
@@ -25,13 +28,14 @@ class Channel:
 
     Args:
         connection: Connected.
+        other: How the log calls who is at its other end.
     """
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, other: str):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._connection = connection
+        self._connection, self._other = connection, other
         self._lock = threading.Lock()
 
     @property
@@ -41,7 +45,7 @@ class Channel:
 
     def send(self, kind: str, **content: Any) -> bool:
         """Send a message; tells whether the other side was there to take it."""
-        line = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        line = as_line({"kind": kind, **content})
         try:
             with self._lock:
                 self._connection.sendall(line)
@@ -49,19 +53,19 @@ class Channel:
             return False
         return True
 
-    def set_patience(self, seconds: float | None) -> None:
-        """Count a side that says nothing for so long as gone; None: wait for ever."""
-        self._connection.settimeout(seconds)
-
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield what comes in until the other side is gone, or says what is no message of ours."""
         try:
             with self._connection.makefile("rb") as lines:
-                for line in lines:
+                while line := lines.readline(MAX_MESSAGE_BYTES):
                     if line.endswith(b"\n"):
-                        yield dict(json.loads(line))
-        except (OSError, ValueError, TypeError):
+                        yield from_line(line)
+                    elif len(line) == MAX_MESSAGE_BYTES:
+                        raise ValueError(f"a message of {len(line)} bytes or more")
+        except OSError:
             return
+        except ValueError as error:
+            log.warning("%s is not listened to any more: %s", self._other, error)
 
     def close(self) -> None:
         """End the connection; a second call does nothing."""
@@ -74,13 +78,21 @@ class Channel:
                 self._connection.close()
 
 
-def connect(address: str) -> Channel:
-    """Return a channel to "host:port".
+def as_line(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """Return the message that a line holds.
 
     Raises:
-        OSError: When nobody answers.
+        ValueError: It holds none.
     """
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-    connection.settimeout(None)
-    return Channel(connection)
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise ValueError("no message of ours")
+    return message

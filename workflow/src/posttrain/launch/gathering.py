@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import queue
 import secrets
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,8 @@ from typing import Any, Self
 
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel
+from posttrain.launch.channel import POLL_SECONDS, Channel
+from posttrain.launch.greeting import SECRET_VARIABLE, Reception
 from posttrain.launch.inspection import UnfitNodesError, inspect
 from posttrain.launch.nodes import Nodes
 from posttrain.launch.ranks import Ending
@@ -84,23 +83,20 @@ class Gathering:
 
     def __init__(self, config: Config, nodes: Nodes, names: Sequence[str], folder: Path):
         self._config, self._nodes, self._names, self._folder = config, nodes, list(names), folder
-        self._token = secrets.token_hex(16)
+        self._secret = secrets.token_hex(32)
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._members: dict[str, Member] = {}
 
     def __enter__(self) -> Self:
-        self._listener = socket.create_server((self._nodes.address, 0), backlog=len(self._names))
-        threading.Thread(target=self._accept, daemon=True).start()
-        address = f"{self._nodes.address}:{self._listener.getsockname()[1]}"
+        self._reception = Reception(self._nodes.address, self._secret, self._names.__contains__, self._listen)
         module = (sys.executable, "-m", "posttrain.launch.node")
-        command = [*module, "--head", address, "--log-folder", str(self._folder)]
-        token = {TOKEN_VARIABLE: self._token}
-        self._started = self._nodes.start(self._names, command, token, self._folder / "start.log")
+        command = [*module, "--head", self._reception.address, "--log-folder", str(self._folder)]
+        secret = {SECRET_VARIABLE: self._secret}
+        self._started = self._nodes.start(self._names, command, secret, self._folder / "start.log")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in accept()
-        self._listener.close()
+        self._reception.close()
         for member in self._members.values():
             member.channel.send("stop")
         deadline = time.monotonic() + END_SECONDS
@@ -213,25 +209,10 @@ class Gathering:
     def _with_node(self, member: Member, reason: str) -> str:
         return reason if len(self._names) == 1 else f"on {member.name}: {reason}"
 
-    # ---- connections ----
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._listen, args=(Channel(connection),), daemon=True).start()
-
-    def _listen(self, channel: Channel) -> None:
-        """Pass on what one node says; who does not know the token is not listened to."""
-        messages = channel.messages()
-        hello = next(messages, {})
-        name = hello.get("name")
-        if hello.get("kind") != "hello" or hello.get("token") != self._token or name not in self._names:
-            channel.close()
-            return
+    def _listen(self, hello: dict[str, Any], channel: Channel) -> None:
+        """Pass on what one node says."""
+        name = hello["who"]
         self._inbox.put((name, {**hello, "channel": channel}))
-        for message in messages:
+        for message in channel.messages():
             self._inbox.put((name, message))
         self._inbox.put((name, {"kind": "gone"}))

@@ -8,6 +8,7 @@ is gone. Its life is one attempt.
 from __future__ import annotations
 
 import argparse
+import hmac
 import logging
 import os
 import queue
@@ -27,7 +28,8 @@ from posttrain.engines.launch_command import EngineCommand, render_engine_comman
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, engine_ports, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.launch.channel import POLL_SECONDS, TOKEN_VARIABLE, Channel, connect
+from posttrain.launch.channel import POLL_SECONDS, Channel
+from posttrain.launch.greeting import SECRET_VARIABLE, join
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
@@ -96,10 +98,13 @@ class NodeSupervisor:
     Args:
         head: Who gives orders.
         order: The first one: which part of which job.
+        secret: Of the gang.
     """
 
-    def __init__(self, head: Head, order: dict[str, Any]):
+    def __init__(self, head: Head, order: dict[str, Any], secret: str):
         self._head = head
+        # The same on all nodes, and never sent to them.
+        self._engine_secret = hmac.digest(secret.encode(), b"engines", "sha256").hex()
         self._job = TrainingJob.from_dict(order["job"])
         self._config: Config = load_resolved(self._job.config_path)
         raise_problems([check_open_files(self._config)])
@@ -117,12 +122,13 @@ class NodeSupervisor:
         Raises:
             EndedByHead: Before it was done.
         """
-        with self._prepared_weights(), started_engines(self._engine_commands(), self._folder) as engines:
+        folder, secret = self._folder, self._engine_secret
+        with self._prepared_weights(), started_engines(self._engine_commands(), folder, secret) as engines:
             self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
             start = self._wait_for_start(engines)
             rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
             command = self._rank_command(start["engines"], start["lease"])
-            with running_ranks(self._config, self._rank, command, rendezvous, self._folder) as ranks:
+            with running_ranks(self._config, self._rank, command, rendezvous, folder, secret) as ranks:
                 self._watch(engines, ranks)
 
     # ---- weights ----
@@ -257,16 +263,17 @@ def told_to(head: Head) -> Iterator[None]:
 def main() -> None:
     """Report to the head, take its order, do this node's part."""
     arguments = parse_arguments()
-    channel = connect(arguments.head)
-    channel.send("hello", name=arguments.name, token=os.environ.pop(TOKEN_VARIABLE), address=channel.own_address)
+    secret = os.environ.pop(SECRET_VARIABLE)
+    channel = join(arguments.head, secret, arguments.name)
     head = Head(channel)
     try:
         with told_to(head):
-            inspection = NodeInspection(arguments.name, channel.own_address, arguments.log_folder, head.order)
+            own_address, folder = channel.own_address, arguments.log_folder
+            inspection = NodeInspection(arguments.name, own_address, folder, head.order, secret)
             while (order := head.order(POLL_SECONDS)) is None or order["kind"] != "assign":
                 if order:
                     head.tell(order["kind"], **inspection.answer(order))
-            NodeSupervisor(head, order).run()
+            NodeSupervisor(head, order, secret).run()
     except EndedByHead:
         channel.close()
 

@@ -19,6 +19,7 @@ from posttrain.config.load import load_resolved
 from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.child import die_with_parent
+from posttrain.launch.greeting import SECRET_VARIABLE
 from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
@@ -37,10 +38,19 @@ class NodeInspection:
         address: Where others reach it.
         log_folder: Of the attempt, seen by all nodes.
         order: `head.order`: the next order within some seconds; raises when the attempt is over.
+        secret: Of the gang.
     """
 
-    def __init__(self, name: str, address: str, log_folder: Path, order: Callable[[float], dict[str, Any] | None]):
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        log_folder: Path,
+        order: Callable[[float], dict[str, Any] | None],
+        secret: str,
+    ):
         self._name, self._address, self._log_folder, self._order = name, address, log_folder, order
+        self._secret = secret
         self._listener: socket.socket | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +90,7 @@ class NodeInspection:
         command = [sys.executable, "-m", "posttrain.preflight.links", "--device", config.hardware.device]
         command += ["--num-nodes", str(len(names))]
         shared = {
-            **as_environment(trainer_environment(config)),
+            **as_environment(trainer_environment(config, len(names))),
             "WORLD_SIZE": str(count * len(names)),
             "MASTER_ADDR": question["address"],
             "MASTER_PORT": str(question["rendezvous"]),
@@ -96,7 +106,7 @@ class NodeInspection:
         command = [transport_python(config), "-P", kv_transfer.__file__, "--device", config.hardware.device]
         command += ["--backend", config.engine.pd.transfer_backend, "--places", json.dumps(question["places"])]
         command += ["--place", str(question["names"].index(self._name))]
-        (results,) = self._run(command, [transport_environment(config)])
+        (results,) = self._run(command, [transport_environment(config) | {SECRET_VARIABLE: self._secret}])
         return {"results": results}
 
     def _run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[list[dict[str, Any]]]:

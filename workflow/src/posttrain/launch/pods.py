@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import Config
 from posttrain.launch.channel import POLL_SECONDS, Channel
-from posttrain.launch.invitation import GREETING_SECONDS, HEAD, REMIND_SECONDS, Invitation, make_challenge
+from posttrain.launch.greeting import Reception
+from posttrain.launch.invitation import REMIND_SECONDS, Invitation
 from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, POD_ADDRESS
 from posttrain.launch.nodes import (
     FIRST_PORT,
@@ -49,9 +50,9 @@ class Pod:
         self._started = self._ended = 0
         self._answered = threading.Event()
 
-    def listen(self, messages: Iterator[dict[str, Any]]) -> None:
+    def listen(self) -> None:
         """Take note of what it says until it is gone."""
-        for message in messages:
+        for message in self._channel.messages():
             if message["kind"] == "ended":
                 self._ended = max(self._ended, message["number"])
             self._answered.set()
@@ -130,9 +131,9 @@ class Pods:
         self._by_name: dict[str, Pod] = {}
         self._lost: set[str] = set()
         self._path = invitation_path
-        self._listener = socket.create_server((self.address, 0), backlog=self._count)
-        self._invitation = Invitation(f"{self.address}:{self._listener.getsockname()[1]}")
-        threading.Thread(target=self._accept, daemon=True).start()
+        secret = secrets.token_hex(32)
+        reception = Reception(self.address, secret, self._is_awaited, self._take_in)
+        self._invitation = Invitation(reception.address, secret)
 
     def choose(self, count: int) -> list[str]:
         """Return the names of the pods' nodes; the first time, when all pods are there.
@@ -214,28 +215,14 @@ class Pods:
         self._by_name = dict(zip(names[1:], others, strict=True))
         self._names = names
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            threading.Thread(target=self._greet, args=(Channel(connection),), daemon=True).start()
+    def _is_awaited(self, who: str) -> bool:
+        if who not in map(str, range(1, self._count)):
+            return False
+        return not (pod := self._others.get(int(who))) or not pod.is_here
 
-    def _greet(self, channel: Channel) -> None:
-        """Take a pod in, and listen to it; who does not know the secret is not listened to."""
-        channel.set_patience(GREETING_SECONDS)
-        messages, challenge = channel.messages(), make_challenge()
-        hello = next(messages, {})
-        channel.send("head", proof=self._invitation.proof(HEAD, str(hello.get("challenge"))), challenge=challenge)
-        rank: Any = hello.get("rank")
-        proof = next(messages, {}).get("proof")
-        is_ours = rank in range(1, self._count) and self._invitation.is_proof(proof, str(rank), challenge)
-        if not is_ours or (rank in self._others and self._others[rank].is_here):
-            log.warning("a connection that is no pod of this gang was refused")
-            channel.close()
-            return
-        channel.set_patience(None)
-        channel.send("welcome")  # before anybody can send it an order
-        self._others[rank] = pod = Pod(str(hello["node"]), channel)
-        pod.listen(messages)
+    def _take_in(self, hello: dict[str, Any], channel: Channel) -> None:
+        self._others[int(hello["who"])] = pod = Pod(str(hello.get("node")), channel)
+        pod.listen()
 
 
 def _own_address(config: Config) -> str:

@@ -21,12 +21,14 @@ import psutil
 
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
+from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
 
 GRACE_SECONDS = 10.0
@@ -66,6 +68,16 @@ class Rendezvous:
 
     address: str
     port: int
+
+    def environment(self, own_folder: Path | None) -> dict[str, str]:
+        """Return what a rank needs to know.
+
+        Args:
+            own_folder: Where ranks that are all on one machine meet instead.
+        """
+        if own_folder:
+            return {FILE_VARIABLE: str(own_folder / "meeting")}
+        return {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
 
 
 class CpuUse:
@@ -174,7 +186,12 @@ class RankProcess:
 
 @contextmanager
 def running_ranks(
-    config: Config, node: int, command: Sequence[str], rendezvous: Rendezvous, folder: Path
+    config: Config,
+    node: int,
+    command: Sequence[str],
+    rendezvous: Rendezvous,
+    folder: Path,
+    engine_secret: str,
 ) -> Iterator[list[RankProcess]]:
     """Start the trainer ranks of one node and end them with the block.
 
@@ -184,17 +201,18 @@ def running_ranks(
         command: Arguments of a rank.
         rendezvous: Where all ranks meet.
         folder: Gets `trainer{rank}.log`.
+        engine_secret: What the engines want to be shown.
     """
     per_node = config.hardware.gpus_per_node
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size(config)),
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": str(rendezvous.port),
-        **as_environment(trainer_environment(config)),
-    }
     ranks: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as own_folder:
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size(config)),
+            **rendezvous.environment(Path(own_folder) if config.nodes == 1 else None),
+            **as_environment(trainer_environment(config)),
+            SECRET_VARIABLE: engine_secret,
+        }
         try:
             for local_rank in range(per_node):
                 rank = node * per_node + local_rank

@@ -1,7 +1,7 @@
 """A trainer rank as a process: `python -m posttrain.launch.trainer_rank`, also under torchrun.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment. Heavy modules are imported in `main`, after the
-arguments are known to be right.
+Its place among the ranks and the engines' secret come from the environment (`rendezvous`, `engines.secret`). Heavy
+modules are imported in `main`, after the arguments are known to be right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain import cli
 from posttrain.artifacts.lease import check_epoch
+from posttrain.engines.secret import take_secret
 from posttrain.training import early_end
 
 
@@ -36,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Join the other ranks and train to the end."""
     arguments = parse_arguments()
+    secret = take_secret()
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
@@ -51,6 +53,7 @@ def main() -> None:
         model_folder=arguments.model_folder,
         dataset=arguments.dataset,
         engine_urls=arguments.engine,
+        engine_secret=secret,
         may_commit=may_commit,
         finished=arguments.finished,
     ) as run:

@@ -10,12 +10,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.launch.channel import Channel, connect
-from posttrain.launch.invitation import GREETING_SECONDS, HEAD, REMIND_SECONDS, Invitation, make_challenge
+from posttrain.launch.channel import Channel
+from posttrain.launch.greeting import join
+from posttrain.launch.invitation import REMIND_SECONDS, Invitation
 from posttrain.launch.jobset import NODE_NAME, NODE_RANK
 from posttrain.launch.nodes import LocalProcess, start_here
 
@@ -53,11 +53,10 @@ class Head:
 
     Args:
         channel: To it.
-        orders: What it says.
     """
 
-    def __init__(self, channel: Channel, orders: Iterator[dict[str, Any]]):
-        self._channel, self._orders = channel, orders
+    def __init__(self, channel: Channel):
+        self._channel = channel
         self._process: LocalProcess | None = None
 
     @staticmethod
@@ -67,26 +66,13 @@ class Head:
         Raises:
             OSError: Nobody answers, or it is not the one who invites; it may have ended, and another may come.
         """
-        rank, challenge = int(os.environ[NODE_RANK]), make_challenge()
-        channel = connect(invitation.address)
-        channel.set_patience(GREETING_SECONDS)
-        orders = channel.messages()
-        channel.send("hello", rank=rank, node=os.environ[NODE_NAME], challenge=challenge)
-        answer = next(orders, {})
-        if not invitation.is_proof(answer.get("proof"), HEAD, challenge):
-            channel.close()
-            raise ConnectionRefusedError(f"who answers at {invitation.address} has not written the invitation")
-        channel.send("pod", proof=invitation.proof(str(rank), str(answer.get("challenge"))))
-        if next(orders, {}).get("kind") != "welcome":
-            channel.close()
-            raise ConnectionRefusedError(f"the head at {invitation.address} does not take this pod")
-        channel.set_patience(None)
+        channel = join(invitation.address, invitation.secret, os.environ[NODE_RANK], node=os.environ[NODE_NAME])
         log.info("joined the head at %s", invitation.address)
-        return Head(channel, orders)
+        return Head(channel)
 
     def obey(self) -> None:
         """Follow orders until the head is gone; what it has started ends then."""
-        for order in self._orders:
+        for order in self._channel.messages():
             if order["kind"] in ("start", "end"):
                 self._end()
             if order["kind"] == "start":

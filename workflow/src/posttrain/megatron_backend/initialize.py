@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
+from posttrain.rendezvous import join_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -46,7 +47,7 @@ def _end_now() -> None:
 def initialize(config: Config) -> None:
     """Join the other ranks and lay out the parallel groups.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment.
+    Where they meet comes from the environment, see `join_ranks`.
 
     Args:
         config: The resolved configuration.
@@ -60,7 +61,7 @@ def initialize(config: Config) -> None:
             torch.set_num_threads(config.trainer.num_threads)
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if config.hardware.device == "cpu" else "nccl", timeout=COLLECTIVE_TIMEOUT)
+    join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", COLLECTIVE_TIMEOUT)
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

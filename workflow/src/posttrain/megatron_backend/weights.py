@@ -6,8 +6,9 @@ parameter names tells which part of a whole is one Hub tensor. Nothing here know
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from posttrain.checkpoint.tiling import Box, intersect, slices_within
 from posttrain.config.schema import Architecture
 from posttrain.megatron_backend.checkpoint import sharded_weights
 from posttrain.megatron_backend.glm5.model import LogprobModel
+from posttrain.megatron_backend.plain_data import gather_plain
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -52,11 +54,9 @@ class HubWeights:
 
     def __init__(self, model: LogprobModel, architecture: Architecture):
         self._local = _local_pieces(model)
-        everybody: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everybody, list(self._local))
         self._pieces: dict[str, list[Piece]] = {}
-        for piece in (piece for pieces in everybody for piece in pieces):
-            self._pieces.setdefault(piece.key, []).append(piece)
+        for key, offset, shape, rank, is_main in itertools.chain(*gather_plain([astuple(p) for p in self._local])):
+            self._pieces.setdefault(key, []).append(Piece(key, tuple(offset), tuple(shape), rank, is_main))
         specs = expected_tensors(architecture)
         placed = [p for p in to_megatron(architecture) if p.key in self._pieces]
         self._placements = placed

@@ -14,6 +14,8 @@ from posttrain.config.schema import Config
 from posttrain.planner.flag import Flag, flag
 
 ARCHITECTURE, FAMILY = "model.architecture", "the model family"
+# Linux's name of the interface on which a machine talks to itself.
+LOOPBACK = "lo"
 QUIET_THREADS = flag(
     "OMP_WAIT_POLICY",
     "PASSIVE",
@@ -107,8 +109,13 @@ def optimizer_flags(config: Config) -> list[Flag]:
     ]
 
 
-def trainer_environment(config: Config) -> list[Flag]:
-    """Return the variables that every trainer rank gets besides its place among the ranks."""
+def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
+    """Return the variables that every trainer rank gets besides its place among the ranks.
+
+    Args:
+        config: The resolved configuration.
+        num_nodes: That the ranks are on; 0: as many as the configuration says.
+    """
     flags = [QUIET_THREADS]
     if _on_cuda(config) and config.parallel.tensor_model_parallel_size > 1:
         flags.append(
@@ -120,7 +127,15 @@ def trainer_environment(config: Config) -> list[Flag]:
                 reason="Megatron overlaps tensor-parallel communication with computation only with one work queue",
             )
         )
-    return [*flags, *site_environment(config, "trainer_environment")]
+    return [*flags, *network_flags(config, num_nodes or config.nodes), *site_environment(config, "trainer_environment")]
+
+
+def network_flags(config: Config, num_nodes: int) -> list[Flag]:
+    """Return the interface over which ranks on so many nodes talk to each other, where it is known."""
+    interface, key = (
+        (LOOPBACK, "nodes") if num_nodes == 1 else (config.site.network_interface, "site.network_interface")
+    )
+    return [flag(f"{library}_SOCKET_IFNAME", interface, key) for library in ("GLOO", "NCCL") if interface]
 
 
 def site_environment(config: Config, key: str) -> list[Flag]:
@@ -130,12 +145,8 @@ def site_environment(config: Config, key: str) -> list[Flag]:
         config: The resolved configuration.
         key: "trainer_environment" or "engine_environment".
     """
-    site, flags = config.site, []
-    if config.nodes > 1 and site.network_interface:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            flags.append(flag(name, site.network_interface, "site.network_interface"))
-    pairs = (item.partition("=") for item in getattr(site, key))
-    return [*flags, *(flag(name, value, f"site.{key}") for name, _, value in pairs)]
+    pairs = (item.partition("=") for item in getattr(config.site, key))
+    return [flag(name, value, f"site.{key}") for name, _, value in pairs]
 
 
 def _attention_and_mlp(config: Config) -> list[Flag]:

@@ -18,7 +18,7 @@ from posttrain.config.derived import rollout_samples_per_step
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.schema import Config
 from posttrain.planner.flag import Flag, flag
-from posttrain.planner.megatron_flags import QUIET_THREADS, site_environment
+from posttrain.planner.megatron_flags import QUIET_THREADS, network_flags, site_environment
 from posttrain.planner.model_size import FP8_BLOCK
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
@@ -167,6 +167,8 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     ]
     if config.engine.num_threads:
         flags.append(flag("OMP_NUM_THREADS", config.engine.num_threads, "engine.num_threads"))
+    if config.engine.kind == "sglang":
+        flags += network_flags(config, nodes_per_engine(config, role))
     flags += site_environment(config, "engine_environment")
     if config.engine.kind == "embedded":
         return flags

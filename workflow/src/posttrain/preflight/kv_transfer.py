@@ -6,6 +6,8 @@ times for the rate; the receiver compares what came. A result is a line of JSON 
 
 Mooncake falls back from RDMA to TCP without an error where a node's cards are not usable, and NIXL's UCX takes what it
 finds: that a node is slower than the others is all that shows it.
+
+Both ends of a connection prove that they know the secret of the environment; the transports ask for none.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import ctypes
 import faulthandler
 import importlib
 import json
+import os
 import threading
 import time
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
@@ -26,6 +30,9 @@ MODULES = {"mooncake": ("torch", "mooncake.engine"), "nixl": ("torch", "nixl._ap
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOONCAKE_PROTOCOLS = {"cpu": "tcp", "cuda": "rdma"}
 NUM_REPEATS = 5
+SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
+# What two processes tell each other is far shorter.
+MAX_MESSAGE_BYTES = 1 << 20
 # Where the next node does not listen, or a write does not return, this process ends itself with its stack in the log.
 LIMIT_SECONDS = 40.0
 RETRY_SECONDS = 0.1
@@ -130,11 +137,12 @@ def main() -> None:
     for name in MODULES[arguments.backend]:
         importlib.import_module(name)
     transport = TRANSPORTS[arguments.backend](place, host, arguments.device, outgoing, incoming)
-    with Listener((host, port)) as listener:
+    secret = os.environ.pop(SECRET_VARIABLE).encode()
+    with Listener((host, port), authkey=secret) as listener:
         expected = pattern((place - 1) % len(places), size)
         receiver = threading.Thread(target=receive, args=(listener, transport, incoming, expected), daemon=True)
         receiver.start()
-        with connect(*places[(place + 1) % len(places)]) as connection:
+        with connect(*places[(place + 1) % len(places)], secret) as connection:
             rate, has_arrived = send(connection, transport, size)
             print(json.dumps({"rate": rate, "has_arrived": has_arrived}), flush=True)
         receiver.join()
@@ -149,10 +157,19 @@ def pattern(place: int, size_bytes: int) -> bytes:
 
 def receive(listener: Listener, transport: Transport, incoming: Block, expected: bytes) -> None:
     """Let the node before write, and tell it whether all has arrived."""
-    with listener.accept() as connection:
+    with accept(listener) as connection:
         say(connection, transport.offer)
         hear(connection)
         say(connection, incoming.content == expected)
+
+
+def accept(listener: Listener) -> Connection:
+    """Return the connection of who knows the secret; all others are sent away."""
+    while True:
+        try:
+            return listener.accept()
+        except (AuthenticationError, OSError, EOFError):
+            continue
 
 
 def send(connection: Connection, transport: Transport, size_bytes: int) -> tuple[float, bool]:
@@ -168,11 +185,11 @@ def send(connection: Connection, transport: Transport, size_bytes: int) -> tuple
     return size_bytes / 1e6 / min(seconds), bool(hear(connection))
 
 
-def connect(host: str, port: int) -> Connection:
+def connect(host: str, port: int, secret: bytes) -> Connection:
     """Return a connection to another node's process, as soon as it listens."""
     while True:
         try:
-            return Client((host, port))
+            return Client((host, port), authkey=secret)
         except ConnectionRefusedError:
             time.sleep(RETRY_SECONDS)
 
@@ -184,7 +201,7 @@ def say(connection: Connection, content: Any) -> None:
 
 def hear(connection: Connection) -> Any:
     """Return what the other side says."""
-    return json.loads(connection.recv_bytes())
+    return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
 
 
 def parse_arguments() -> argparse.Namespace:

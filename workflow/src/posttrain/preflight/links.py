@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from posttrain.rendezvous import join_ranks
+
 ROUND_SECONDS = 20.0
 # At most so many partners per node; with more nodes each meets some of the others.
 MAX_ROUNDS = 31
@@ -59,7 +61,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     tell(compute=compute_rate(device))
-    dist.init_process_group(backend, timeout=timedelta(seconds=ROUND_SECONDS))
+    join_ranks(backend, timedelta(seconds=ROUND_SECONDS))
     node, place = divmod(rank, per_node)
     for number, partners in enumerate(rounds(arguments.num_nodes)):
         if partners[node] != node:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +20,7 @@ from posttrain.artifacts import FileRecord
 from posttrain.artifacts.durable import naming
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
+from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,8 @@ class CheckpointWriter:
         dist.barrier(self._group)
 
     def _gather(self, mine: list[FileRecord]) -> list[FileRecord]:
-        """Return the records of all ranks on rank 0, none elsewhere."""
-        everybody: list[Any] | None = [None] * dist.get_world_size() if self._is_rank0 else None
-        dist.gather_object(mine, everybody, group=self._group)
-        return [record for records in everybody or [] for record in records]
+        """Return the records of all ranks."""
+        return [FileRecord(**record) for records in gather_plain(mine, self._group) for record in records]
 
 
 def in_thread(work: Callable[[], None]) -> Future[None]:

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.megatron_backend import checkpoint, train_step
 from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import Policy, build_policy
+from posttrain.megatron_backend.plain_data import gather_plain, gather_tensors, share_plain
 from posttrain.megatron_backend.ranks import (
     data_parallel_rank,
     is_first_of_tensor_parallel,
@@ -44,6 +44,7 @@ from posttrain.planner.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
 from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.sharing import as_plain, from_plain
 from posttrain.training import early_end
 from posttrain.training.batch import Update, make_updates
 from posttrain.training.checkpoint_writer import CheckpointWriter, in_thread
@@ -55,7 +56,6 @@ from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher, served_format, served_values
 
 log = logging.getLogger(__name__)
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -160,7 +160,7 @@ class TrainingRun:
         """Name ranks that compute slower than the others; collective."""
         if dist.get_world_size() == 1:
             return
-        probes = _from_all_ranks([(probe_seconds(), socket.gethostname())])
+        probes = gather_plain((probe_seconds(), socket.gethostname()))
         for rank, factor in self._slow_ranks.look([seconds for seconds, _ in probes]).items():
             if self.is_rank0:
                 log.warning("rank %d on %s computes %.1f times slower than the median", rank, probes[rank][1], factor)
@@ -169,13 +169,15 @@ class TrainingRun:
 
     def collect(self, step: int) -> RolloutResult:
         """Return the rollout of a step, the same on every rank."""
-        shared: list[Any] = [None]
+        rollout = None
         if self._head:
-            shared = [self._runner.run(_collect(self._head.coordinator, step))]
+            rollout = self._runner.run(_collect(self._head.coordinator, step))
             report_progress(step, SHARE_ROLLOUT)
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(shared, src=0)
-        return shared[0]
+            shared = share_plain(rollout and as_plain(rollout))
+            rollout = rollout or from_plain(shared)
+        assert rollout is not None
+        return rollout
 
     def make_updates(self, groups: Sequence[SampleGroup]) -> list[Update]:
         """Return the optimizer updates of a rollout, packed for this data-parallel rank."""
@@ -215,9 +217,7 @@ class TrainingRun:
 
     def checkpoint_is_due(self, finished: int) -> bool:
         """Tell whether the state after `finished` steps is to be kept; collective."""
-        asked = [early_end.is_asked()]
-        dist.broadcast_object_list(asked, src=0)
-        self.ends_early = asked[0] and finished < self.config.training.num_steps
+        self.ends_early = share_plain(early_end.is_asked()) and finished < self.config.training.num_steps
         is_last = finished == self.config.training.num_steps
         return self.ends_early or is_last or finished % self.config.trainer.save_interval == 0
 
@@ -256,14 +256,14 @@ class TrainingRun:
 
     def _compare(self, updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
         """Compare log-probabilities with those of the engine over all response tokens of all ranks."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for update, rows in zip(updates, logprobs, strict=True):
+        own, engine = [torch.empty(0)], [torch.empty(0)]
+        # Tensor-parallel ranks hold the same values: one of them reports.
+        for update, rows in zip(updates, logprobs, strict=True) if is_first_of_tensor_parallel() else ():
             for batch, row in zip(update.batches, rows, strict=False):
                 for index, values in batch.response_values(row.cpu()).items():
-                    pairs.append((values, torch.tensor(update.samples[index].rollout_logprobs)))
-        # Tensor-parallel ranks hold the same values: one of them reports.
-        gathered = _from_all_ranks(pairs if is_first_of_tensor_parallel() else [])
-        return compare_logprobs(torch.cat([t for t, _ in gathered]), torch.cat([e for _, e in gathered]))
+                    own.append(values)
+                    engine.append(torch.tensor(update.samples[index].rollout_logprobs))
+        return compare_logprobs(*(torch.cat(gather_tensors(torch.cat(values))) for values in (own, engine)))
 
 
 async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:
@@ -272,13 +272,6 @@ async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:
         return await coordinator.collect(step)
     finally:
         alive.cancel()
-
-
-def _from_all_ranks(mine: list[Item]) -> list[Item]:
-    """Return the items of all ranks, in the order of ranks; collective."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return [item for items in everybody for item in items]
 
 
 @contextmanager
@@ -290,6 +283,7 @@ def open_run(
     model_folder: Path,
     dataset: Path,
     engine_urls: Sequence[str],
+    engine_secret: str,
     may_commit: Callable[[], None],
     finished: int | None = None,
 ) -> Iterator[TrainingRun]:
@@ -303,6 +297,7 @@ def open_run(
         model_folder: Checkpoint in Hub layout, with the tokenizer.
         dataset: Folder with `train.jsonl`.
         engine_urls: Engines, ready or about to be.
+        engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: Finished steps of the checkpoint to load, 0 for none; by default of the newest that this node sees.
 
@@ -323,7 +318,7 @@ def open_run(
         weights = HubWeights(policy.model, config.model.architecture)
         head, client = None, None
         if dist.get_rank() == 0:
-            client = _open_client(config, engine_urls, runner, stack)
+            client = _open_client(config, engine_urls, engine_secret, runner, stack)
             head = _open_head(config, run_name, run_folder, model_folder, dataset, client, stack)
             stack.callback(lambda: head.sinks and head.sinks.close())
         publisher = WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder)
@@ -340,9 +335,12 @@ def _check_content(checkpoints: CheckpointFolder, finished: int) -> None:
         checkpoints.check_content(finished, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def _open_client(config: Config, engine_urls: Sequence[str], runner: asyncio.Runner, stack: ExitStack) -> EngineClient:
+def _open_client(
+    config: Config, engine_urls: Sequence[str], secret: str, runner: asyncio.Runner, stack: ExitStack
+) -> EngineClient:
     client = EngineClient(
         engine_urls,
+        secret,
         config.engine.request_timeout_seconds,
         ranks_per_engine=config.engine.gpus_per_engine,
         vocab_size=config.model.architecture.vocab_size,

@@ -1,7 +1,8 @@
 """Start the embedded engine: `python -m posttrain.engines.embedded --model-path DIR --port PORT`.
 
 The port is bound before torch is imported, so that a port in use is told within a second. A client that
-connects while the model loads waits for its answer.
+connects while the model loads waits for its answer. Whom it obeys, shows the secret of its environment
+(`engines.secret`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from posttrain.cli import run
 from posttrain.engines.parent_watch import end_with_parent
+from posttrain.engines.secret import take_secret
 from posttrain.errors import ConfigError, Problem
 
 log = logging.getLogger("engine")
@@ -30,11 +32,12 @@ def main() -> None:
     arguments = _parse_arguments()
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
+    secret = take_secret()
     listening = _listen(arguments.host, arguments.port)
-    asyncio.run(_serve(arguments, listening, started))
+    asyncio.run(_serve(arguments, secret, listening, started))
 
 
-async def _serve(arguments: argparse.Namespace, listening: socket.socket, started: float) -> None:
+async def _serve(arguments: argparse.Namespace, secret: str, listening: socket.socket, started: float) -> None:
     import torch
     from aiohttp import web
 
@@ -54,7 +57,7 @@ async def _serve(arguments: argparse.Namespace, listening: socket.socket, starte
         arguments.max_running_requests,
     )
     worker.start()
-    runner = web.AppRunner(make_application(loaded, worker), access_log=None, shutdown_timeout=STOP_SECONDS)
+    runner = web.AppRunner(make_application(loaded, worker, secret), access_log=None, shutdown_timeout=STOP_SECONDS)
     await runner.setup()
     await web.SockSite(runner, listening).start()
     # Only now: while the model loads there is nothing to close, and a signal ends the process at once.

@@ -1,12 +1,14 @@
 """HTTP in and out of the embedded engine, in SGLang's words.
 
 Answers have SGLang's fields, text apart: the engine has no tokenizer. A request that cannot be served is
-answered with 400 and {"error": {"message": ...}}, as is an endpoint that does not exist.
+answered with 400 and {"error": {"message": ...}}, as is an endpoint that does not exist; a request without the
+engine's secret with 401, whatever it asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import time
@@ -29,21 +31,26 @@ from posttrain.engines.embedded.requests import (
 )
 from posttrain.engines.embedded.weight_endpoints import WeightEndpoints
 from posttrain.engines.embedded.worker import Work, Worker
+from posttrain.engines.secret import authorization
 
 log = logging.getLogger(__name__)
 
+# A request for tokens is far smaller.
+SMALL_BODY_BYTES = 64 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_application(loaded: LoadedModel, worker: Worker) -> web.Application:
+def make_application(loaded: LoadedModel, worker: Worker, secret: str) -> web.Application:
     """Return the engine's HTTP application; the worker must have been started.
 
     Args:
         loaded: The model that `worker` runs.
         worker: Where requests go.
+        secret: Who does not show it is refused, on every route, before its body is read.
     """
-    # Weight buckets come as one body of any size; the peer is the trainer of the same run.
-    application = web.Application(client_max_size=0, middlewares=[_refuse_clearly])
+    # All weights at once, those of an MTP layer too, in base64 are the most that anybody has to say.
+    largest = max(SMALL_BODY_BYTES, 4 * loaded.weights.num_bytes)
+    application = web.Application(client_max_size=largest, middlewares=[_only_with(secret), _refuse_clearly])
     application.add_routes([*Endpoints(loaded, worker).routes(), *WeightEndpoints(loaded, worker).routes()])
     application.router.add_route("*", "/{path:.*}", _unknown_endpoint)
     return application
@@ -192,6 +199,20 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
         pairs = zip(response.logprobs, response.output_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
     return {"output_ids": list(response.output_ids), "meta_info": meta}
+
+
+def _only_with(secret: str) -> Any:
+    (wanted,) = authorization(secret).values()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if hmac.compare_digest(request.headers.get("Authorization", "").encode(), wanted.encode()):
+            return await handler(request)
+        refusal = web.json_response({"error": {"message": "the secret is not shown", "code": 401}}, status=401)
+        refusal.force_close()
+        return refusal
+
+    return check
 
 
 @web.middleware

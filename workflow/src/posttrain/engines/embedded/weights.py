@@ -45,6 +45,11 @@ class ServedWeights:
         self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
         self.version: str | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the set that serves."""
+        return sum(tensor.nbytes for tensor in self._served.values())
+
     def initial_load(self) -> WeightUpdate:
         """Return an update that fills the serving set itself, before anything is served."""
         return WeightUpdate(self._served, self._mtp_layers)

@@ -1,0 +1,36 @@
+"""What an engine and those whom it obeys share: a secret of one attempt, in their environment and nowhere else.
+
+Every request carries it, and an engine refuses any other before it reads its body.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from posttrain.errors import ConfigError, Problem
+
+SECRET_VARIABLE = "POSTTRAIN_ENGINE_SECRET"
+
+
+def new_secret() -> str:
+    """Return a secret that nobody else has."""
+    return secrets.token_hex(32)
+
+
+def take_secret() -> str:
+    """Return the secret of the environment, and take it out of there: processes started from here need none.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if not secret:
+        remedy = "set it, in the environment, for the engine and for those who use it"
+        raise ConfigError([Problem(SECRET_VARIABLE, "not set", "a text that nobody else knows", remedy)])
+    return secret
+
+
+def authorization(secret: str) -> dict[str, str]:
+    """Return the header that shows the secret, as SGLang wants it."""
+    return {"Authorization": f"Bearer {secret}"}

@@ -1,0 +1,47 @@
+"""A rollout on its way from rank 0 to the others: JSON types, with the long rows of numbers as text of their bytes.
+
+As JSON's own numbers sixteen million tokens would keep every rank waiting for half a minute.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from typing import Any
+
+from posttrain.rollout.coordinator import RolloutResult
+from posttrain.types import Prompt, Sample, SampleGroup
+
+# Rows of a sample -> C type of their numbers.
+ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}
+
+
+def as_plain(rollout: RolloutResult) -> dict[str, Any]:
+    """Return a rollout as JSON types."""
+    groups = [
+        {"prompt": vars(group.prompt), "samples": [_packed(sample) for sample in group.samples]}
+        for group in rollout.groups
+    ]
+    return vars(rollout) | {"groups": groups}
+
+
+def from_plain(content: dict[str, Any]) -> RolloutResult:
+    """Return what `as_plain` was made of, bit for bit."""
+    groups = [
+        SampleGroup(
+            Prompt(**group["prompt"] | {"messages": tuple(group["prompt"]["messages"])}),
+            tuple(_unpacked(sample) for sample in group["samples"]),
+        )
+        for group in content["groups"]
+    ]
+    return RolloutResult(**content | {"groups": groups})
+
+
+def _packed(sample: Sample) -> dict[str, Any]:
+    rows = {name: array(kind, getattr(sample, name)).tobytes() for name, kind in ROWS.items()}
+    return vars(sample) | {name: base64.b64encode(content).decode() for name, content in rows.items()}
+
+
+def _unpacked(content: dict[str, Any]) -> Sample:
+    rows = {name: tuple(array(kind, base64.b64decode(content[name]))) for name, kind in ROWS.items()}
+    return Sample(**content | rows)
