@@ -62,6 +62,19 @@ def serving_on_one_node(config: Config) -> Config:
     return dataclasses.replace(config, nodes=1, engine=engine)
 
 
+def mismatch_limits(config: Config) -> tuple[float, float]:
+    """Return the largest mean |trainer - engine| expected: with the trainer's own weights, and with those served.
+
+    On the weights served only the precision of the computation differs. SGLang's FP8 kernels round activations, too;
+    the embedded engine computes with dequantised weights.
+    """
+    limits = config.trainer.mismatch
+    is_fp32 = config.trainer.params_dtype == "fp32" and config.engine.dtype == "float32"
+    computed = limits.fp32 if is_fp32 else limits.bf16
+    own = limits.quantised if config.rollout.fp8 else computed
+    return own, computed if config.engine.kind == "embedded" else own
+
+
 def layers_per_stage(config: Config) -> list[int]:
     """Return the number of decoder layers of each pipeline stage, first to last.
 

@@ -21,13 +21,14 @@ import psutil
 
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
+from posttrain.errors import CheckpointError
 from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, read_progress
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
-from posttrain.training.early_end import SAVED_EXIT_CODE
+from posttrain.training.early_end import REFUSED_EXIT_CODE, SAVED_EXIT_CODE
 
 GRACE_SECONDS = 10.0
 STACK_SECONDS = 2.0
@@ -159,10 +160,16 @@ class RankProcess:
         return None
 
     def ending(self) -> Ending | None:
-        """Return how it failed; None while it runs and when it is done."""
+        """Return how it failed; None while it runs and when it is done.
+
+        Raises:
+            CheckpointError: It refused to learn from its samples; another attempt would not help.
+        """
         code = self.process.poll()
         if code in (None, 0, SAVED_EXIT_CODE):
             return None
+        if code == REFUSED_EXIT_CODE:
+            raise CheckpointError(_tail(self.log_path))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         reason = f"trainer rank {self.rank} {how}; its log ends with:\n{_tail(self.log_path)}"
         return Ending(f"trainer rank {self.rank}", reason, Ending.KILLED if code < 0 else Ending.FAILED)

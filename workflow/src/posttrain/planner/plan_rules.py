@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import Any
 
 from posttrain.config.schema import Config
+from posttrain.observability.report_format import DAY, HOUR, LONGEST_IN_HOURS, counted
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner.duration import Bandwidths, durations_seconds
 from posttrain.planner.storage import Storage, storage
 
-MINUTE, HOUR = 60, 3600
-# From here on, hours say more than minutes; below ten of them a decimal matters.
-LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10 * HOUR
+MINUTE = 60
+# From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
+LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 
 
 class RuleNeeds:
@@ -65,7 +66,7 @@ class RuleNeeds:
         return [self._rule_part(node, workflow) for node in self.chain]
 
     def message(self, rule: str, *, with_nodes: bool = True) -> str:
-        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 728 h)".
+        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
 
         Args:
             rule: The rule's name.
@@ -98,19 +99,15 @@ class RuleNeeds:
         }
 
 
-def counted(count: int, word: str) -> str:
-    """Return a count with its word: "1 node", "16 nodes"."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
 def about(seconds: float) -> str:
     """Return a planned duration, no finer than the plan is.
 
     Example:
-        3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 728 h".
+        3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 30 days".
     """
     if seconds < MINUTE:
         return "under 1 min"
     if seconds < LONGEST_IN_MINUTES:
         return f"about {seconds / MINUTE:.0f} min"
-    return f"about {seconds / HOUR:.{1 if seconds < LONGEST_WITH_DECIMAL else 0}f} h"
+    size, unit = (HOUR, "h") if seconds < LONGEST_IN_HOURS else (DAY, "days")
+    return f"about {seconds / size:.{1 if seconds < LONGEST_WITH_DECIMAL * size else 0}f} {unit}"

@@ -11,6 +11,8 @@ import signal
 
 # Told from success and from every failure: the state is saved, and there are steps left.
 SAVED_EXIT_CODE = 85
+# Told from other failures: another attempt would replay the same samples, and refuse them again.
+REFUSED_EXIT_CODE = 86
 
 
 def block() -> None:
