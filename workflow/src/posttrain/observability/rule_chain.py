@@ -134,5 +134,5 @@ def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
             ("finalize_export_hf", "download_dataset"),
             **evaluated,
         ),
-        RuleNode("render_report", "writes this page", ("evaluate before", "evaluate after")),
+        RuleNode("render_report", "writes the report", ("evaluate before", "evaluate after")),
     ]

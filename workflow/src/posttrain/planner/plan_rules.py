@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import Config
@@ -57,13 +58,14 @@ class RuleNeeds:
         """`durations_seconds`: only of what the planner can tell."""
         return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
-    def plan_part(self, workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def plan_part(self, workflow: Mapping[str, Any], evaluations: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return the rules as they stand in `plan.json`.
 
         Args:
             workflow: What the configuration was resolved from; stands in the commands.
+            evaluations: Rule name -> file, where two rules of the chain are one of the workflow.
         """
-        return [self._rule_part(node, workflow) for node in self.chain]
+        return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
     def message(self, rule: str, *, with_nodes: bool = True) -> str:
         """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
@@ -84,9 +86,10 @@ class RuleNeeds:
         words += [about(self.seconds[node.name])] if node.name in self.seconds else []
         return f" ({', '.join(words)})" if words else ""
 
-    def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any]) -> dict[str, Any]:
+    def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
         settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
-        command = ["snakemake", "--cores", "all", "--until", node.rule, "--config", *settings]
+        target = [str(file)] if file else ["--until", node.rule]
+        command = ["snakemake", "--cores", "all", *target, "--config", *settings]
         return {
             "name": node.name,
             "does": node.does,
