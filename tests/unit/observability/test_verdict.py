@@ -90,9 +90,16 @@ def test_a_run_whose_rewards_were_all_equal_has_learned_nothing(tmp_path: Path) 
         made = make_run(tmp_path / str(reward), num_steps=5, reward=reward)
         verdict = judge_run(read_run(made.inputs))
         assert (verdict.level, verdict.headline) == ("bad", "Nothing was learned")
+        assert len(verdict.findings) == 1, "that nothing changed follows from it"
         assert f"every reward was {reward:g}" in verdict.findings[0].detail
         assert "in all of 5 steps" in verdict.findings[0].detail
         assert what in verdict.findings[0].remedy
+
+
+def test_a_model_that_got_worse_without_a_lesson_is_told_beside_it(run: RunData) -> None:
+    worse = dataclasses.replace(run, before=rated(0.9, 512), after=rated(0.2, 512))
+    found = levels(with_rows(worse, rollout_reward_std_zero_fraction=[1.0] * 20))
+    assert found == [("bad", "Nothing was learned"), ("bad", "The model got worse")]
 
 
 def test_hardly_any_difference_of_rewards_is_a_warning(run: RunData) -> None:

@@ -81,7 +81,11 @@ class Verdict:
 
 def judge_run(run: RunData) -> Verdict:
     """Return what is to be known of a run, finished or not."""
-    found = [*_rewards(run), *_mismatch(run), *_left_out(run), *_learning(run)]
+    rewards, learning = _rewards(run), _learning(run)
+    if any(finding.level == "bad" for finding in rewards):
+        # That there is no change to be seen follows from it.
+        learning = [finding for finding in learning if finding.level == "bad"]
+    found = [*rewards, *_mismatch(run), *_left_out(run), *learning]
     findings = sorted(found, key=lambda finding: [*LEVELS].index(finding.level))
     return Verdict(findings[0].title, findings)
 
