@@ -169,7 +169,9 @@ class RankProcess:
         if code in (None, 0, SAVED_EXIT_CODE):
             return None
         if code == REFUSED_EXIT_CODE:
-            raise CheckpointError(_tail(self.log_path))
+            raise CheckpointError(
+                f"trainer rank {self.rank} refused to go on; its log ends with:\n{_tail(self.log_path)}"
+            )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         reason = f"trainer rank {self.rank} {how}; its log ends with:\n{_tail(self.log_path)}"
         return Ending(f"trainer rank {self.rank}", reason, Ending.KILLED if code < 0 else Ending.FAILED)

@@ -7,7 +7,6 @@ arguments are known to be right.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from functools import partial
@@ -16,8 +15,6 @@ from pathlib import Path
 from posttrain import cli
 from posttrain.artifacts.lease import check_epoch
 from posttrain.training import early_end
-
-log = logging.getLogger(__name__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,11 +40,10 @@ def main() -> None:
 
     config = load_resolved(arguments.config)
     from posttrain.training.loop import train
-    from posttrain.training.mismatch import MismatchError
     from posttrain.training.run import open_run
 
     may_commit = partial(check_epoch, arguments.lease_folder, arguments.epoch) if arguments.lease_folder else _always
-    opened = open_run(
+    with open_run(
         config,
         run_name=arguments.run_name,
         run_folder=arguments.run_folder,
@@ -57,13 +53,8 @@ def main() -> None:
         engine_urls=arguments.engine,
         may_commit=may_commit,
         finished=arguments.finished,
-    )
-    try:
-        with opened as run:
-            is_done = train(run)
-    except MismatchError as error:
-        log.error("%s", error)
-        sys.exit(early_end.REFUSED_EXIT_CODE)
+    ) as run:
+        is_done = train(run)
     if not is_done:
         sys.exit(early_end.SAVED_EXIT_CODE)
 

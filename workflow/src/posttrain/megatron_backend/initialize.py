@@ -27,20 +27,21 @@ def joined_ranks(config: Config) -> Iterator[None]:
 
     After an error the process ends without taking the groups apart. A thread of its own may be in a collective that
     will never be complete, where nothing can interrupt it; groups, and Python at its own end, would wait for it.
+    An error that has an `exit_code` ends it with that one.
     """
     initialize(config)
     try:
         yield
-    except BaseException:
-        atexit.register(_end_now)
+    except BaseException as error:
+        atexit.register(_end_now, getattr(error, "exit_code", 1))
         raise
     shut_down()
 
 
-def _end_now() -> None:
+def _end_now(exit_code: int) -> None:
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(exit_code)
 
 
 def initialize(config: Config) -> None:

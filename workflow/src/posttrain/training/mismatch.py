@@ -10,12 +10,15 @@ import logging
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
+from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
 
 
 class MismatchError(RuntimeError):
     """Trainer and engine are too far apart, and `trainer.mismatch.action` is stop."""
+
+    exit_code = early_end.REFUSED_EXIT_CODE
 
 
 def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:
