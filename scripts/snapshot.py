@@ -25,6 +25,9 @@ def main() -> None:
     write_text(paths.snapshot, render_report(so_far, summary, verdict))
     print_summary(summary)
     verdict.print()
+    if so_far.missing:
+        steps = f"{so_far.num_steps} of {so_far.config.training.num_steps} steps"
+        print(f"so far {steps}; not there yet: {', '.join(so_far.missing)}")
     print(f"snapshot: {paths.snapshot.resolve()}")
 
 

@@ -32,6 +32,7 @@ def test_asked_again_a_step_later_the_step_is_on_it(made: SyntheticRun) -> None:
     for step in (7, 8):
         done = run_snakemake(made.paths.run.parents[1], "snapshot", "--cores", "1", "--config", *choice)
         assert done.returncode == 0, done.stdout
+        assert f"so far {step} of 12 steps; not there yet: the end of training, the evaluation after" in done.stdout
         assert f"snapshot: {made.paths.snapshot}" in done.stdout
         page = made.paths.snapshot.read_text()
         assert f"<b>So far</b>: {step} steps of 12, as of " in page
