@@ -1,6 +1,7 @@
 import pytest
 
 from posttrain.observability.report_format import (
+    as_text,
     counted,
     decade_ticks,
     format_bytes,
@@ -60,6 +61,25 @@ def test_bytes_and_shares():
         "1000 GB",
     ]
     assert (format_percent(0.2637), format_percent(1.0), format_percent(None)) == ("26.4 %", "100.0 %", "–")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("text", "text"),
+        ("", ""),
+        (True, "true"),
+        (None, "null"),
+        (3, "3"),
+        (1e-6, "1e-06"),
+        ([], ""),
+        (["node0"], "node0"),
+        (("a", "b", "b"), "a, 2 × b"),
+        ([0, 0, 0, 1], "3 × 0, 1"),
+    ],
+)
+def test_values_of_a_configuration(value, text):
+    assert as_text(value) == text
 
 
 def test_money_and_counts():

@@ -15,7 +15,7 @@ from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
-from posttrain.observability.report_format import format_seconds
+from posttrain.observability.report_format import as_text, format_seconds
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.observability.verdict import Verdict
@@ -29,7 +29,7 @@ class ConfigRow:
     """One value of the configuration as the page shows it."""
 
     key: str
-    value: Any
+    value: str
     origin: str
 
     @property
@@ -116,10 +116,7 @@ def describe_attempt(row: Mapping[str, Any]) -> dict[str, str]:
         "ended": str(row["reason"]),
     }
     shown = {"attempt", "started_unix", "ended_unix", "reason"}
-    more = {key.replace("_", " "): value for key, value in row.items() if key not in shown}
-    return known | {
-        key: ", ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in more.items()
-    }
+    return known | {key.replace("_", " "): as_text(value) for key, value in row.items() if key not in shown}
 
 
 def common_frame(prompts: Sequence[str]) -> tuple[str, str]:
@@ -152,7 +149,7 @@ def config_rows(config: Config, origins: Mapping[str, str]) -> dict[str, list[Co
     sections: dict[str, list[ConfigRow]] = {}
     for key, value in flat_config(config).items():
         section = key.partition(".")[0]
-        sections.setdefault(section, []).append(ConfigRow(key, value, origins.get(key, "schema default")))
+        sections.setdefault(section, []).append(ConfigRow(key, as_text(value), origins.get(key, "schema default")))
     return sections
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import groupby
+from typing import Any
 
 MINUS = "\u2212"
 HOUR, DAY = 3600, 86400
@@ -73,6 +76,14 @@ def format_cost(value: float | None, currency: str) -> str:
 def counted(count: int, word: str) -> str:
     """Return a count with its word: "1 node", "1,024 nodes"."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a configuration as text; a list tells runs of equal items: "3 × 0, 75 × 1"."""
+    if not isinstance(value, list | tuple):
+        return value if isinstance(value, str) else json.dumps(value)
+    runs = [(len(list(run)), item) for item, run in groupby(value)]
+    return ", ".join(f"{length} × {as_text(item)}" if length > 1 else as_text(item) for length, item in runs)
 
 
 def format_tick(value: float) -> str:

@@ -20,7 +20,7 @@ from posttrain.observability.cost import cost_part
 from posttrain.observability.report import config_rows
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
-from posttrain.observability.report_format import counted
+from posttrain.observability.report_format import as_text, counted
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import rule_chain
 from posttrain.observability.verdict import Finding, Verdict
@@ -37,7 +37,7 @@ from posttrain.planner.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.node_copy import node_copies
-from posttrain.planner.plan_figures import GROUPS, as_text, flag_groups, stage_groups
+from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_groups
 from posttrain.planner.plan_layout import TERMS, layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split, why_no_step

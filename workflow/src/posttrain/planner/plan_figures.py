@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from posttrain.observability.report_format import as_text
 
 # Parts of memory in the order of the bars: label, colour of the page's palette, what belongs to it.
 GROUPS = (
@@ -120,11 +121,3 @@ def _what_reads(reader: str) -> str:
     part = reader.partition(".")[2]
     engine = "an engine" if part in ("", "env") else f"a {part.removesuffix('.env')} engine"
     return f"environment of {engine}" if part.endswith("env") else f"command line of {engine}"
-
-
-def as_text(value: Any) -> str:
-    """Return a value as text; a list tells runs of equal items: "3 × 0, 75 × 1"."""
-    if not isinstance(value, list | tuple):
-        return value if isinstance(value, str) else json.dumps(value)
-    runs = [(len(list(run)), item) for item, run in groupby(value)]
-    return ", ".join(f"{length} × {as_text(item)}" if length > 1 else as_text(item) for length, item in runs)
