@@ -23,6 +23,8 @@ class MismatchLimits:
         "warn",
         choices=("warn", "stop"),
     )
-    fp32: float = _doc("Trainer and engine compute in FP32 with the same weights", 1e-4, exclusive_minimum=0)
-    bf16: float = _doc("One of them computes in BF16", 0.05, exclusive_minimum=0)
+    fp32: float = _doc("On the weights served, where trainer and engine compute in FP32", 1e-4, exclusive_minimum=0)
+    bf16: float = _doc(
+        "One of them computes in BF16, or the engine has the trainer's weights in BF16", 0.05, exclusive_minimum=0
+    )
     quantised: float = _doc("The engine's weights are quantised", 0.1, exclusive_minimum=0)
