@@ -33,6 +33,9 @@ def test_spare_nodes_are_held_too() -> None:
 def test_a_price_makes_costs() -> None:
     priced = cost_of([("train_grpo", 1800.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
     assert priced == {"gpu_hours": 64.0, "cost": 160.0, "currency": "EUR"}
+    # 12,800 GPU-seconds: 3.5555... hours, 8.8888... EUR.
+    rounded = cost_of([("train_grpo", 100.0)], more="site.price_per_gpu_hour=2.5 site.currency=EUR")
+    assert (rounded["gpu_hours"], rounded["cost"]) == (3.56, 8.89)
 
 
 def test_without_gpus_there_is_nothing_to_count() -> None:

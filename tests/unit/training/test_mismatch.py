@@ -55,6 +55,8 @@ def test_at_the_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("trainer.mismatch.action=stop trainer.mismatch.quantised=0.125")
     heed_mismatch(config, 0, apart(0.125), apart(1e-7))
     assert caplog.records == []
+    with pytest.raises(MismatchError, match=r"step 1: .* 1 times further"):
+        heed_mismatch(config, 0, apart(0.12501), apart(1e-7))
 
 
 def test_another_engines_weights_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
