@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-faults env env-sglang env-network env-slurm env-strace lint clean
+.PHONY: help demo test test-faults env env-sglang env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ env-slurm: ## a real SLURM of several nodes on this machine (Debian, as root)
 env-strace: ## what counts the files that a training opens (Debian, as root)
 	apt-get install --yes --no-install-recommends strace
 
+env-chromium: ## the browser in which pages are measured (Debian, as root)
+	apt-get install --yes --no-install-recommends chromium
+
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
 endif
@@ -51,6 +54,9 @@ test: env-slurm
 endif
 ifneq (,$(findstring strace,$(REQUIRE)))
 test: env-strace
+endif
+ifneq (,$(findstring chromium,$(REQUIRE)))
+test: env-chromium
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults'

@@ -9,7 +9,7 @@ from posttrain.artifacts import write_json, write_text
 from posttrain.cli import add_configuration, run
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.layout_choice import resolve
-from posttrain.planner.plan import build_plan, plan_of_problems, render_plan
+from posttrain.planner.plan import build_plan, judge_plan, plan_of_problems, render_plan
 from posttrain.planner.plan_table import print_plan
 
 
@@ -27,6 +27,7 @@ def main() -> None:
     write_text(arguments.html, render_plan(plan, resolved))
     write_json(arguments.json, plan)
     print_plan(plan)
+    judge_plan(plan).print()
     print(f"plan: {arguments.html.resolve()}", flush=True)
     raise_if_any([Problem(**problem) for problem in plan["problems"]])
 

@@ -10,6 +10,7 @@ from posttrain.cli import run
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import ReportInputs, read_run
 from posttrain.observability.report_summary import print_summary, summarize
+from posttrain.observability.verdict import judge_run
 
 
 def main() -> None:
@@ -25,11 +26,13 @@ def main() -> None:
             logs=arguments.logs,
         )
     )
+    verdict = judge_run(finished)
     summary = summarize(finished)
-    write_text(arguments.report, render_report(finished, summary))
-    write_json(arguments.summary, summary)
+    write_text(arguments.report, render_report(finished, summary, verdict))
+    write_json(arguments.summary, summary | {"verdict": verdict.as_dict()})
     write_receipt(receipt_of(arguments.report), describe_report(arguments))
     print_summary(summary)
+    verdict.print()
     print(f"report: {arguments.report.resolve()}")
 
 

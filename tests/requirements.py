@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-NAMES = {"sglang", "network", "slurm", "strace", "crash", "users"}
+NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium"}
 
 
 def require(name: str, reason: str) -> None:

@@ -71,29 +71,34 @@ class SyntheticRun:
     workflow: dict[str, str]
 
 
-def workflow_of(root: Path, num_steps: int) -> dict[str, str]:
+def workflow_of(root: Path, num_steps: int, more: str = "") -> dict[str, str]:
     """Return the workflow configuration of a run below `root`."""
     roots = f"site.store={root}/store site.results={root}/results site.node_local={root}/node_local"
-    return {"model": "tiny", "site": "local", "set": f"training.num_steps={num_steps} {roots}"}
+    return {"model": "tiny", "site": "local", "set": f"training.num_steps={num_steps} {roots} {more}"}
 
 
-def make_run(root: Path, num_steps: int = 80, seed: int = 0) -> SyntheticRun:
+def make_run(
+    root: Path, num_steps: int = 80, seed: int = 0, reward: float | None = None, more: str = "", **choice: str
+) -> SyntheticRun:
     """Write a finished run below `root`.
 
     Args:
         root: Empty folder; gets `store`, `results` and `logs`.
         num_steps: Steps of training.
         seed: Of all numbers.
+        reward: Of every sample, also of both evaluations; None: the run learns.
+        more: Further settings.
+        choice: Of model, hardware and so on.
     """
-    workflow = workflow_of(root, num_steps)
+    workflow = workflow_of(root, num_steps, more) | choice
     resolved = resolve(workflow, REPOSITORY / "config")
     paths, rng = Paths(resolved), random.Random(seed)
     write_text(paths.experiment, dump_yaml(resolved.experiment))
     write_text(paths.config, dump_resolved(resolved))
     digests = _write_store(paths, rng)
-    _write_training(paths, rng, num_steps, digests)
+    _write_training(paths, rng, num_steps, digests, reward)
     _write_export(paths, rng, digests)
-    _write_evaluations(paths, rng, digests)
+    _write_evaluations(paths, rng, digests, (0.264, 0.931) if reward is None else (reward, reward))
     logs = root / "logs"
     _write_benchmarks(paths, logs, rng)
     inputs = ReportInputs(
@@ -163,19 +168,32 @@ def _write_files(folder: Path, names: tuple[str, ...], rng: random.Random) -> No
         (folder / name).write_bytes(rng.randbytes(rng.randrange(2_000, 60_000)))
 
 
-def _write_training(paths: Paths, rng: random.Random, num_steps: int, digests: dict[str, str]) -> None:
+def _write_training(
+    paths: Paths, rng: random.Random, num_steps: int, digests: dict[str, str], reward: float | None
+) -> None:
     rows = [_metric_row(step, num_steps, rng) for step in range(1, num_steps + 1)]
+    if reward is not None:
+        rows = [row | _without_a_lesson(reward) for row in rows]
     write_text(paths.train / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     begin = 1_795_000_000.0
     attempts = [
         {
             "attempt": 1,
             "epoch": 1,
+            "nodes": ["node0"],
             "started_unix": begin,
             "ended_unix": begin + 71.4,
             "reason": "trainer rank 0 was ended by SIGKILL",
         },
-        {"attempt": 2, "epoch": 2, "started_unix": begin + 75, "ended_unix": begin + 154.9, "reason": "done"},
+        {
+            "attempt": 2,
+            "epoch": 2,
+            "nodes": ["node0"],
+            "started_unix": begin + 75,
+            "ended_unix": begin + 154.9,
+            "reason": "done",
+            "first_step_seconds": 8.5,
+        },
     ]
     write_text(paths.train / "attempts.jsonl", "".join(json.dumps(row) + "\n" for row in attempts))
     write_text(paths.train / "wandb/run-1/run-1.wandb", "W&B's own records")
@@ -191,6 +209,20 @@ def _write_training(paths: Paths, rng: random.Random, num_steps: int, digests: d
     trained = Receipt("train_grpo", files, inputs, settings)
     write_receipt(paths.records, Receipt("train_grpo", record_run(paths.run), {"train": trained.digest}, {}))
     write_receipt(paths.train_done, trained)
+
+
+def _without_a_lesson(reward: float) -> dict[str, float]:
+    """Return the metrics of a step in which every sample has the same reward: no advantage, no gradient, no drift."""
+    return {
+        "rollout/reward_mean": reward,
+        "rollout/pass_rate": reward,
+        "rollout/reward_std_zero_fraction": 1.0,
+        "train/loss": 0.0,
+        "train/grad_norm": 0.0,
+        "train/importance_ratio_mean": 1.0,
+        "train/clip_fraction": 0.0,
+        "train/approx_kl": 0.0,
+    }
 
 
 def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]:
@@ -233,8 +265,9 @@ def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]
         "mismatch/abs_diff_mean": 3e-7 * math.exp(rng.gauss(0, 0.1)),
         "mismatch/abs_diff_max": 6e-6 * math.exp(rng.gauss(0, 0.3)),
         "mismatch/quantised_abs_diff_mean": 0.011 * math.exp(rng.gauss(0, 0.1)),
-        "mismatch/kl_k3": 4e-13 * math.exp(rng.gauss(0, 0.4)),
-        "mismatch/effective_sample_size": 1.0 - 1e-9 * rng.random(),
+        "mismatch/kl_k3": 3e-3 * math.exp(rng.gauss(0, 0.4)),
+        "mismatch/effective_sample_size": 1.0 - 1e-2 * rng.random(),
+        "mismatch/share_of_limit": 0.11,
         "perf/step_seconds": total,
         **seconds,
         "perf/tokens_per_second": num_tokens / total,
@@ -250,11 +283,11 @@ def _write_export(paths: Paths, rng: random.Random, digests: dict[str, str]) -> 
     )
 
 
-def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str]) -> None:
+def _write_evaluations(paths: Paths, rng: random.Random, digests: dict[str, str], rates: tuple[float, float]) -> None:
     exported = read_receipt(receipt_of(paths.hf_export)).digest
     checkpoints = {"before": digests["hf_patched"], "after": exported}
     prompts = ["".join(rng.choices("0123456789", k=4)) for _ in range(24)]
-    for when, rate in (("before", 0.264), ("after", 0.931)):
+    for when, rate in zip(("before", "after"), rates, strict=True):
         examples = [_example(digits, rng.random() < rate, rng) for digits in prompts]
         result = {
             "pass_rate": rate,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.chromium import measure_pages
 from tests.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,13 @@ def test_numbers_of_a_run(undisturbed: WorkflowFolder) -> None:
     page = (undisturbed.run_folder / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "<script src" not in page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_of_its_report_can_be_read(undisturbed: WorkflowFolder, scheme: str) -> None:
+    measured = measure_pages({"report": undisturbed.run_folder / "report.html"}, (1400, 700), scheme)
+    assert [result["problems"] for result in measured.values()] == [[], []]
+    assert all(result["texts"] >= 100 for result in measured.values())
 
 
 def test_every_step_is_compared_on_the_weights_served(undisturbed: WorkflowFolder) -> None:

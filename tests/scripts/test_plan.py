@@ -41,7 +41,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_fails(tmp_path):
     assert "optimizer_cpu_offload" in done.stdout
     assert "1 problem in the configuration" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "1 problem</h3>" in (tmp_path / "plan.html").read_text()
+    assert "<h2>This cannot run</h2>" in (tmp_path / "plan.html").read_text()
 
 
 def test_a_configuration_with_mistakes_leaves_them_in_both_files_and_fails(tmp_path):

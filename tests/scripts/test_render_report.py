@@ -50,7 +50,9 @@ def test_summary_and_report_are_written_and_shown(made):
     assert summary["num_steps"] == 8
     lines = done.stdout.splitlines()
     assert lines[-1] == f"report: {folder / 'report.html'}"
-    assert summary["final_weights_sha256"] in lines[-2]
+    assert lines[-3] == summary["verdict"]["headline"] == "The model got better"
+    assert "26.4 % → 93.1 % on 512 held-out prompts" in lines[-2]
+    assert summary["final_weights_sha256"] in lines[-4]
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 

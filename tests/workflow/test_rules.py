@@ -15,7 +15,7 @@ from posttrain.planner.layout_choice import resolve
 # They run nothing: one names the results, the other joins the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes"}
 # They make nothing, and look at the machine, the store or the runs.
-WITHOUT_BENCHMARK = {"check", "preflight", "gc", "status", "attach"}
+WITHOUT_BENCHMARK = {"check", "preflight", "gc", "status", "snapshot", "attach"}
 ACCEPTED_LINTS = {
     # It is extended for the steps, and every shell has one.
     "Environment variable PATH used but not asserted with envvars directive",

@@ -23,7 +23,7 @@ def snakemake(tmp_path: Path):
     return run
 
 
-@pytest.mark.parametrize("target", ["status", "attach"])
+@pytest.mark.parametrize("target", ["status", "snapshot", "attach"])
 def test_who_looks_at_a_run_need_not_say_what_it_learns(snakemake, target: str) -> None:
     code, output = snakemake("-n", run="old")
     assert code != 0

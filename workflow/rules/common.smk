@@ -35,7 +35,7 @@ CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
 WORKFLOW = json.dumps(dict(config))
 
 # Who asks for these knows a run by its name, and need not say what it learns.
-ONLY_LOOKS = {"status", "attach"} & set(sys.argv)
+ONLY_LOOKS = {"status", "snapshot", "attach"} & set(sys.argv)
 
 try:
     RESOLVED = resolve(config, Path(CONFIG_DIR))

@@ -36,3 +36,16 @@ rule status:
         "where runs stand"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+
+
+# No output: it is drawn each time that it is asked for, while training runs and when all is done.
+rule snapshot:
+    log:
+        PATHS.run_log("snapshot"),
+    localrule: True
+    params:
+        workflow=WORKFLOW,
+    message:
+        f"report of {RESOLVED.run} so far"
+    shell:
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/snapshot.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"

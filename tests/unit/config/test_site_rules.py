@@ -22,6 +22,8 @@ VIOLATIONS = (
     ("site.slurm.extra_options=['-p gpu']", "site.slurm.extra_options"),
     ("site.slurm.gpu_option=--gres=gpu:8", "site.slurm.gpu_option"),
     ("site.node_names=[a]", "site.node_names"),
+    ("site.price_per_gpu_hour=2.5", "site.currency"),
+    ("site.price_per_gpu_hour=-1", "site.price_per_gpu_hour"),
 )
 
 
@@ -30,6 +32,22 @@ def test_a_wrong_key_is_named(setting: str, key: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve({"model": "tiny", "site": "example_slurm", "set": setting}, CONFIG_DIR)
     assert {problem.key for problem in raised.value.problems} == {key}
+
+
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "TOKEN", "GIT_PASSWD")
+NO_SECRETS = ("TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SGLANG_KEYBOARD", "MAX_TOKENS", "MONKEY")
+
+
+@pytest.mark.parametrize("where", ["trainer_environment", "engine_environment"])
+def test_a_secret_is_refused_without_being_shown_and_other_variables_are_not(where: str) -> None:
+    for name in SECRETS:
+        with pytest.raises(ConfigError) as raised:
+            resolve({"model": "tiny", "site": "local", "set": f"site.{where}=[{name}=hf_canary]"}, CONFIG_DIR)
+        (problem,) = raised.value.problems
+        assert (problem.key, problem.value) == (f"site.{where}", f"{name}=...")
+        assert "hf_canary" not in str(raised.value)
+    given = ",".join(f"{name}=1" for name in NO_SECRETS)
+    resolve({"model": "tiny", "site": "local", "set": f"site.{where}=[{given}]"}, CONFIG_DIR)
 
 
 def test_several_nodes_need_a_launcher() -> None:

@@ -7,12 +7,14 @@ from posttrain.observability.report_charts import (
     BOTTOM,
     HEIGHT,
     LEFT,
+    LINE_HEIGHT,
     RIGHT,
     TOP,
     WIDTH,
     Chart,
     Series,
     running_mean,
+    spread,
 )
 
 
@@ -89,9 +91,52 @@ def test_constant_values_and_a_single_step_have_axes(value):
         assert len(labels) == len(set(labels)) >= 2
 
 
-def test_reference_lines_are_inside_the_axes_and_labelled():
-    chart = Chart("t", "n", "u", [Series("a", [1, 2], [0.1, 0.2])], references=[(0.9, "limit <1>")])
+def test_reference_lines_are_inside_the_axes_and_labelled_beside_them():
+    chart = Chart("t", "n", "u", [Series("a", [1, 2], [0.1, 0.2])], references=[(0.9, "limit <1>"), (0.88, "goal")])
     svg = draw(chart)
-    (reference,) = [line for line in svg.iter("line") if line.attrib["class"] == "reference"]
-    assert TOP <= float(reference.attrib["y1"]) <= HEIGHT - BOTTOM
-    assert "limit <1>" in [text.text for text in svg.iter("text")]
+    lines_of_it = [line for line in svg.iter("line") if line.attrib["class"] == "reference"]
+    labels = {text.text: text.attrib for text in svg.iter("text") if text.attrib["class"] == "reference-label"}
+    assert list(labels) == ["limit <1>", "goal"]
+    for line in lines_of_it:
+        assert TOP <= float(line.attrib["y1"]) == float(line.attrib["y2"]) <= HEIGHT - BOTTOM
+        assert (float(line.attrib["x1"]), float(line.attrib["x2"])) == (LEFT, pytest.approx(WIDTH - RIGHT - 9 * 6.8))
+        assert all(float(label["x"]) > float(line.attrib["x2"]) for label in labels.values())
+    heights = [float(label["y"]) for label in labels.values()]
+    assert heights[1] - heights[0] == pytest.approx(LINE_HEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "heights"),
+    [
+        ([], []),
+        ([50], [50]),
+        ([120], [100]),
+        ([10, 12, 90], [10, 28, 90]),
+        ([12, 10], [28, 10]),
+        ([95, 99], [82, 100]),
+        ([100, 100, 100], [64, 82, 100]),
+        ([10, 28], [10, 28]),
+    ],
+)
+def test_labels_are_spread(wanted, heights):
+    assert spread(wanted, 18, 100) == heights
+
+
+def test_a_chart_whose_lines_do_not_change_is_flat():
+    flat, rising = Series("a", [1, 2], [0.5, 0.5]), Series("b", [1, 2], [0.5, 0.6])
+    assert Chart("t", "n", "u", [flat]).is_flat
+    assert Chart("t", "n", "u", [flat, Series("b", [1], [3.0])]).is_flat
+    assert not Chart("t", "n", "u", [flat, rising]).is_flat
+    assert not Chart("t", "n", "u", [rising, flat]).is_flat
+
+
+def test_no_text_becomes_markup():
+    nasty = "</text><script>'\"&amp;<!--"
+    chart = Chart(nasty, nasty, nasty, [Series(nasty, [1, 2], [0.0, 1.0])], references=[(0.5, nasty)], x_label=nasty)
+    svg = draw(chart)
+    assert "<script" not in str(chart.svg())
+    texts = [text.text for text in svg.iter("text")]
+    assert texts.count(nasty) == 3
+    assert svg.attrib["aria-label"] == f"{nasty}: {nasty} over {nasty}s"
+    data = json.loads(svg.attrib["data-values"])
+    assert (data["x"], data["series"][0]["label"]) == (nasty, nasty)

@@ -64,6 +64,15 @@ def test_a_job_too_short_to_be_sampled_has_no_memory(made):
     assert (time.seconds, time.max_rss_mb) == (0.01, None)
 
 
+@pytest.mark.parametrize(("seconds", "memory"), [(0.45, None), (4.99, None), (5.0, 6.46), (131.3, 6.46)])
+def test_memory_is_known_of_jobs_that_lived_long_enough_to_be_sampled(made, seconds, memory):
+    """Snakemake looks every half second; a job of 0.45 s was seen with 230 kB, before Python had begun."""
+    path = next((made.inputs.logs / "export_hf").iterdir())
+    path.write_text(f"s\th:m:s\tmax_rss\n{seconds}\t0:00:00\t6.46\n")
+    (time,) = [time for time in rule_times(made.inputs.logs, made.paths, []) if time.rule == "export_hf"]
+    assert (time.seconds, time.max_rss_mb) == (seconds, memory)
+
+
 def test_metrics_that_do_not_cover_every_step_are_refused(made):
     path = made.paths.train / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))

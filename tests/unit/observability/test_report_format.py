@@ -1,8 +1,11 @@
 import pytest
 
 from posttrain.observability.report_format import (
+    as_text,
+    counted,
     decade_ticks,
     format_bytes,
+    format_cost,
     format_number,
     format_percent,
     format_seconds,
@@ -39,6 +42,9 @@ def test_numbers(value, text):
         (59.96, "1 min 00 s"),
         (192, "3 min 12 s"),
         (7265, "2 h 01 min"),
+        (172_799, "47 h 59 min"),
+        (172_800, "2.0 days"),
+        (2_487_900, "28.8 days"),
     ],
 )
 def test_seconds(value, text):
@@ -55,6 +61,31 @@ def test_bytes_and_shares():
         "1000 GB",
     ]
     assert (format_percent(0.2637), format_percent(1.0), format_percent(None)) == ("26.4 %", "100.0 %", "–")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("text", "text"),
+        ("", ""),
+        (True, "true"),
+        (None, "null"),
+        (3, "3"),
+        (1e-6, "1e-06"),
+        ([], ""),
+        (["node0"], "node0"),
+        (("a", "b", "b"), "a, 2 × b"),
+        ([0, 0, 0, 1], "3 × 0, 1"),
+    ],
+)
+def test_values_of_a_configuration(value, text):
+    assert as_text(value) == text
+
+
+def test_money_and_counts():
+    costs = [format_cost(value, "EUR") for value in (None, 0.5, 99.99, 100, 331_752.4)]
+    assert costs == ["–", "0.50 EUR", "99.99 EUR", "100 EUR", "331,752 EUR"]
+    assert [counted(number, "node") for number in (0, 1, 2, 1024)] == ["0 nodes", "1 node", "2 nodes", "1,024 nodes"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from posttrain.config.load import resolve
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def resolved():
     """Return resolve(model, **more of the workflow's configuration)."""
 

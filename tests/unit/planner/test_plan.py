@@ -2,19 +2,23 @@ import html
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
 from posttrain.errors import Problem
 from posttrain.planner.engine import POOL_BOUND
 from posttrain.planner.phases import PHASES
-from posttrain.planner.plan import NOT_MODELLED, build_plan, plan_of_problems, render_plan
-from posttrain.planner.plan_figures import GROUPS, LABEL_WIDTH, flag_groups, stage_bars
+from posttrain.planner.plan import NOT_MODELLED, build_plan, judge_plan, plan_of_problems, render_plan
+from posttrain.planner.plan_figures import GROUPS, flag_groups, joined, stage_groups
 from posttrain.planner.plan_table import print_plan
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan_of(resolved):
+    """Return plan_of(model, **more of the workflow's configuration); each is made once, and no test changes it."""
+
+    @cache
     def build(model, **more):
         return build_plan(resolved(model, **more), {"model": model, "site": "local", **more})
 
@@ -55,6 +59,11 @@ def test_commands_run_one_rule_of_this_configuration(plan_of):
     assert (train["nodes"], train["gpus"]) == (16, 128)
     chosen = "model=glm5 site=local 'set=optimizer.lr=3e-4 rollout.fp8=true'"
     assert train["command"] == f"snakemake --cores all --until train_grpo --config {chosen}"
+    # Both evaluations are one rule of the workflow: their files tell them apart.
+    commands = {rule["name"]: rule["command"] for rule in plan["rules"]}
+    for when in ("before", "after"):
+        file = f"results/{plan['run']}/evaluation/{when}.json"
+        assert commands[f"evaluate {when}"] == f"snakemake --cores all {file} --config {chosen}"
 
 
 def test_a_layout_that_does_not_fit_is_a_problem_with_its_numbers(plan_of, resolved, capsys):
@@ -106,13 +115,34 @@ def test_a_pool_that_leaves_no_room_for_the_sync_is_a_problem(plan_of):
 
 def test_bars_add_up_and_stand_against_the_capacity(plan_of):
     trainer = plan_of("glm5")["trainer"]
-    drawings = stage_bars(trainer)
-    assert [drawing.is_fullest for drawing in drawings] == [False, True, False, False]
-    scale = (drawings[0].capacity_x - LABEL_WIDTH) / trainer["capacity_gib"]
-    for bar in (bar for drawing in drawings for bar in drawing.bars):
-        assert bar.end - LABEL_WIDTH == pytest.approx(scale * bar.gib, abs=0.1)
-        assert (bar.end > drawings[0].capacity_x) == (not bar.fits)
+    groups = stage_groups(trainer)
+    assert [(group.name, group.is_fullest) for group in groups] == [
+        ("stage 0", False),
+        ("stages 1-2", True),
+        ("stage 3", False),
+    ]
+    needs = {(row["stage"], row["phase"]): row["gpu_gib"] for row in trainer["phases"]}
+    for group, stages in zip(groups, ([0], [1, 2], [3]), strict=True):
+        for bar in group.bars:
+            assert bar.gib == max(needs[stage, bar.phase] for stage in stages)
+            # The longest bar there can be is the capacity, 140.4 GiB.
+            percent = sum(segment.percent for segment in bar.segments)
+            assert percent == pytest.approx(100 * bar.gib / 140.4, abs=0.01)
+            assert bar.fits
     assert {part for _, _, parts in GROUPS for part in parts} >= {p for row in trainer["phases"] for p in row["gpu"]}
+
+
+def test_a_bar_that_does_not_fit_is_the_longest(plan_of):
+    groups = stage_groups(plan_of("glm5", set="parallel.expert_model_parallel_size=8")["trainer"])
+    bars = [bar for group in groups for bar in group.bars]
+    longest = max(bars, key=lambda bar: bar.gib)
+    assert sum(segment.percent for segment in longest.segments) == pytest.approx(100, abs=0.01)
+    assert [bar.fits for bar in bars] == [bar.gib <= 140.4 for bar in bars]
+    assert not longest.fits
+
+
+def test_neighbours_are_told_together():
+    assert [joined("stage", [4]), joined("node", [3, 4, 5])] == ["stage 4", "nodes 3-5"]
 
 
 def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
@@ -127,9 +157,62 @@ def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, caps
         "engine.gpus_per_engine",
     ]
     assert plan["problems"] == []
-    assert "3 warnings</h3>" in render_plan(plan, resolved("glm5", set=small))
-    print_plan(plan)
-    assert capsys.readouterr().out.count("\nwarning ") == 3
+    page = html.unescape(render_plan(plan, resolved("glm5", set=small)))
+    assert page.count('<li class="warning">') == 3
+    judge_plan(plan).print()
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in (page, printed):
+        assert all(found["remedy"] in text and f"{found['key']} = " in text for found in plan["warnings"])
+
+
+def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
+    row = Problem("nodes", "24", "1", "plan it").as_dict()
+    for run, problems, not_trainable, warnings, headline, levels in (
+        ("run", [], [], [], "This can run", []),
+        ("run", [], [], [row], "This can run, with 1 doubt", ["warning"]),
+        ("run", [], [], [row, row], "This can run, with 2 doubts", ["warning", "warning"]),
+        ("run", [], [row], [row], "This can be planned, but this version cannot run it", ["bad", "warning"]),
+        ("run", [row], [row], [row], "This cannot run", ["bad", "bad", "warning"]),
+        (None, [row], [], [], "The configuration has mistakes", ["bad"]),
+    ):
+        plan = {"run": run, "problems": problems, "not_trainable": not_trainable, "warnings": warnings}
+        verdict = judge_plan(plan)
+        assert (verdict.headline, [finding.level for finding in verdict.findings]) == (headline, levels)
+        assert verdict.level == (levels or ["good"])[0]
+        assert {(f.title, f.detail, f.remedy) for f in verdict.findings} <= {("nodes = 24", "allowed: 1", "plan it")}
+
+
+def test_gpu_hours_and_their_price(plan_of, resolved):
+    plan = plan_of("glm5")
+    seconds = plan["durations_seconds"]
+    gpu_seconds = 128 * seconds["train_grpo"] + sum(
+        rule["gpus"] * rule["seconds"] for rule in plan["rules"] if rule["name"].startswith("evaluate")
+    )
+    assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
+    assert (plan["cost"], plan["currency"]) == (None, "")
+    priced = {"set": "site.price_per_gpu_hour=2.5 site.currency=EUR"}
+    plan = plan_of("glm5", **priced)
+    assert plan["cost"] == pytest.approx(2.5 * plan["gpu_hours"], abs=0.02)
+    page = render_plan(plan, resolved("glm5", **priced))
+    assert f"{plan['cost']:,.0f} EUR at 2.50 EUR each" in page
+    assert plan_of("tiny")["gpu_hours"] is None
+
+
+def test_copies_of_everything_are_never_less_than_slices(plan_of):
+    """The local site names two nodes: only these get copies, whatever is copied."""
+    for more, count in (({}, 2), ({"set": "site.node_names=[]"}, 16)):
+        nothing, slices, everything = plan_of("glm5", **more)["storage"]["node_copies"]
+        assert {copy["num_nodes"] for copy in (nothing, slices, everything)} == {count}
+        assert nothing["all_nodes_bytes"] == 0
+        assert everything["all_nodes_bytes"] == count * everything["node_bytes"]
+        assert 0 < slices["all_nodes_bytes"] <= everything["all_nodes_bytes"]
+
+
+def test_the_title_says_what_is_planned_on_what(plan_of, resolved):
+    for model, more, title in (("glm5", {"nodes": 32}, "GLM-5 on 32 × 8 H200"), ("tiny", {}, "tiny on 1 × 1 CPU")):
+        page = render_plan(plan_of(model, **more), resolved(model, **more))
+        assert f"<title>plan · {title}</title>" in page
+        assert f"<h1>{title}</h1>" in page
 
 
 def test_more_engines_than_gpus_is_a_problem(plan_of):
@@ -170,7 +253,7 @@ SMALL_PREFILL = "engine.gpus_per_engine=8 engine.pd.gpus_per_prefill_engine=8"
 def test_the_page_tells_what_its_figures_leave_out_where_they_stand(resolved):
     config = resolved("glm5")
     known, unknown = (render_plan(build_plan(config, {}, jobs), config) for jobs in (2, None))
-    assert POOL_BOUND in html.unescape(known).split("Engine memory")[1].split("Storage")[0]
+    assert POOL_BOUND in html.unescape(known).split("weights and KV cache")[1].split("</details>")[0]
     assert "Of a rule's jobs 2 at a time run side by side" in html.unescape(known)
     assert "All jobs of a rule are assumed to run side by side" in unknown
 
@@ -211,7 +294,8 @@ def test_the_page_lists_every_flag_of_every_program(plan_of, resolved, more):
     assert [f"{group['reader']} {row['name']}" for group in groups for row in group["rows"]] == list(rendered)
     for group in groups:
         section = page.partition(f"<summary>{group['reader']} <")[2].partition("</details>")[0]
-        assert f"{len(group['rows'])} flags, {group['what']}" in section
+        plural = "" if len(group["rows"]) == 1 else "s"
+        assert f"{len(group['rows'])} flag{plural}, {group['what']}" in section
         for row in group["rows"]:
             cells = f'<td class="mono">{row["name"]}</td><td class="mono">{row["value"] or "(empty)"}</td>'
             assert f'{cells}<td><span class="badge">{row["origin"]}</span></td>' in section
@@ -229,7 +313,7 @@ def test_flags_are_told_apart_by_who_reads_them(plan_of):
 def test_lists_tell_runs_of_equal_items(plan_of):
     (model, *_) = flag_groups(plan_of("glm5")["flags"])
     values = {row["name"]: row["value"] for row in model["rows"]}
-    assert values["moe_layer_freq"] == "3 x 0, 75 x 1"
+    assert values["moe_layer_freq"] == "3 × 0, 75 × 1"
     assert values["qk_layernorm"] == "true"
 
 
@@ -275,7 +359,7 @@ def test_a_split_or_why_there_is_none(plan_of, resolved, model, more, reason):
         return
     assert plan["best_split"] is None
     assert reason in plan["why_no_split"]
-    assert "none, because" in page
+    assert ("none, because" in page) == (plan["step"] is not None)
 
 
 def test_time_and_accuracy_on_page_and_table(plan_of, resolved, capsys):

@@ -19,7 +19,11 @@ from posttrain.planner.plan_rules import RuleNeeds, about, counted
         (6000, "about 1.7 h"),
         (35_999, "about 10.0 h"),
         (36_000, "about 10 h"),
-        (2_619_841, "about 728 h"),
+        (172_799, "about 48 h"),
+        (172_800, "about 2.0 days"),
+        (863_999, "about 10.0 days"),
+        (864_000, "about 10 days"),
+        (2_619_841, "about 30 days"),
     ],
 )
 def test_a_duration_is_as_coarse_as_the_plan(seconds, text):
@@ -46,8 +50,8 @@ def test_a_message_says_what_the_plan_says(resolved, model, more):
 
 def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
-    hours = needs.seconds["train_grpo"] / 3600
-    assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {hours:.0f} h)"
+    days = needs.seconds["train_grpo"] / 86400
+    assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {days:.0f} days)"
     assert needs.message("evaluate").startswith(" (16 nodes, 128 GPUs, about ")
     assert needs.message("make_tiny_model") == ""
 

@@ -67,19 +67,21 @@ def test_prefill_engines_come_first(resolved):
 @pytest.mark.parametrize(("model", "more"), [*LAYOUTS, ("tiny", {}), ("glm5", {"hardware": "gb300", "nodes": 32})])
 def test_the_picture_shows_every_gpu_once_inside_its_node(resolved, model, more):
     config = resolved(model, **more).config
-    picture = layout_picture(config)
-    cells = [cell for node in picture.nodes for cell in node.cells]
-    assert len({(cell.x, cell.y) for cell in cells}) == len(cells) == len(rank_places(config))
-    assert len(picture.nodes) == config.nodes
-    for node in picture.nodes:
-        assert node.y + picture.node_height <= picture.height
-        assert all(node.x <= cell.x and node.y <= cell.y < node.y + picture.node_height for cell in node.cells)
+    nodes = layout_picture(config)
+    titles = [cell.title.partition(":")[0] for node in nodes for cell in node.cells]
+    assert titles == [f"rank {place.rank}" for place in rank_places(config)]
+    assert [node.name for node in nodes] == [f"node {number}" for number in range(config.nodes)]
+    assert {len(node.cells) for node in nodes} == {config.hardware.gpus_per_node}
+    shades = [cell.shade for node in nodes for cell in node.cells]
+    stages = config.parallel.pipeline_model_parallel_size
+    assert shades[0] == 0.0
+    assert shades[-1] == (1.0 if stages > 1 else 0.0)
+    assert len(set(shades)) == stages
 
 
 def test_a_node_names_its_stages_and_engines(resolved):
     values = "engine.num_engines=2 engine.gpus_per_engine=64 engine.pd.num_prefill_engines=0"
-    nodes = layout_picture(resolved("glm5", set=values).config).nodes
-    assert [nodes[0].title, nodes[15].title] == ["node 0, stage 0", "node 15, stage 3"]
+    nodes = layout_picture(resolved("glm5", set=values).config)
+    assert [(nodes[n].name, nodes[n].stages) for n in (0, 15)] == [("node 0", "stage 0"), ("node 15", "stage 3")]
     assert [nodes[7].engines, nodes[8].engines] == ["engine 0", "engine 1"]
-    small = layout_picture(resolved("glm5_4layer").config).nodes[0]
-    assert small.title.startswith("node 0, stage")
+    assert layout_picture(resolved("glm5_4layer").config)[0].stages.startswith("stage")

@@ -219,6 +219,11 @@ class Paths:
         return self.run / "summary.json"
 
     @property
+    def snapshot(self) -> Path:
+        """The report of the run so far, each time that it is asked for; the report itself is Snakemake's."""
+        return self.run / "snapshot.html"
+
+    @property
     def hf_export(self) -> Path:
         """The trained model in Hub layout; another trainer's has a folder of its own."""
         other = self.resolved.config.export.checkpoint_folder

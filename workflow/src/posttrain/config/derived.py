@@ -62,6 +62,21 @@ def serving_on_one_node(config: Config) -> Config:
     return dataclasses.replace(config, nodes=1, engine=engine)
 
 
+def mismatch_limits(config: Config) -> tuple[float, float]:
+    """Return the largest mean |trainer - engine| expected: with the trainer's own weights, and with those served.
+
+    The trainer's own weights are rounded for the engine, to the Hub's BF16 at least. On the weights served only the
+    precision of the computation differs; SGLang's FP8 kernels round activations, too, and the embedded engine computes
+    with dequantised weights.
+    """
+    limits = config.trainer.mismatch
+    own = limits.quantised if config.rollout.fp8 else limits.bf16
+    if config.rollout.fp8 and config.engine.kind == "sglang":
+        return own, limits.quantised
+    is_fp32 = config.trainer.params_dtype == "fp32" and config.engine.dtype == "float32"
+    return own, limits.fp32 if is_fp32 else limits.bf16
+
+
 def layers_per_stage(config: Config) -> list[int]:
     """Return the number of decoder layers of each pipeline stage, first to last.
 

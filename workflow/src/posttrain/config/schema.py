@@ -19,6 +19,7 @@ from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
+from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.stage import Stage
 
 
@@ -223,6 +224,7 @@ class Trainer:
     mismatch_interval: int = _doc(
         "Steps between comparisons of trainer and engine on the very weights served; 0: never", 20, minimum=0
     )
+    mismatch: MismatchLimits = field(default_factory=MismatchLimits, metadata={"doc": "What it may be"})
     num_threads: int = _doc("CPU threads per rank; 0: torch's choice", 0, minimum=0)
 
 
@@ -320,6 +322,10 @@ class Site:
     shared_disk_gb: float = _doc("Shared storage for `store` and `results` together", 0.0, minimum=0)
     local_disk_gb: float = _doc("Each node's own disk", 0.0, minimum=0)
     host_memory_gib: float = _doc("Host memory of each node", 0.0, minimum=0)
+    price_per_gpu_hour: float = _doc(
+        "Price of a GPU for an hour, from which plan and report tell costs; 0: not told", 0.0, minimum=0
+    )
+    currency: str = _doc("Currency of that price, as it is printed: `EUR`", "")
 
 
 @dataclass(frozen=True)

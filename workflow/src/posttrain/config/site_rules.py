@@ -10,6 +10,8 @@ from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
 TIME_LIMIT = r"(\d+)([mhd])"
+# Words of a variable's name whose value must stand in no file.
+SECRET_WORDS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}
 MINUTES_OF = {"m": 1, "h": 60, "d": 24 * 60}
 # What our own keys ask for, or Snakemake's executor: twice on one command line, the later word would win silently.
 OUR_OPTIONS = (
@@ -52,6 +54,10 @@ def _environments(config: Config) -> Problems:
         for item in getattr(config.site, name):
             if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
                 yield Problem(f"site.{name}", repr(item), "NAME=value", "write the variable with its value")
+            elif SECRET_WORDS & set((variable := item.partition("=")[0]).upper().split("_")):
+                # All values are copied into the run's folder and its report.
+                remedy = "export it where snakemake runs, or name it in site.kubernetes.secrets"
+                yield Problem(f"site.{name}", f"{variable}=...", "variables without secrets", remedy)
 
 
 def _time_limit(config: Config) -> Problems:
@@ -88,10 +94,16 @@ def _staged_nodes(config: Config) -> Problems:
         yield Problem("site.node_names", ", ".join(config.site.node_names), allowed, "leave it out")
 
 
+def _price(config: Config) -> Problems:
+    if config.site.price_per_gpu_hour and not config.site.currency:
+        yield Problem("site.currency", "''", "a currency beside site.price_per_gpu_hour, such as EUR", "name it")
+
+
 SITE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _environments,
     _time_limit,
     _extra_options,
     _gpu_option,
     _staged_nodes,
+    _price,
 )

@@ -172,7 +172,11 @@ class RankProcess:
         return None
 
     def ending(self) -> Ending | None:
-        """Return how it failed; None while it runs and when it is done."""
+        """Return how it failed; None while it runs and when it is done.
+
+        Raises:
+            CheckpointError: It refused to learn from its samples; another attempt would not help.
+        """
         code = self.process.poll()
         if code in (None, 0, SAVED_EXIT_CODE):
             return None

@@ -66,6 +66,9 @@ METRICS: Mapping[str, Metric] = {
     "mismatch/effective_sample_size": Metric(
         "Effective sample size of exp(trainer - engine), with the trainer's own weights, as a share"
     ),
+    "mismatch/share_of_limit": Metric(
+        "Mean |trainer - engine| over what trainer.mismatch expects at most, the larger of the two comparisons"
+    ),
     # ---- the clock ----
     "perf/step_seconds": Metric("The whole step", "s", is_timing=True),
     "perf/rollout_seconds": Metric("Generation and grading", "s", is_timing=True),

@@ -15,11 +15,13 @@ from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
-from posttrain.observability.report_format import format_seconds
+from posttrain.observability.report_format import as_text, format_seconds
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import RuleNode, rule_chain
+from posttrain.observability.verdict import Verdict
 
-SHOWN_CHARACTERS = 1200
+# Of a prompt or response at first sight, and of all of them together once they are unfolded.
+SHOWN_CHARACTERS, ALL_CHARACTERS = 400, 1_400_000
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ConfigRow:
     """One value of the configuration as the page shows it."""
 
     key: str
-    value: Any
+    value: str
     origin: str
 
     @property
@@ -52,14 +54,17 @@ class PromptSamples:
         return "better" if after > before else "worse" if after < before else "same"
 
 
-def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
-    """Return the report as one HTML page."""
-    samples = pair_samples(run.before["examples"], run.after["examples"])
+def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) -> str:
+    """Return the report as one HTML page; of a run that is not finished, what there is of it."""
+    samples = pair_samples(*((result or {}).get("examples", ()) for result in (run.before, run.after)))
     rules = rule_chain(run.config, is_fork=bool(run.lineage))
     return render_page(
         "report.html.j2",
         run=run,
         summary=summary,
+        verdict=verdict,
+        num_wanted=run.config.training.num_steps,
+        written=f"{datetime.fromtimestamp(run.read_unix, UTC):%Y-%m-%d %H:%M:%S} UTC",
         chain=draw_chain(rules, rule_states(run, rules)),
         rule_seconds=sorted(summary["seconds_by_rule"].items(), key=lambda item: -item[1]),
         rule_memory=_memory_by_rule(run),
@@ -69,6 +74,7 @@ def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
         frame=common_frame([pair.prompt for pair in samples]),
         changes={change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")},
         shown_characters=SHOWN_CHARACTERS,
+        most_characters=ALL_CHARACTERS // max(1, sum(1 + len(pair.before) + len(pair.after) for pair in samples)),
         attempts=[describe_attempt(row) for row in run.attempts],
         config_sections=config_rows(run.config, run.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
@@ -77,14 +83,16 @@ def render_report(run: RunData, summary: Mapping[str, Any]) -> str:
 
 def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]:
     """Return what is known about each rule of the chain: done with its seconds, or not run."""
+    made = {artefact.receipt.step for artefact in run.artefacts if artefact.receipt is not None} - {"evaluate"}
+    made |= {f"evaluate {when}" for when in ("before", "after") if getattr(run, when) is not None}
+    made |= set() if run.missing else {"render_report"}
     states = {}
     for rule in rules:
         # The two evaluations share a rule; their jobs' names end in before and after.
         when = rule.name.partition(" ")[2]
         seconds = [time.seconds for time in run.times if time.rule == rule.rule and time.job.endswith(when)]
-        is_done = bool(seconds) or rule.rule in {a.receipt.step for a in run.artefacts if a.receipt is not None}
-        state = "done" if is_done or rule.name == "render_report" or rule.rule == "evaluate" else "not run"
-        states[rule.name] = RuleState(state, sum(seconds) if seconds else None)
+        is_done = rule.name in made or (bool(seconds) and not when)
+        states[rule.name] = RuleState("done" if is_done else "not run", sum(seconds) if is_done and seconds else None)
     return states
 
 
@@ -108,7 +116,7 @@ def describe_attempt(row: Mapping[str, Any]) -> dict[str, str]:
         "ended": str(row["reason"]),
     }
     shown = {"attempt", "started_unix", "ended_unix", "reason"}
-    return known | {key.replace("_", " "): str(value) for key, value in row.items() if key not in shown}
+    return known | {key.replace("_", " "): as_text(value) for key, value in row.items() if key not in shown}
 
 
 def common_frame(prompts: Sequence[str]) -> tuple[str, str]:
@@ -141,7 +149,7 @@ def config_rows(config: Config, origins: Mapping[str, str]) -> dict[str, list[Co
     sections: dict[str, list[ConfigRow]] = {}
     for key, value in flat_config(config).items():
         section = key.partition(".")[0]
-        sections.setdefault(section, []).append(ConfigRow(key, value, origins.get(key, "schema default")))
+        sections.setdefault(section, []).append(ConfigRow(key, as_text(value), origins.get(key, "schema default")))
     return sections
 
 
@@ -152,14 +160,22 @@ def _chart_sections(run: RunData) -> list[dict[str, Any]]:
             "The engine samples and the trainer learns; both must give a token the same probability.",
             report_figures.mismatch_charts(run),
         ),
-        "Responses and batches": (
-            "What was sampled, and how well it packs.",
-            report_figures.batch_charts(run),
+        "Responses and updates": (
+            "What was sampled, how well it packs, and what the updates did to the policy.",
+            [*report_figures.batch_charts(run), *report_figures.optimization_charts(run)],
         ),
-        "Optimisation": ("What the updates did to the policy.", report_figures.optimization_charts(run)),
         "Time": ("Where the seconds went.", report_figures.time_charts(run)),
     }
-    return [{"title": title, "note": note, "charts": charts} for title, (note, charts) in sections.items()]
+    return [
+        {
+            "title": title,
+            "note": note,
+            "charts": [chart for chart in charts if not chart.is_flat],
+            "flat": [report_figures.in_words(chart) for chart in charts if chart.is_flat],
+        }
+        for title, (note, charts) in sections.items()
+        if charts
+    ]
 
 
 def _memory_by_rule(run: RunData) -> dict[str, float]:

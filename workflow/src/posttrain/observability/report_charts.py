@@ -3,7 +3,7 @@
 Colours are classes (`c1` .. `c7`) that the page's style sheet gives a light and a dark value, so a chart
 follows the reader's scheme and a printer's. The values ride along as JSON, from which the page's script reads
 the numbers under the pointer. Long runs are drawn as means over equal stretches of steps: at most
-`MAX_POINTS` points per line.
+`MAX_POINTS` points per line. Text stands outside of the plot, where no curve runs; `Markup` escapes it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from markupsafe import Markup
 
 from posttrain.observability.report_format import decade_ticks, format_tick, nice_ticks
 
 WIDTH, WIDE_WIDTH, HEIGHT = 420.0, 868.0, 216.0
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 34.0
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 38.0
+# Of the labels beside reference lines. On a narrow screen wide charts shrink, and their text does not.
+LETTER_WIDTH, WIDE_LETTER_WIDTH, LINE_HEIGHT = 6.8, 9.0, 18.0
 MAX_POINTS = 400
 MAX_BARS = 110
 
@@ -54,7 +55,7 @@ class Chart:
         note: What the numbers mean.
         unit: Label of the y axis.
         series: Lines from back to front, or layers from the bottom to the top.
-        references: Horizontal lines: value and label.
+        references: Horizontal lines: value and label, which stands to the right of the plot.
         low: Lower end of the y axis; None: the data's.
         high: Upper end of the y axis; None: the data's.
         is_log: Logarithmic y axis; values of 0 are drawn at its lower end.
@@ -80,18 +81,22 @@ class Chart:
         """How many steps each point stands for."""
         return max(math.ceil(len(line.steps) / self._max_points) for line in self.series)
 
+    @property
+    def is_flat(self) -> bool:
+        """No line changes: a few words say as much."""
+        return all(len(set(line.values)) == 1 for line in self.series)
+
     def svg(self) -> Markup:
         """Return the chart as an SVG element."""
         series = [_downsample(line, self._max_points) for line in self.series]
         axes = _Axes.around(self, series)
-        marks = _bars(axes, series) if self.is_stacked else "".join(_line(axes, line) for line in series)
-        references = "".join(_reference(axes, value, label) for value, label in self.references)
-        label = escape(f"{self.title}: {', '.join(line.label for line in series)} over {self.x_label}s", quote=True)
-        return Markup(
-            f'<svg class="chart" viewBox="0 0 {axes.width:g} {HEIGHT:g}" role="img" aria-label="{label}" '
-            f'data-values="{escape(_values_json(axes, series, self.x_label), quote=True)}">'
-            f"{_grid(axes, self.unit, self.x_label)}{marks}{references}</svg>"
-        )
+        marks = _bars(axes, series) if self.is_stacked else Markup().join(_line(axes, line) for line in series)
+        label = f"{self.title}: {', '.join(line.label for line in series)} over {self.x_label}s"
+        begin = Markup(
+            '<svg class="chart" viewBox="0 0 {:g} {:g}" role="img" aria-label="{}" data-values="{}">'
+        ).format(axes.width, HEIGHT, label, _values_json(axes, series, self.x_label))
+        references = _references(axes, self.references)
+        return begin + _grid(axes, self.unit, self.x_label) + marks + references + Markup("</svg>")
 
     @property
     def _max_points(self) -> int:
@@ -107,10 +112,7 @@ class _Axes:
     ticks: Sequence[float]
     is_log: bool
     width: float
-
-    @property
-    def right(self) -> float:
-        return self.width - RIGHT
+    right: float
 
     @staticmethod
     def around(chart: Chart, series: Sequence[Series]) -> _Axes:
@@ -126,7 +128,9 @@ class _Axes:
         # A bar is as wide as the distance of two steps, so the outer ones reach half of it beyond their
         # steps.
         margin = (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
-        return _Axes(min(steps) - margin, max(steps) + margin, _ticks(chart, values), chart.is_log, width)
+        labels = max((len(label) for _, label in chart.references), default=0)
+        right = width - RIGHT - labels * (WIDE_LETTER_WIDTH if chart.is_wide else LETTER_WIDTH)
+        return _Axes(min(steps) - margin, max(steps) + margin, _ticks(chart, values), chart.is_log, width, right)
 
     def x(self, step: float) -> float:
         span = self.last_step - self.first_step
@@ -175,17 +179,20 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
     return [_mean(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
 
 
-def _line(axes: _Axes, line: Series) -> str:
-    dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+def _line(axes: _Axes, line: Series) -> Markup:
     if len(line.steps) == 1:
-        x, y = axes.x(line.steps[0]), axes.y(line.values[0])
-        return f'<circle class="dot c{line.color}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
-    drawn = f'<path class="line c{line.color}" d="{_path(axes, line.steps, line.values)}"{dash}/>'
+        dot = Markup('<circle class="dot c{}" cx="{:.1f}" cy="{:.1f}" r="3.5"/>')
+        return dot.format(line.color, axes.x(line.steps[0]), axes.y(line.values[0]))
     if not line.smooth or len(line.steps) < 12:
-        return drawn
+        return _curve(axes, line, line.values)
     smooth = running_mean(line.values, max(2, len(line.values) // 24))
-    faint = drawn.replace('class="line', 'class="line faint')
-    return f'{faint}<path class="line c{line.color}" d="{_path(axes, line.steps, smooth)}"{dash}/>'
+    return _curve(axes, line, line.values, " faint") + _curve(axes, line, smooth)
+
+
+def _curve(axes: _Axes, line: Series, values: Sequence[float], more: str = "") -> Markup:
+    dash = Markup(' stroke-dasharray="5 4"') if line.is_dashed else ""
+    path = Markup('<path class="line{} c{}" d="{}"{}/>')
+    return path.format(more, line.color, _path(axes, line.steps, values), dash)
 
 
 def _path(axes: _Axes, steps: Sequence[float], values: Sequence[float]) -> str:
@@ -193,9 +200,10 @@ def _path(axes: _Axes, steps: Sequence[float], values: Sequence[float]) -> str:
     return "M" + "L".join(points)
 
 
-def _bars(axes: _Axes, series: Sequence[Series]) -> str:
+def _bars(axes: _Axes, series: Sequence[Series]) -> Markup:
     count = len(series[0].steps)
     width = max(1.0, (axes.right - LEFT) / count * 0.82)
+    bar = Markup('<rect class="bar c{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>')
     parts = []
     for index, step in enumerate(series[0].steps):
         left = axes.x(step) - width / 2
@@ -204,34 +212,55 @@ def _bars(axes: _Axes, series: Sequence[Series]) -> str:
             top, bottom = axes.y(below + line.values[index]), axes.y(below)
             below += line.values[index]
             if bottom - top > 0.05:
-                parts.append(
-                    f'<rect class="bar c{line.color}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" '
-                    f'height="{bottom - top:.1f}"/>'
-                )
-    return "".join(parts)
+                parts.append(bar.format(line.color, left, top, width, bottom - top))
+    return Markup().join(parts)
 
 
-def _reference(axes: _Axes, value: float, label: str) -> str:
-    y = axes.y(value)
-    line = f'<line class="reference" x1="{LEFT:g}" x2="{axes.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return line + _text("reference-label", axes.right - 4, y - 4, label, "end")
+def _references(axes: _Axes, references: Sequence[tuple[float, str]]) -> Markup:
+    heights = [axes.y(value) for value, _ in references]
+    labels = zip(spread(heights, LINE_HEIGHT, HEIGHT - BOTTOM), references, strict=True)
+    lines = [_level("reference", axes, y) for y in heights]
+    texts = [svg_text("reference-label", axes.right + 7, y + 4, label, "start") for y, (_, label) in labels]
+    return Markup().join([*lines, *texts])
 
 
-def _grid(axes: _Axes, unit: str, x_label: str) -> str:
+def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
+    """Return heights at least `gap` apart and as near to the wanted ones as going downwards from the top gives.
+
+    Example:
+        ([10, 12, 90], 18, 100) -> [10, 28, 90]; ([95, 99], 18, 100) -> [82, 100].
+    """
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    heights, last = list(wanted), -math.inf
+    for index in order:
+        heights[index] = last = max(wanted[index], last + gap)
+    for place, index in enumerate(reversed(order)):
+        heights[index] = min(heights[index], highest - place * gap)
+    return heights
+
+
+def _grid(axes: _Axes, unit: str, x_label: str) -> Markup:
     parts = []
     for tick in axes.ticks:
         y = axes.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT:g}" x2="{axes.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text("tick", LEFT - 7, y + 3.5, format_tick(tick), "end"))
+        parts.append(_level("grid", axes, y))
+        parts.append(svg_text("tick", LEFT - 7, y + 3.5, format_tick(tick), "end"))
     for step in _step_ticks(axes):
-        parts.append(_text("tick", axes.x(step), HEIGHT - BOTTOM + 15, format_tick(step), "middle"))
-    parts.append(_text("axis", (LEFT + axes.right) / 2, HEIGHT - 5, x_label, "middle"))
-    parts.append(_text("axis", 4, TOP - 13, unit, "start"))
-    return "".join(parts)
+        parts.append(svg_text("tick", axes.x(step), HEIGHT - BOTTOM + 15, format_tick(step), "middle"))
+    parts.append(svg_text("axis", (LEFT + axes.right) / 2, HEIGHT - 4, x_label, "middle"))
+    parts.append(svg_text("axis", 4, TOP - 13, unit, "start"))
+    return Markup().join(parts)
 
 
-def _text(css_class: str, x: float, y: float, content: str, anchor: str) -> str:
-    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+def _level(css_class: str, axes: _Axes, y: float) -> Markup:
+    line = Markup('<line class="{}" x1="{:g}" x2="{:g}" y1="{:.1f}" y2="{:.1f}"/>')
+    return line.format(css_class, LEFT, axes.right, y, y)
+
+
+def svg_text(css_class: str, x: float, y: float, content: str, anchor: str = "start") -> Markup:
+    """Return a text of a drawing, escaped."""
+    text = Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    return text.format(css_class, x, y, anchor, content)
 
 
 def _step_ticks(axes: _Axes) -> list[float]:

@@ -1,19 +1,26 @@
-"""The chain of rules as an inline SVG, from left to right, with what each rule took."""
+"""The chain of rules as an inline SVG in its natural size, from left to right, with what each rule took.
+
+The longest chain is the first row; every other rule stands just before its first reader. A line between neighbouring
+columns turns in the gap between them; a longer one runs in a lane below all boxes, one for each reader.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from markupsafe import Markup
 
+from posttrain.observability.report_charts import svg_text
 from posttrain.observability.report_format import format_seconds
 from posttrain.observability.rule_chain import RuleNode
 
-NODE_WIDTH, NODE_HEIGHT = 104.0, 58.0
-GAP_X, GAP_Y = 24.0, 16.0
+NODE_WIDTH, NODE_HEIGHT = 84.0, 72.0
+GAP_X, GAP_Y, LANE_HEIGHT = 12.0, 12.0, 8.0
 MARGIN = 4.0
+LINE_HEIGHT = 14.0
+MAX_LETTERS = 11
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,24 @@ def draw_chain(rules: Sequence[RuleNode], states: Mapping[str, RuleState]) -> Ma
         states: Rule name -> what is known.
     """
     inputs = _direct_inputs(rules)
-    columns = _columns(rules, inputs)
-    rows = _rows(columns, inputs)
+    cells = _cells(inputs)
     places = {
-        name: (MARGIN + columns[name] * (NODE_WIDTH + GAP_X), MARGIN + rows[name] * (NODE_HEIGHT + GAP_Y))
-        for name in inputs
+        name: (MARGIN + column * (NODE_WIDTH + GAP_X), MARGIN + row * (NODE_HEIGHT + GAP_Y))
+        for name, (column, row) in cells.items()
     }
-    width = 2 * MARGIN + (max(columns.values()) + 1) * (NODE_WIDTH + GAP_X) - GAP_X
-    height = 2 * MARGIN + (max(rows.values()) + 1) * (NODE_HEIGHT + GAP_Y) - GAP_Y
+    far = [name for name in inputs if any(cells[name][0] - cells[before][0] > 1 for before in inputs[name])]
+    bottom = max(y for _, y in places.values()) + NODE_HEIGHT
+    lanes = {name: bottom + LANE_HEIGHT * (index + 1) for index, name in enumerate(far)}
+    width, height = max(x for x, _ in places.values()) + NODE_WIDTH + MARGIN, max([bottom, *lanes.values()]) + MARGIN
+    edges = [
+        _edge(places[before], places[name], lanes[name] if cells[name][0] - cells[before][0] > 1 else None)
+        for name in inputs
+        for before in inputs[name]
+    ]
     longest = max((state.seconds or 0.0 for state in states.values()), default=0.0)
-    edges = "".join(_edge(places[before], places[name]) for name in inputs for before in inputs[name])
-    nodes = "".join(_node(rule, states[rule.name], places[rule.name], longest) for rule in rules)
-    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="rules of the workflow"'
-    return Markup(f'<svg class="dag" {box}>{edges}{nodes}</svg>')
+    nodes = [_node(rule, states[rule.name], places[rule.name], longest) for rule in rules]
+    svg = Markup('<svg class="dag" style="width:{0:g}px" viewBox="0 0 {0:g} {1:g}" role="img" aria-label="rules">')
+    return svg.format(width, height) + Markup().join([*edges, *nodes]) + Markup("</svg>")
 
 
 def _direct_inputs(rules: Sequence[RuleNode]) -> dict[str, list[str]]:
@@ -64,78 +76,54 @@ def _direct_inputs(rules: Sequence[RuleNode]) -> dict[str, list[str]]:
     }
 
 
-def _columns(rules: Sequence[RuleNode], inputs: Mapping[str, list[str]]) -> dict[str, int]:
-    """Return each rule's column: after all its inputs; a source stands just before its first reader."""
+def _cells(inputs: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:
+    """Return each rule's column and row."""
     columns: dict[str, int] = {}
-    for rule in rules:
-        columns[rule.name] = 1 + max((columns[name] for name in inputs[rule.name]), default=-1)
     for name in inputs:
-        if not inputs[name]:
-            columns[name] = max(0, min(_reader_columns(name, columns, inputs), default=1) - 1)
-    return columns
-
-
-def _rows(columns: Mapping[str, int], inputs: Mapping[str, list[str]]) -> dict[str, int]:
-    """Return each rule's row, so that no line runs through another rule's box.
-
-    A line runs level from its rule to the column before its reader. The longest chain gets the first row; the
-    others get the first row in which their box and line are free, short lines first.
-    """
-    spine = _longest_chain(columns, inputs)
-    rows = dict.fromkeys(spine, 0)
-    taken = {(0, columns[name]) for name in spine}
-    reach = {name: max(_reader_columns(name, columns, inputs), default=columns[name] + 1) for name in inputs}
-    for name in sorted((name for name in inputs if name not in rows), key=lambda name: reach[name] - columns[name]):
-        cells = range(columns[name], reach[name])
-        rows[name] = next(row for row in range(len(inputs)) if all((row, column) not in taken for column in cells))
-        taken |= {(rows[name], column) for column in cells}
-    return rows
-
-
-def _longest_chain(columns: Mapping[str, int], inputs: Mapping[str, list[str]]) -> list[str]:
+        columns[name] = 1 + max((columns[before] for before in inputs[name]), default=-1)
     chain = [max(columns, key=lambda name: columns[name])]
     while inputs[chain[-1]]:
         chain.append(max(inputs[chain[-1]], key=lambda name: columns[name]))
-    return chain
+    cells = {name: (columns[name], 0) for name in chain}
+    for name in reversed([name for name in inputs if name not in cells]):
+        readers = [cells[reader][0] for reader in inputs if name in inputs[reader]]
+        column = min(readers, default=columns[name] + 1) - 1
+        cells[name] = column, next(row for row in range(1, len(inputs)) if (column, row) not in cells.values())
+    return cells
 
 
-def _reader_columns(name: str, columns: Mapping[str, int], inputs: Mapping[str, list[str]]) -> list[int]:
-    return [columns[reader] for reader in inputs if name in inputs[reader]]
-
-
-def _edge(start: tuple[float, float], end: tuple[float, float]) -> str:
+def _edge(start: tuple[float, float], end: tuple[float, float], lane: float | None) -> Markup:
     x1, y1 = start[0] + NODE_WIDTH, start[1] + NODE_HEIGHT / 2
     x2, y2 = end[0], end[1] + NODE_HEIGHT / 2
-    # Level with the start up to the gap before the target; the bend lies in the gap.
-    middle = x2 - GAP_X / 2
-    bend = f"C{middle:g},{y1:g} {middle:g},{y2:g} {x2:g},{y2:g}"
-    return f'<path class="edge" d="M{x1:g},{y1:g}H{x2 - GAP_X:g}{bend}"/>'
+    detour = "" if lane is None else f"V{lane:g}H{x2 - GAP_X / 2:g}"
+    return Markup('<path class="edge" d="M{:g},{:g}h{:g}{}V{:g}H{:g}"/>').format(x1, y1, GAP_X / 2, detour, y2, x2)
 
 
-def _node(rule: RuleNode, state: RuleState, place: tuple[float, float], longest: float) -> str:
+def _node(rule: RuleNode, state: RuleState, place: tuple[float, float], longest: float) -> Markup:
     x, y = place
-    first, second = _split_name(rule.name)
-    jobs = f" ×{rule.num_jobs}" if rule.num_jobs > 1 else ""
     took = format_seconds(state.seconds) if state.seconds is not None else state.state
+    title = f"{rule.name}: {rule.does} ({state.state}{', ' + took if state.seconds is not None else ''})"
+    begin = Markup('<g class="node {}"><title>{}</title>').format(state.state.replace(" ", "-"), title)
+    box = Markup('<rect class="box" x="{:g}" y="{:g}" width="{:g}" height="{:g}" rx="7"/>')
+    names = [
+        svg_text("name", x + 7, y + 15 + index * LINE_HEIGHT, line) for index, line in enumerate(_lines(rule.name))
+    ]
     share = (state.seconds or 0.0) / longest if longest else 0.0
-    title = escape(f"{rule.name}: {rule.does} ({state.state}{', ' + took if state.seconds is not None else ''})")
-    bar = (
-        f'<rect class="share" x="{x + 8:g}" y="{y + NODE_HEIGHT - 7:g}" height="3" rx="1.5" '
-        f'width="{max(3.0, share * (NODE_WIDTH - 16)):.1f}"/>'
-        if share
-        else ""
-    )
-    return (
-        f'<g class="node {state.state.replace(" ", "-")}"><title>{title}</title>'
-        f'<rect class="box" x="{x:g}" y="{y:g}" width="{NODE_WIDTH:g}" height="{NODE_HEIGHT:g}" rx="7"/>'
-        f'<text class="name" x="{x + 8:g}" y="{y + 17:g}">{escape(first)}</text>'
-        f'<text class="name" x="{x + 8:g}" y="{y + 30:g}">{escape(second)}</text>'
-        f'<text class="took" x="{x + 8:g}" y="{y + 45:g}">{escape(took + jobs)}</text>{bar}</g>'
-    )
+    bar = Markup('<rect class="share" x="{:g}" y="{:g}" height="3" rx="1.5" width="{:.1f}"/>')
+    parts = [
+        box.format(x, y, NODE_WIDTH, NODE_HEIGHT),
+        *names,
+        svg_text("took", x + 7, y + 58, took),
+        bar.format(x + 7, y + NODE_HEIGHT - 7, max(3.0, share * (NODE_WIDTH - 14))) if share else "",
+    ]
+    return begin + Markup().join(parts) + Markup("</g>")
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """Cut a name in two at the space or underscore that leaves the shorter longest half."""
-    cuts = [index + 1 for index, letter in enumerate(name) if letter in "_ "]
-    cut = min(cuts, key=lambda index: max(index, len(name) - index), default=len(name))
-    return name[:cut].rstrip(), name[cut:]
+def _lines(name: str) -> list[str]:
+    """Cut a name at its spaces and underscores into lines of at most `MAX_LETTERS`."""
+    lines = [""]
+    for piece in re.findall(r"[^_ ]+[_ ]?", name):
+        if lines[-1] and len(lines[-1].rstrip()) + len(piece.rstrip()) > MAX_LETTERS:
+            lines.append("")
+        lines[-1] += piece
+    return lines

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -31,6 +32,8 @@ SHOWN_PACKAGES = (
     "snakemake",
     "wandb",
 )
+# Snakemake looks at a job's memory every half second: of a shorter job it has seen the start of Python, or nothing.
+SAMPLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RuleTime:
         job: Name of the job: run or model, part, node.
         seconds: Wall time of the attempt that finished it.
         finished_unix: When it ended.
-        max_rss_mb: Largest resident memory; None when unknown.
+        max_rss_mb: Largest resident memory that was sampled; None when unknown, or too seldom.
     """
 
     rule: str
@@ -75,26 +78,28 @@ class RuleTime:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything about one finished run."""
+    """Everything about one run; what only a finished one has is None before, and `missing` names it."""
 
     config: schema.Config
     origins: Mapping[str, str]
     run_name: str
     run_folder: Path
     rows: Sequence[Mapping[str, float]]
-    before: Mapping[str, Any]
-    after: Mapping[str, Any]
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
     attempts: Sequence[Mapping[str, Any]]
     times: Sequence[RuleTime]
     artefacts: Sequence[Artefact]
     lineage: Sequence[Mapping[str, Any]]
-    final_weights_sha256: str
+    final_weights_sha256: str | None
     commit: str
     versions: Mapping[str, str]
+    missing: Sequence[str] = ()
+    read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
     def num_steps(self) -> int:
-        """Steps of training; `read_run` has checked that each has its row."""
+        """Finished steps of training, each with its row."""
         return len(self.rows)
 
     def column(self, name: str) -> tuple[list[float], list[float]]:
@@ -114,33 +119,81 @@ def read_run(inputs: ReportInputs) -> RunData:
         CheckpointError: When a file is missing or damaged, or the metrics do not cover each step once.
     """
     config = load_resolved(inputs.config)
-    run_name, train = inputs.run_folder.name, inputs.run_folder / "train"
     origins = read_origins(inputs.config.read_text(encoding="utf-8"))
-    paths = Paths(Resolved(config, origins, run_name))
-    num_steps = read_receipt(train / "done.json").settings["num_steps"]
+    return _read(inputs, Resolved(config, origins, inputs.run_folder.name))
+
+
+def read_run_so_far(paths: Paths, logs: Path, running_since: float | None) -> RunData:
+    """Read what there is of a run before, during or after its training; what is not there yet is named as missing.
+
+    Args:
+        paths: Of the run. What it was resolved from stands in where the run has not written its configuration yet.
+        logs: Folder with one folder per rule.
+        running_since: When the process that trains took the run; None where nobody trains.
+
+    Raises:
+        CheckpointError: When a file is damaged.
+    """
+    config, export = paths.config, receipt_of(paths.hf_export)
+    evaluations = [paths.evaluation(when) for when in ("before", "after")]
+    inputs = ReportInputs(config, paths.run, *evaluations, export, logs)
+    resolved = paths.resolved
+    if config.exists():
+        resolved = Resolved(load_resolved(config), read_origins(config.read_text(encoding="utf-8")), paths.run.name)
+    parts = {
+        "the evaluation before training": inputs.before,
+        "the end of training": paths.train_done,
+        "the export": export,
+        "the evaluation after training": inputs.after,
+    }
+    run = _read(inputs, resolved, missing=[name for name, path in parts.items() if not path.exists()])
+    if running_since is None:
+        return run
+    begin = max(running_since, *(row["ended_unix"] for row in run.attempts)) if run.attempts else running_since
+    going_on = {"attempt": "", "started_unix": begin, "ended_unix": run.read_unix, "reason": "goes on"}
+    return dataclasses.replace(run, attempts=[*run.attempts, going_on])
+
+
+def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ()) -> RunData:
+    paths, train = Paths(resolved), inputs.run_folder / "train"
+    # In this order: training may end while we read.
+    is_done = (train / "done.json").exists() or not missing
     rows = read_rows(train / "metrics.jsonl")
-    _check_complete(train / "metrics.jsonl", rows, num_steps)
-    export = read_receipt(inputs.export_receipt)
-    if "final_weights_sha256" not in export.settings:
-        raise CheckpointError(f"{inputs.export_receipt}: its settings hold no final_weights_sha256; export again")
+    if is_done:
+        _check_complete(train / "metrics.jsonl", rows, read_receipt(train / "done.json").settings["num_steps"])
+    evaluations = [_read_evaluation(path, missing) for path in (inputs.before, inputs.after)]
     # Not what an earlier report was.
     artefacts = [found for found in find_artefacts(paths) if found.receipt_path != receipt_of(paths.report)]
     return RunData(
-        config=config,
-        origins=origins,
-        run_name=run_name,
+        config=resolved.config,
+        origins=resolved.origins,
+        run_name=inputs.run_folder.name,
         run_folder=inputs.run_folder,
         rows=rows,
-        before=_read_json(inputs.before, {"pass_rate", "examples"}),
-        after=_read_json(inputs.after, {"pass_rate", "examples"}),
+        before=evaluations[0],
+        after=evaluations[1],
         attempts=_read_json_lines(train / "attempts.jsonl"),
         times=rule_times(inputs.logs, paths, artefacts),
         artefacts=artefacts,
         lineage=_lineage_of(artefacts),
-        final_weights_sha256=export.settings["final_weights_sha256"],
+        final_weights_sha256=_final_weights(inputs.export_receipt, missing),
         commit=git_commit(Path.cwd()),
         versions=package_versions(),
+        missing=missing,
     )
+
+
+def _read_evaluation(path: Path, missing: Sequence[str]) -> dict[str, Any] | None:
+    return None if missing and not path.exists() else _read_json(path, {"pass_rate", "num_prompts", "examples"})
+
+
+def _final_weights(receipt: Path, missing: Sequence[str]) -> str | None:
+    if missing and not receipt.exists():
+        return None
+    export = read_receipt(receipt)
+    if "final_weights_sha256" not in export.settings:
+        raise CheckpointError(f"{receipt}: its settings hold no final_weights_sha256; export again")
+    return export.settings["final_weights_sha256"]
 
 
 def read_origins(resolved_yaml: str) -> dict[str, str]:
@@ -229,7 +282,7 @@ def _belongs_to(path: Path, paths: Paths) -> bool:
     """Tell whether a benchmark file is this run's, or its model's in the store."""
     job = path.name.removesuffix(".benchmark.tsv")
     run = paths.run
-    siblings = [other.name for other in run.parent.iterdir() if other.is_dir() and other.name != run.name]
+    siblings = [other.name for other in run.parent.glob("*") if other.is_dir() and other.name != run.name]
     store_name = f"{paths.resolved.config.model.name}-{paths.revision12}"
     if any(_starts_with_name(job, other) and len(other) > len(run.name) for other in siblings):
         return _starts_with_name(job, store_name)
@@ -249,8 +302,7 @@ def _read_benchmark(path: Path) -> RuleTime:
         job=path.name.removesuffix(".benchmark.tsv"),
         seconds=float(row["s"]),
         finished_unix=path.stat().st_mtime,
-        # Snakemake writes "-" or "NA" when a job ended before its first sample.
-        max_rss_mb=float(rss) if re.fullmatch(r"[0-9.]+", rss) else None,
+        max_rss_mb=float(rss) if float(row["s"]) >= SAMPLED_SECONDS and re.fullmatch(r"[0-9.]+", rss) else None,
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain.config.derived import mismatch_limits
 from posttrain.observability.metrics import METRICS
 from posttrain.observability.report_charts import Chart, Series
 from posttrain.observability.report_data import RunData
+from posttrain.observability.report_format import format_number, format_percent, format_tick
 
 PHASES = {
     "perf/rollout_seconds": "rollout",
@@ -81,13 +83,15 @@ def mismatch_charts(run: RunData) -> list[Chart]:
     served = Line("mismatch/abs_diff_mean", "weights served, mean", 1)
     note = (
         "Mean |difference| of log-probabilities per token: on the weights served (dequantised), and against "
-        "the trainer's own weights, which shows what quantisation adds."
+        "the trainer's own weights, which shows what quantisation adds. Dotted: what is expected at most."
     )
+    # The first is for the trainer's own weights; both may be the same.
+    limits = [(limit, f"limit {format_tick(limit)}") for limit in dict.fromkeys(mismatch_limits(run.config))]
     sample_size = Line("mismatch/effective_sample_size", "effective sample size", 6)
     return _present(
-        _chart(run, "Trainer against engine", "nats", [quantised, largest, served], note, is_log=True),
+        _chart(run, "Trainer against engine", "nats", [quantised, largest, served], note, limits, is_log=True),
         _chart(run, "KL of engine and trainer", "nats", [Line("mismatch/kl_k3", "k3", 3)], is_log=True),
-        _chart(run, "Effective sample size", "share", [sample_size], low=0.0, high=1.0),
+        _chart(run, "Effective sample size", "share", [sample_size], high=1.0),
     )
 
 
@@ -98,6 +102,17 @@ def time_charts(run: RunData) -> list[Chart]:
     return _present(_phase_chart(run), _chart(run, "Throughput", "tokens/s", [speed], note, low=0.0))
 
 
+def in_words(chart: Chart) -> str:
+    """Return what a chart without any change would show.
+
+    Example:
+        Response length with lines "longest" and "mean" -> "Response length: longest 5, mean 5".
+    """
+    if len(chart.series) == 1:
+        return f"{chart.title}: {format_number(chart.series[0].values[0])}"
+    return f"{chart.title}: " + ", ".join(f"{line.label} {format_number(line.values[0])}" for line in chart.series)
+
+
 def missing_metrics(run: RunData) -> list[str]:
     """Return the metrics of the table that no step recorded."""
     recorded = {name for row in run.rows for name in row}
@@ -106,8 +121,9 @@ def missing_metrics(run: RunData) -> list[str]:
 
 def _reward_chart(run: RunData) -> Chart | None:
     evaluated = [
-        (rate, f"held out, {when}: {100 * rate:.1f} %")
-        for when, rate in (("before", run.before["pass_rate"]), ("after", run.after["pass_rate"]))
+        (result["pass_rate"], f"{when} {format_percent(result['pass_rate'])}")
+        for when, result in (("before", run.before), ("after", run.after))
+        if result is not None
     ]
     reward = run.values("rollout/reward_mean")
     lines = [Line("rollout/pass_rate", "pass rate", 1, smooth=True)]
@@ -124,7 +140,7 @@ def _grad_norm_chart(run: RunData) -> Chart | None:
     clip = run.config.optimizer.clip_grad
     # A limit far above all norms would press the curve to the ground.
     is_near = any(value > 0.4 * clip for value in run.values("train/grad_norm"))
-    limit = [(clip, f"clipped at {clip:g}")] if is_near else []
+    limit = [(clip, "clipped")] if is_near else []
     line = Line("train/grad_norm", "gradient norm", 2, smooth=True)
     return _chart(run, "Gradient norm", "norm", [line], references=limit, low=0.0)
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import groupby
+from typing import Any
 
 MINUS = "\u2212"
+HOUR, DAY = 3600, 86400
+# From here on, days say more than hours.
+LONGEST_IN_HOURS = 2 * DAY
 
 
 def format_number(value: float | None) -> str:
@@ -30,7 +36,7 @@ def format_seconds(value: float | None) -> str:
     """Return a duration.
 
     Example:
-        0.0042 -> "4.2 ms", 7.31 -> "7.3 s", 192 -> "3 min 12 s", 7265 -> "2 h 01 min".
+        0.0042 -> "4.2 ms", 7.31 -> "7.3 s", 192 -> "3 min 12 s", 7265 -> "2 h 01 min", 2487900 -> "28.8 days".
     """
     if value is None:
         return "–"
@@ -38,6 +44,8 @@ def format_seconds(value: float | None) -> str:
         return f"{value * 1000:.2g} ms" if value else "0 s"
     if value < 59.95:
         return f"{value:.1f} s"
+    if value >= LONGEST_IN_HOURS:
+        return f"{value / DAY:.1f} days"
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
         return f"{minutes} min {seconds:02d} s"
@@ -58,6 +66,24 @@ def format_bytes(value: float | None) -> str:
 def format_percent(value: float | None, digits: int = 1) -> str:
     """Return a share as a percentage."""
     return "–" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def format_cost(value: float | None, currency: str) -> str:
+    """Return a sum of money; "–" where no price is known."""
+    return "–" if value is None else f"{value:,.{0 if value >= 100 else 2}f} {currency}"
+
+
+def counted(count: int, word: str) -> str:
+    """Return a count with its word: "1 node", "1,024 nodes"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a configuration as text; a list tells runs of equal items: "3 × 0, 75 × 1"."""
+    if not isinstance(value, list | tuple):
+        return value if isinstance(value, str) else json.dumps(value)
+    runs = [(len(list(run)), item) for item, run in groupby(value)]
+    return ", ".join(f"{length} × {as_text(item)}" if length > 1 else as_text(item) for length, item in runs)
 
 
 def format_tick(value: float) -> str:

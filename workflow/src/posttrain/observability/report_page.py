@@ -10,6 +10,12 @@ import jinja2
 from posttrain.errors import printable
 from posttrain.observability import report_format
 
+# What a reader would not see: control characters, but for tab and newline, and those that turn the direction of text.
+CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {
+    code: f"\u27e8U+{code:04X}\u27e9"
+    for code in (*range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+
 
 def render_page(template: str, **content: Any) -> str:
     """Return a page; control characters in it are named.
@@ -27,6 +33,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("posttrain.observability", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -35,5 +42,11 @@ def _environment() -> jinja2.Environment:
         "seconds": report_format.format_seconds,
         "size": report_format.format_bytes,
         "percent": report_format.format_percent,
+        "counted": report_format.counted,
+        "cost": report_format.format_cost,
     }
     return environment
+
+
+def _visible(value: Any) -> Any:
+    return value.translate(CONTROLS) if isinstance(value, str) else value

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.observability.cost import cost_part
 from posttrain.observability.report_data import RuleTime, RunData
-from posttrain.observability.report_format import format_number, format_percent, format_seconds
+from posttrain.observability.report_format import format_cost, format_number, format_percent, format_seconds
 
 
 def summarize(run: RunData) -> dict[str, Any]:
@@ -22,8 +23,8 @@ def summarize(run: RunData) -> dict[str, Any]:
         "run": run.run_name,
         "model": run.config.model.name,
         "lineage": [{"run": ancestor["run"], "step": ancestor["step"]} for ancestor in run.lineage],
-        "pass_rate_before": run.before["pass_rate"],
-        "pass_rate_after": run.after["pass_rate"],
+        "pass_rate_before": run.before and run.before["pass_rate"],
+        "pass_rate_after": run.after and run.after["pass_rate"],
         "num_steps": run.num_steps,
         "mismatch_abs_diff_mean": _mean(run.values("mismatch/abs_diff_mean")),
         "mismatch_abs_diff_max": max(run.values("mismatch/abs_diff_max"), default=None),
@@ -35,7 +36,14 @@ def summarize(run: RunData) -> dict[str, Any]:
         "seconds_by_rule": seconds_by_rule,
         "tokens_per_second": round(math.fsum(tokens) / math.fsum(steps), 3) if steps and tokens else None,
         "final_weights_sha256": run.final_weights_sha256,
+        **cost_part(run.config, _gpu_jobs(run)),
     }
+
+
+def _gpu_jobs(run: RunData) -> list[tuple[str, float]]:
+    """Return rule and seconds of each job; training holds its GPUs in every attempt, not only in the last one."""
+    attempts = [("train_grpo", row["ended_unix"] - row["started_unix"]) for row in run.attempts]
+    return [*attempts, *((time.rule, time.seconds) for time in run.times if time.rule != "train_grpo")]
 
 
 def sum_by_rule(times: Sequence[RuleTime]) -> dict[str, float]:
@@ -70,12 +78,15 @@ def print_summary(summary: dict[str, Any]) -> None:
         "trainer - engine, weights served": f"{format_number(served)} nats",
         "trainer - engine, trainer's weights": f"{format_number(quantised)} nats",
         "trained tokens per second": format_number(summary["tokens_per_second"]),
-        "seconds, all rules": format_seconds(summary["seconds_total"]),
+        "time, all rules": format_seconds(summary["seconds_total"]),
+        "GPU-hours": format_number(summary["gpu_hours"]),
+        "cost": format_cost(summary["cost"], summary["currency"]),
         **{f"  {rule}": format_seconds(seconds) for rule, seconds in summary["seconds_by_rule"].items()},
-        "final weights sha256": summary["final_weights_sha256"],
+        "final weights sha256": summary["final_weights_sha256"] or "–",
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value != "–":
+            table.add_row(name, value)
     Console(width=110).print(table)
 
 

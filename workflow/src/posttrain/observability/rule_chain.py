@@ -107,7 +107,8 @@ def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
     serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
     parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
-    before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, "patch_hf_config")
+    rollout = "finalize_rollout_fp8" if config.rollout.fp8 else "patch_hf_config"
+    before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, rollout)
     evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
     fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
     return [
@@ -134,5 +135,5 @@ def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
             ("finalize_export_hf", "download_dataset"),
             **evaluated,
         ),
-        RuleNode("render_report", "writes this page", ("evaluate before", "evaluate after")),
+        RuleNode("render_report", "writes the report", ("evaluate before", "evaluate after")),
     ]

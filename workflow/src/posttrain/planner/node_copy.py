@@ -28,13 +28,15 @@ class NodeCopy:
         choice: A value of `stage.copy`.
         least_bytes: Tensors that the fullest node needs.
         node_bytes: What lies on the fullest node at most.
-        all_nodes_bytes: On all nodes together, at most.
+        num_nodes: Nodes that get a copy: all that train, or those that the site names.
+        all_nodes_bytes: On these together, at most.
         shared_read_bytes: What staging reads from shared storage, at most.
     """
 
     choice: str
     least_bytes: int
     node_bytes: int
+    num_nodes: int
     all_nodes_bytes: int
     shared_read_bytes: int
 
@@ -53,14 +55,14 @@ def node_copy(config: Config, choice: str) -> NodeCopy:
     nodes = len(config.site.node_names) or config.nodes
     whole = _torch_dist_bytes(config) + _rollout_bytes(config)
     if choice == "nothing":
-        return NodeCopy(choice, 0, 0, 0, 0)
+        return NodeCopy(choice, 0, 0, nodes, 0, 0)
     if choice == "everything":
         bounds = [(whole, whole)] * nodes
     else:
-        bounds = [_slice_bounds(config, node_share(config, node)) for node in range(config.nodes)]
+        bounds = [_slice_bounds(config, node_share(config, node)) for node in range(min(nodes, config.nodes))]
     total = sum(most for _, most in bounds)
     read = min(whole, total) if config.stage.broadcast != "none" else total
-    return NodeCopy(choice, max(least for least, _ in bounds), max(most for _, most in bounds), total, read)
+    return NodeCopy(choice, max(least for least, _ in bounds), max(most for _, most in bounds), nodes, total, read)
 
 
 def _torch_dist_bytes(config: Config) -> int:

@@ -10,16 +10,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.artifacts import Paths
 from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.errors import Problem
+from posttrain.observability.cost import cost_part
 from posttrain.observability.report import config_rows
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
+from posttrain.observability.report_format import as_text, counted
 from posttrain.observability.report_page import render_page
 from posttrain.observability.rule_chain import rule_chain
+from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner import duration, engine, memory, plan_goodput, storage
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
@@ -33,8 +37,8 @@ from posttrain.planner.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.node_copy import node_copies
-from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_bars
-from posttrain.planner.plan_layout import layout_picture
+from posttrain.planner.plan_figures import GROUPS, flag_groups, stage_groups
+from posttrain.planner.plan_layout import TERMS, layout_picture
 from posttrain.planner.plan_rules import RuleNeeds
 from posttrain.planner.plan_time import step_part, why_no_split, why_no_step
 from posttrain.planner.problems import find_problems, find_warnings
@@ -59,7 +63,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         workflow: What it was resolved from; stands in the commands.
         jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
     """
-    config = resolved.config
+    config, paths = resolved.config, Paths(resolved)
     needs = RuleNeeds(config, jobs_at_once=jobs_at_once, is_fork=bool(resolved.fork))
     needed = needs.storage
     served, phases = engine.engine_memory(config), phase_memory(config)
@@ -89,7 +93,12 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         "best_split": split_part(config),
         "why_no_split": why_no_split(config),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
-        "rules": needs.plan_part(workflow),
+        "rules": needs.plan_part(
+            workflow, {f"evaluate {when}": paths.evaluation(when) for when in ("before", "after")}
+        ),
+        **cost_part(
+            config, [(rule.rule, needs.seconds[rule.name]) for rule in needs.chain if rule.name in needs.seconds]
+        ),
         "flags": {
             key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
             for key, value in flat_config(config).items()
@@ -115,6 +124,28 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     }
 
 
+def judge_plan(plan: Mapping[str, Any]) -> Verdict:
+    """Return what is to be known first: whether it can run, and what would make it.
+
+    Args:
+        plan: Content of `plan.json`.
+    """
+    levels = {"problems": "bad", "not_trainable": "bad", "warnings": "warning"}
+    findings = [
+        Finding(level, f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
+        for part, level in levels.items()
+        for row in plan[part]
+    ]
+    if plan["run"] is None:
+        return Verdict("The configuration has mistakes", findings)
+    if plan["problems"]:
+        return Verdict("This cannot run", findings)
+    if plan["not_trainable"]:
+        return Verdict("This can be planned, but this version cannot run it", findings)
+    doubts = f", with {counted(len(findings), 'doubt')}" if findings else ""
+    return Verdict(f"This can run{doubts}", findings)
+
+
 def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
     """Return the plan as one self-contained HTML page.
 
@@ -122,24 +153,38 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
         plan: Content of `plan.json`.
         resolved: The configuration; None when it did not resolve, the page then shows the problems only.
     """
+    verdict = judge_plan(plan)
     if resolved is None:
-        return render_page("plan.html.j2", plan=plan, config=None)
-    rules = rule_chain(resolved.config, is_fork=bool(resolved.fork))
+        return render_page("plan.html.j2", plan=plan, verdict=verdict, config=None, title="mistakes")
+    config = resolved.config
+    rules = rule_chain(config, is_fork=bool(resolved.fork))
     planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
+    groups = stage_groups(plan["trainer"])
     return render_page(
         "plan.html.j2",
         plan=plan,
-        config=resolved.config,
+        verdict=verdict,
+        config=config,
+        title=plan_title(config),
         chain=draw_chain(rules, planned),
-        picture=layout_picture(resolved.config),
-        stage_bars=stage_bars(plan["trainer"]),
+        nodes=layout_picture(config),
+        terms=TERMS,
+        stage_groups=groups,
+        fullest=next(group for group in groups if group.is_fullest),
         memory_groups=GROUPS,
+        as_text=as_text,
         goodput_chart=plan["goodput"] and plan_goodput.goodput_chart(plan["goodput"]),
         proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
         flag_groups=flag_groups(plan["flags"]),
-        config_sections=config_rows(resolved.config, resolved.origins),
+        config_sections=config_rows(config, resolved.origins),
         experiment_sections=EXPERIMENT_SECTIONS,
     )
+
+
+def plan_title(config: Config) -> str:
+    """Return what is planned, and on what: "GLM-5 on 24 × 8 H200"."""
+    model = config.model.source.repo_id.rpartition("/")[2] or config.model.name
+    return f"{model} on {config.nodes} × {config.hardware.gpus_per_node} {config.hardware.name.upper()}"
 
 
 def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[str, Any]]:

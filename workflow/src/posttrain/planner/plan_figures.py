@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from posttrain.observability.report_format import as_text
 
 # Parts of memory in the order of the bars: label, colour of the page's palette, what belongs to it.
 GROUPS = (
@@ -18,8 +19,6 @@ GROUPS = (
     ("KV pool", 6, ("kv_pool",)),
     ("reserve", 7, ("reserve",)),
 )
-WIDTH = 1160
-LABEL_WIDTH = 96
 READERS = {
     "megatron.model": "MLATransformerConfig",
     "megatron.ddp": "DistributedDataParallelConfig",
@@ -27,94 +26,76 @@ READERS = {
     "trainer.env": "environment of the trainer",
     "embedded": "arguments of the embedded engine",
 }
-ROW_HEIGHT = 20
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar, in the drawing's units; `title` shows on hover."""
+    """A part of a bar; `percent` of the longest one, `title` shows on hover."""
 
-    x: float
-    width: float
+    percent: float
     color: int
     title: str
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The memory of one phase.
-
-    Args:
-        phase: Its name.
-        y: Upper edge.
-        segments: From left to right.
-        end: Right edge.
-        gib: Their sum.
-        fits: It is at most the capacity.
-    """
+    """The memory of one phase."""
 
     phase: str
-    y: float
     segments: tuple[Segment, ...]
-    end: float
     gib: float
     fits: bool
 
 
 @dataclass(frozen=True)
-class StageBars:
-    """One stage's drawing.
+class StageGroup:
+    """Neighbouring stages that hold the same.
 
     Args:
-        stage: Its number.
-        bars: One per phase.
-        capacity_x: Where the capacity's line stands.
-        height: Of the drawing.
-        is_fullest: No stage has a fuller phase.
+        name: "stage 0", "stages 1-10".
+        held: `plan.json`'s row of what one of them holds from step to step.
+        bars: One per phase, of the stage that needs the most in it: the earlier one, whose activations wait longer.
+        is_fullest: No other group has a fuller phase.
     """
 
-    stage: int
+    name: str
+    held: Mapping[str, Any]
     bars: tuple[Bar, ...]
-    capacity_x: float
-    height: float
     is_fullest: bool
 
 
-def stage_bars(trainer: Mapping[str, Any]) -> list[StageBars]:
-    """Return the drawing of every stage.
+def stage_groups(trainer: Mapping[str, Any]) -> list[StageGroup]:
+    """Return the memory of all stages, neighbours that hold the same together.
 
     Args:
         trainer: `plan.json`'s "trainer".
     """
-    phases, capacity = trainer["phases"], trainer["capacity_gib"]
+    phases = trainer["phases"]
     fullest = max(phases, key=lambda item: item["gpu_gib"])
-    # Room for the figure behind the longest bar.
-    scale = (WIDTH - LABEL_WIDTH - 140) / max(capacity, fullest["gpu_gib"])
-    stages = sorted({item["stage"] for item in phases})
-    return [
-        StageBars(
-            stage,
-            bars := _bars([item for item in phases if item["stage"] == stage], capacity, scale),
-            LABEL_WIDTH + scale * capacity,
-            ROW_HEIGHT * len(bars) + 4,
-            stage == fullest["stage"],
-        )
-        for stage in stages
-    ]
+    longest = max(trainer["capacity_gib"], fullest["gpu_gib"])
+    groups = []
+    for _, run in groupby(trainer["stages"], key=lambda held: {**held, "stage": None}):
+        stages = [*run]
+        numbers = [held["stage"] for held in stages]
+        bars = []
+        for phase in dict.fromkeys(item["phase"] for item in phases):
+            of_group = [item for item in phases if item["phase"] == phase and item["stage"] in numbers]
+            bars.append(_bar(max(of_group, key=lambda item: item["gpu_gib"]), longest))
+        groups.append(StageGroup(joined("stage", numbers), stages[0], tuple(bars), fullest["stage"] in numbers))
+    return groups
 
 
-def _bars(phases: Sequence[Mapping[str, Any]], capacity: float, scale: float) -> tuple[Bar, ...]:
-    bars = []
-    for row, item in enumerate(phases):
-        segments, x = [], float(LABEL_WIDTH)
-        for label, color, parts in GROUPS:
-            gib = sum(item["gpu"].get(part, 0.0) for part in parts)
-            if gib > 0:
-                segments.append(Segment(round(x, 2), round(scale * gib, 2), color, f"{label}: {gib:.3g} GiB"))
-            x += scale * gib
-        fits = item["gpu_gib"] <= capacity
-        bars.append(Bar(item["phase"], 4.0 + ROW_HEIGHT * row, tuple(segments), round(x, 2), item["gpu_gib"], fits))
-    return tuple(bars)
+def _bar(item: Mapping[str, Any], longest: float) -> Bar:
+    amounts = [(label, color, sum(item["gpu"].get(part, 0.0) for part in parts)) for label, color, parts in GROUPS]
+    segments = tuple(
+        Segment(round(100 * gib / longest, 3), color, f"{label}: {gib:.3g} GiB") for label, color, gib in amounts if gib
+    )
+    return Bar(item["phase"], segments, item["gpu_gib"], item["fits"])
+
+
+def joined(what: str, numbers: Sequence[int]) -> str:
+    """Return "stage 3", or "stages 3-5" for a range of neighbours."""
+    return f"{what} {numbers[0]}" if len(numbers) == 1 else f"{what}s {numbers[0]}-{numbers[-1]}"
 
 
 def flag_groups(flags: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -130,7 +111,7 @@ def flag_groups(flags: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     for key, item in flags.items():
         if "keys" in item:
             reader, _, name = key.partition(" ")
-            groups.setdefault(reader, []).append({**item, "name": name, "value": _as_text(item["value"])})
+            groups.setdefault(reader, []).append({**item, "name": name, "value": as_text(item["value"])})
     return [{"reader": reader, "what": _what_reads(reader), "rows": rows} for reader, rows in groups.items()]
 
 
@@ -140,11 +121,3 @@ def _what_reads(reader: str) -> str:
     part = reader.partition(".")[2]
     engine = "an engine" if part in ("", "env") else f"a {part.removesuffix('.env')} engine"
     return f"environment of {engine}" if part.endswith("env") else f"command line of {engine}"
-
-
-def _as_text(value: Any) -> str:
-    """Return a value as text; a list tells runs of equal items: "3 x 0, 75 x 1"."""
-    if not isinstance(value, list | tuple):
-        return value if isinstance(value, str) else json.dumps(value)
-    runs = [(len(list(run)), item) for item, run in groupby(value)]
-    return ", ".join(f"{length} x {_as_text(item)}" if length > 1 else _as_text(item) for length, item in runs)

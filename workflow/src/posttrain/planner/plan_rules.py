@@ -8,16 +8,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import Config
+from posttrain.observability.report_format import DAY, HOUR, LONGEST_IN_HOURS, counted
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner.duration import Bandwidths, durations_seconds
 from posttrain.planner.storage import Storage, storage
 
-MINUTE, HOUR = 60, 3600
-# From here on, hours say more than minutes; below ten of them a decimal matters.
-LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10 * HOUR
+MINUTE = 60
+# From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
+LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 
 
 class RuleNeeds:
@@ -56,16 +58,17 @@ class RuleNeeds:
         """`durations_seconds`: only of what the planner can tell."""
         return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
-    def plan_part(self, workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def plan_part(self, workflow: Mapping[str, Any], evaluations: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return the rules as they stand in `plan.json`.
 
         Args:
             workflow: What the configuration was resolved from; stands in the commands.
+            evaluations: Rule name -> file, where two rules of the chain are one of the workflow.
         """
-        return [self._rule_part(node, workflow) for node in self.chain]
+        return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
     def message(self, rule: str, *, with_nodes: bool = True) -> str:
-        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 728 h)".
+        """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
 
         Args:
             rule: The rule's name.
@@ -83,9 +86,10 @@ class RuleNeeds:
         words += [about(self.seconds[node.name])] if node.name in self.seconds else []
         return f" ({', '.join(words)})" if words else ""
 
-    def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any]) -> dict[str, Any]:
+    def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
         settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
-        command = ["snakemake", "--cores", "all", "--until", node.rule, "--config", *settings]
+        target = [str(file)] if file else ["--until", node.rule]
+        command = ["snakemake", "--cores", "all", *target, "--config", *settings]
         return {
             "name": node.name,
             "does": node.does,
@@ -98,19 +102,15 @@ class RuleNeeds:
         }
 
 
-def counted(count: int, word: str) -> str:
-    """Return a count with its word: "1 node", "16 nodes"."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
 def about(seconds: float) -> str:
     """Return a planned duration, no finer than the plan is.
 
     Example:
-        3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 728 h".
+        3 -> "under 1 min", 1507.7 -> "about 25 min", 9000 -> "about 2.5 h", 2619841 -> "about 30 days".
     """
     if seconds < MINUTE:
         return "under 1 min"
     if seconds < LONGEST_IN_MINUTES:
         return f"about {seconds / MINUTE:.0f} min"
-    return f"about {seconds / HOUR:.{1 if seconds < LONGEST_WITH_DECIMAL else 0}f} h"
+    size, unit = (HOUR, "h") if seconds < LONGEST_IN_HOURS else (DAY, "days")
+    return f"about {seconds / size:.{1 if seconds < LONGEST_WITH_DECIMAL * size else 0}f} {unit}"

@@ -8,26 +8,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.observability.report_format import format_bytes, format_number, format_percent, format_seconds
+from posttrain.observability.report_format import (
+    format_bytes,
+    format_cost,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 
 WIDTH = 110
 SHOWN_LAYOUTS = 5
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print the plan's main numbers, the rules, and every problem and warning."""
+    """Print the plan's main numbers and the rules."""
     console = Console(width=WIDTH)
     console.print(_numbers(plan))
     for table in (_phases(plan), _layouts(plan), _step(plan), _failures(plan), _rules(plan)):
         if table is not None:
             console.print()
             console.print(table)
-    for kind, mark in (("problem", "[bold red]problem[/]"), ("warning", "[yellow]warning[/]")):
-        for found in plan[f"{kind}s"]:
-            console.print(f"\n{mark} {found['key']} = {found['value']}", highlight=False)
-            console.print(f"  allowed: {found['allowed']}\n  remedy:  {found['remedy']}", highlight=False)
-    for problem in plan["not_trainable"]:
-        console.print(f"\n{problem['key']} = {problem['value']} can be planned; {problem['allowed']}", highlight=False)
     console.print(
         f"\n{len(plan['not_modelled'])} things are not modelled; plan.json and plan.html name them",
         highlight=False,
@@ -50,6 +50,9 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)",
     )
     table.add_row("each node's own disk", format_bytes(storage["node_local_bytes"]))
+    if plan["gpu_hours"] is not None:
+        cost = "" if plan["cost"] is None else f", {format_cost(plan['cost'], plan['currency'])}"
+        table.add_row("GPU-hours", f"{format_number(plan['gpu_hours'])}{cost}")
     return table
 
 

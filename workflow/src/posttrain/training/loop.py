@@ -9,6 +9,7 @@ A checkpoint is written while the next step's rollout runs, which leaves the tra
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from posttrain.megatron_backend.train_step import learning_rate
 from posttrain.observability.progress import ProgressBar
@@ -35,7 +36,7 @@ def train(run: TrainingRun) -> bool:
         while finished < num_steps and not run.ends_early:
             metrics = train_step(run, finished)
             finished += 1
-            bar.advance(1, note=f"reward {metrics.get('rollout/reward_mean', 0):.3f}")
+            bar.advance(1, note=progress_note(metrics))
     finish_checkpoint(run, PhaseClock(finished))
     if run.ends_early:
         log.info("asked to end: step %d is saved", finished)
@@ -67,6 +68,12 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
         report_progress(step, BEGIN_SAVE)
         run.checkpoint_writer.begin(finished)
     return metrics
+
+
+def progress_note(metrics: Mapping[str, float]) -> str:
+    """Return what stands behind the progress bar; loud where samples are not the policy's."""
+    note, share = f"reward {metrics.get('rollout/reward_mean', 0):.3f}", metrics.get("mismatch/share_of_limit", 0.0)
+    return note if share <= 1 else f"{note}, MISMATCH {share:.3g} x its limit"
 
 
 def finish_checkpoint(run: TrainingRun, clock: PhaseClock) -> None:

@@ -50,6 +50,7 @@ from posttrain.training.batch import Update, make_updates
 from posttrain.training.checkpoint_writer import CheckpointWriter, in_thread
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.metrics import step_metrics
+from posttrain.training.mismatch import heed_mismatch, share_of_limit
 from posttrain.training.phases import PhaseClock
 from posttrain.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.types import SampleGroup
@@ -193,15 +194,19 @@ class TrainingRun:
         Args:
             step: From 0; the second comparison is made every `trainer.mismatch_interval` steps.
             updates: With their old log-probabilities, before any of them is applied.
+
+        Raises:
+            MismatchError: They are too far apart, on every rank alike.
         """
-        own = self._compare(updates, [update.old_logprobs for update in updates])
+        own, served = self._compare(updates, [update.old_logprobs for update in updates]), None
         interval = self.config.trainer.mismatch_interval
-        if not interval or step % interval:
-            return own, None
-        backup = self._weights.transform(served_values(self._weights, served_format(self.config)))
-        served = [train_step.compute_logprobs(self._policy, update.batches) for update in updates]
-        self._weights.restore(backup)
-        return own, self._compare(updates, served)
+        if interval and step % interval == 0:
+            backup = self._weights.transform(served_values(self._weights, served_format(self.config)))
+            logprobs = [train_step.compute_logprobs(self._policy, update.batches) for update in updates]
+            self._weights.restore(backup)
+            served = self._compare(updates, logprobs)
+        heed_mismatch(self.config, step, own, served)
+        return own, served
 
     def update(self, update: Update, lr: float) -> train_step.UpdateStatistics:
         """Apply one optimizer update."""
@@ -240,6 +245,7 @@ class TrainingRun:
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,
             "train/non_finite_steps": self._num_skipped,
+            "mismatch/share_of_limit": share_of_limit(self.config, *mismatch),
         }
         assert self._head.sinks is not None, "resume() opens the sinks"
         self._head.sinks.log(step + 1, metrics)

@@ -1,0 +1,61 @@
+"""The pages in a browser, at two widths, in light and dark: no text meets another, no curve runs through one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chromium import measure_pages
+from tests.synthetic_run import REPOSITORY, make_run
+
+from posttrain.observability.report import render_report
+from posttrain.observability.report_data import read_run, read_run_so_far
+from posttrain.observability.report_summary import summarize
+from posttrain.observability.verdict import judge_run
+from posttrain.planner.layout_choice import resolve
+from posttrain.planner.plan import build_plan, render_plan
+
+WIDTHS = (1400, 700)
+# A plan of a run as large as this takes a page of this height at first sight.
+TALLEST_PLAN = 5000
+
+
+def write_report(root: Path, folder: Path, so_far: bool = False, **arguments: Any) -> None:
+    made = make_run(root, **arguments)
+    if so_far:
+        made.paths.train_done.unlink()
+        made.paths.evaluation("after").unlink()
+    run = read_run_so_far(made.paths, made.inputs.logs, 1.0) if so_far else read_run(made.inputs)
+    (folder / f"{root.name}.html").write_text(render_report(run, summarize(run), judge_run(run)))
+
+
+def write_plan(path: Path, **workflow: Any) -> None:
+    resolved = resolve({"site": "local", **workflow}, REPOSITORY / "config")
+    path.write_text(render_plan(build_plan(resolved, workflow), resolved))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    runs, folder = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("pages")
+    write_report(runs / "demo", folder)
+    write_report(runs / "no_reward", folder, reward=0.0)
+    write_report(runs / "so_far", folder, so_far=True)
+    write_report(runs / "one_step", folder, num_steps=1)
+    # Two held-out rates so near to each other that their labels would meet, and a learning rate of its own.
+    write_report(runs / "unchanged", folder, reward=0.5, num_steps=3000)
+    write_plan(folder / "plan_glm5.html", model="glm5", nodes=24)
+    write_plan(folder / "plan_that_cannot_run.html", model="glm5", set="parallel.expert_model_parallel_size=8")
+    write_plan(folder / "plan_demo.html", model="tiny")
+    return {path.stem: path for path in sorted(folder.glob("*.html"))}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_of_every_drawing_can_be_read(pages: dict[str, Path], scheme: str) -> None:
+    measured = measure_pages(pages, WIDTHS, scheme)
+    assert {place: result["problems"] for place, result in measured.items() if result["problems"]} == {}
+    for (page, width), result in measured.items():
+        assert result["texts"] >= 50, f"{page} at {width}: the drawings were not found"
+        assert result["background"] == ("rgb(247, 247, 245)" if scheme == "light" else "rgb(16, 19, 23)")
+    for page in ("plan_glm5", "plan_that_cannot_run", "plan_demo"):
+        assert measured[page, 1400]["height"] < TALLEST_PLAN

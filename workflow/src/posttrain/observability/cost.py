@@ -1,0 +1,28 @@
+"""What a run takes of its machines: GPU-hours, and their price where the site tells one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from posttrain.config.derived import nodes_with_spares
+from posttrain.config.schema import Config
+from posttrain.observability.rule_chain import rule_chain
+
+
+def cost_part(config: Config, jobs: Iterable[tuple[str, float]]) -> dict[str, Any]:
+    """Return "gpu_hours" of jobs and their "cost" in "currency"; None for what is not known.
+
+    Args:
+        config: The resolved configuration.
+        jobs: Rule and seconds of each. Training holds its spare nodes, too.
+    """
+    unknown = {"gpu_hours": None, "cost": None, "currency": config.site.currency}
+    if config.hardware.device == "cpu":
+        return unknown
+    held = {rule.rule: rule.gpus for rule in rule_chain(config)}
+    held["train_grpo"] = nodes_with_spares(config) * config.hardware.gpus_per_node
+    hours = math.fsum(held.get(rule, 0) * seconds for rule, seconds in jobs) / 3600
+    price = config.site.price_per_gpu_hour
+    return unknown | {"gpu_hours": round(hours, 2), "cost": round(hours * price, 2) if price else None}

@@ -1,0 +1,204 @@
+"""What a reader must know first: whether a run learned, and what speaks against its numbers.
+
+The change of the pass rate comes with an interval that holds whatever the samples of a prompt have in common: it counts
+each prompt once. That both evaluations ask the same prompts is not used either, so it is rather too wide.
+
+Source: Newcombe, Interval estimation for the difference between independent proportions (1998), method 10, from two
+intervals of Wilson (1927).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from posttrain.config.derived import mismatch_limits
+from posttrain.observability.report_data import RunData
+from posttrain.observability.report_format import MINUS, counted, format_number, format_percent
+
+# From the worst to the best, with the terminal's colour.
+LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}
+# Of a normal distribution, 95 % lie within so many standard deviations.
+Z = 1.959964
+# With so large a share of groups whose rewards are equal, nearly all sampling is for nothing.
+LITTLE_TO_LEARN = 0.9
+# Steps at the begin and at the end whose mean reward is told while there is no evaluation.
+FEW_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know.
+
+    Args:
+        level: A key of `LEVELS`.
+        title: In a few words.
+        detail: With numbers.
+        remedy: What to do; "" where nothing is to be done.
+    """
+
+    level: str
+    title: str
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands on top of a page.
+
+    Args:
+        headline: In one line.
+        findings: The worst first.
+    """
+
+    headline: str
+    findings: Sequence[Finding]
+
+    @property
+    def level(self) -> str:
+        """The worst of all findings; good where there is none."""
+        return min((finding.level for finding in self.findings), key=[*LEVELS].index, default="good")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as it stands in `summary.json`."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"level": self.level, "headline": self.headline, "findings": findings}
+
+    def print(self) -> None:
+        """Print it on stdout."""
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(self.headline, style=LEVELS[self.level], markup=False)
+        for finding in self.findings:
+            remedy = f"\n    {finding.remedy}" if finding.remedy else ""
+            title = "" if finding.title == self.headline else f"{finding.title}: "
+            console.print(f"  {title}{finding.detail}{remedy}", markup=False)
+
+
+def judge_run(run: RunData) -> Verdict:
+    """Return what is to be known of a run, finished or not."""
+    rewards, learning = _rewards(run), _learning(run)
+    if any(finding.level == "bad" for finding in rewards):
+        # That there is no change to be seen follows from it.
+        learning = [finding for finding in learning if finding.level == "bad"]
+    found = [*rewards, *_mismatch(run), *_left_out(run), *learning]
+    findings = sorted(found, key=lambda finding: [*LEVELS].index(finding.level))
+    return Verdict(findings[0].title, findings)
+
+
+def rate_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return the change of the pass rate, and the ends of its 95 % interval.
+
+    Args:
+        before: Result of an evaluation: "pass_rate", "num_prompts".
+        after: The same of a later one.
+
+    Example:
+        56 of 70 against 48 of 80: (0.2, 0.0524, 0.3339), Newcombe's table II.
+    """
+    (p0, low0, high0), (p1, low1, high1) = (wilson(r["pass_rate"], r["num_prompts"]) for r in (before, after))
+    change = p1 - p0
+    return change, change - math.hypot(p1 - low1, high0 - p0), change + math.hypot(high1 - p1, p0 - low0)
+
+
+def wilson(rate: float, count: int) -> tuple[float, float, float]:
+    """Return a rate and the ends of Wilson's interval around it.
+
+    Args:
+        rate: Share of successes.
+        count: Independent trials.
+    """
+    middle = rate + Z**2 / (2 * count)
+    reach = Z * math.sqrt(rate * (1 - rate) / count + Z**2 / (4 * count**2))
+    scale = 1 + Z**2 / count
+    return rate, (middle - reach) / scale, (middle + reach) / scale
+
+
+def _learning(run: RunData) -> list[Finding]:
+    if run.before is None or run.after is None:
+        return [
+            Finding("unknown", "Not known yet whether it learns", _rewards_so_far(run.values("rollout/reward_mean")))
+        ]
+    change, low, high = rate_change(run.before, run.after)
+    rates = " → ".join(format_percent(result["pass_rate"]) for result in (run.before, run.after))
+    ends = f"{_points(change)} points, with 95 % confidence {_points(low)} to {_points(high)}"
+    detail = f"pass rate {rates} on {counted(run.after['num_prompts'], 'held-out prompt')}: {ends}"
+    if low > 0:
+        return [Finding("good", "The model got better", detail)]
+    if high < 0:
+        remedy = "the model as it came is the better one; a lower optimizer.lr or fewer steps may help"
+        return [Finding("bad", "The model got worse", detail, remedy)]
+    remedy = "train longer, or measure with more data.num_heldout_prompts"
+    return [Finding("warning", "No change that can be told from chance", detail, remedy)]
+
+
+def _rewards_so_far(rewards: Sequence[float]) -> str:
+    few = min(FEW_STEPS, len(rewards) // 2)
+    if not few:
+        return f"{counted(len(rewards), 'step')}, and not both evaluations"
+    first, last = (math.fsum(part) / few for part in (rewards[:few], rewards[-few:]))
+    return f"mean reward {first:.3f} in the first {counted(few, 'step')}, {last:.3f} in the last"
+
+
+def _rewards(run: RunData) -> list[Finding]:
+    """Return that groups teach nothing: their rewards are all equal, so every advantage is 0."""
+    shares, rewards = run.values("rollout/reward_std_zero_fraction"), run.values("rollout/reward_mean")
+    mean = math.fsum(shares) / len(shares) if shares else 0.0
+    if mean < LITTLE_TO_LEARN:
+        return []
+    steps, extremes = counted(len(shares), "step"), (min(rewards, default=0.5), max(rewards, default=0.5))
+    if extremes[0] == extremes[1]:
+        spread = f"every reward was {format_number(extremes[0])}"
+    else:
+        spread = f"mean rewards of {format_number(extremes[0])} to {format_number(extremes[1])}"
+    if extremes[1] == 0:
+        remedy = "look at the samples: where a right answer has reward 0, data.label_key or data.reward is wrong"
+    else:
+        remedy = "take prompts that the model gets right now and then, or raise rollout.num_samples_per_prompt"
+    if mean == 1:
+        detail = f"in all of {steps} the rewards of each group were equal, so no sample changed a weight; {spread}"
+        return [Finding("bad", "Nothing was learned", detail, remedy)]
+    detail = f"over {steps}, {format_percent(mean)} of all groups had equal rewards; {spread}"
+    return [Finding("warning", "Hardly anything to learn from", detail, remedy)]
+
+
+def _mismatch(run: RunData) -> list[Finding]:
+    own, served = mismatch_limits(run.config)
+    findings = []
+    for metric, limit, weights in (
+        ("mismatch/quantised_abs_diff_mean", own, "with the trainer's own weights"),
+        ("mismatch/abs_diff_mean", served, "with the weights served"),
+    ):
+        steps, values = run.column(metric)
+        far = [step for step, value in zip(steps, values, strict=True) if value > limit]
+        if far:
+            detail = (
+                f"mean |trainer {MINUS} engine| {weights} was above {format_number(limit)} nats in {len(far)} of "
+                f"{counted(len(steps), 'measured step')}, first in step {format_number(far[0])}; the largest was "
+                f"{format_number(max(values))}"
+            )
+            remedy = (
+                "an engine had other weights than it should, or computes something else: see its logs in train/attempts"
+                "; trainer.mismatch has the limits"
+            )
+            findings.append(Finding("bad", "The engine did not sample from the policy", detail, remedy))
+    return findings
+
+
+def _left_out(run: RunData) -> list[Finding]:
+    findings = []
+    if skipped := max(run.values("train/non_finite_steps"), default=0):
+        detail = f"{counted(int(skipped), 'update')} had a loss or gradient that is not finite, and changed nothing"
+        findings.append(Finding("warning", "Updates were left out", detail, "a lower optimizer.lr may help"))
+    if missed := sum(run.values("rollout/grader_timeouts")):
+        detail = f"{counted(int(missed), 'response')} took their grader too long, and have reward 0"
+        findings.append(Finding("warning", "Graders missed their deadline", detail))
+    return findings
+
+
+def _points(change: float) -> str:
+    return f"{100 * change:+.1f}".replace("-", MINUS)
