@@ -9,9 +9,9 @@ from pathlib import Path
 from posttrain.artifacts import require_files, write_json
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
-from posttrain.config.derived import serving_on_one_node
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
+from posttrain.planner.evaluation import serving_on_one_node
 from posttrain.planner.layout_choice import resolve
 
 

@@ -21,7 +21,7 @@ from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.preflight.report import raise_problems
-from posttrain.preflight.services import check_wandb
+from posttrain.preflight.wandb_key import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
 
 

@@ -51,5 +51,8 @@ rule gc:
 
 
 onstart:
+    if words := refused():
+        ENDING.add(lambda: words)
+        sys.exit(1)
     make_shared_roots(CFG)
     share_store(PATHS.store, CFG.site.store_group)

@@ -327,8 +327,13 @@ class Logging:
     """Where metrics go besides `metrics.jsonl`."""
 
     wandb: bool = _doc("Write a W&B run", True)
-    wandb_mode: str = _doc("online needs WANDB_API_KEY in the environment", "offline", choices=("offline", "online"))
+    wandb_mode: str = _doc(
+        "online needs `wandb login`, or WANDB_API_KEY in the environment", "offline", choices=("offline", "online")
+    )
     wandb_project: str = _doc("W&B project", "posttrain")
+    wandb_entity: str = _doc("W&B team or user; empty: yours", "")
+    wandb_group: str = _doc("W&B group that the run belongs to", "")
+    wandb_tags: list[str] = _doc("W&B tags of the run", [])
 
 
 @dataclass(frozen=True)

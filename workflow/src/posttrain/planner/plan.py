@@ -19,7 +19,6 @@ from posttrain.observability.report import config_rows
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
-from posttrain.observability.rule_chain import rule_chain
 from posttrain.planner import duration, engine, memory, plan_goodput, storage
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
@@ -124,7 +123,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
     """
     if resolved is None:
         return render_page("plan.html.j2", plan=plan, config=None)
-    rules = rule_chain(resolved.config, is_fork=bool(resolved.fork))
+    rules = RuleNeeds(resolved.config, is_fork=bool(resolved.fork)).chain
     planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
     return render_page(
         "plan.html.j2",

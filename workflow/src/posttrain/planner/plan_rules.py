@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.config.schema import Config
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner.duration import Bandwidths, durations_seconds
+from posttrain.planner.evaluation import evaluation_nodes
 from posttrain.planner.storage import Storage, storage
 
 MINUTE, HOUR = 60, 3600
@@ -44,7 +45,7 @@ class RuleNeeds:
     @cached_property
     def chain(self) -> list[RuleNode]:
         """The rules that lead to the report."""
-        return rule_chain(self._config, self._is_fork)
+        return rule_chain(self._config, self._is_fork, evaluation_nodes(self._config))
 
     @cached_property
     def storage(self) -> Storage:
