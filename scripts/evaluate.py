@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.checkpoint.node_local import require_content
@@ -26,7 +27,17 @@ def main() -> None:
     result = evaluate_checkpoint(config, args.checkpoint, prompts, log_folder)
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
     write_json(args.output, {"when": args.when, **result, "inputs": inputs})
-    print(json.dumps({name: value for name, value in result.items() if name != "examples"}, indent=2))
+    print(f"{args.when} training: {in_words(result)}")
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """Return an evaluation as one line."""
+    return (
+        f"{result['pass_rate']:.1%} of {result['num_responses']:,} responses pass, {result['pass_at_k']:.1%} of "
+        f"{result['num_prompts']:,} prompts with at least one of {result['num_samples']}; "
+        f"{result['response_tokens_mean']:.1f} tokens on average, {result['truncated_fraction']:.1%} cut off; "
+        f"{result['tokens_per_second']:,.0f} tokens/s"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:

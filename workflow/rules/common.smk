@@ -20,7 +20,7 @@ from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, raise_if_any
 from posttrain.launch.child import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
-from posttrain.launch.driver import Ending
+from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
 from posttrain.preflight.refusals import refusal
 from posttrain.training.lineage import check_fork

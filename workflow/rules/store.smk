@@ -4,18 +4,15 @@
 rule verify:
     input:
         receipt_of(PATHS.hf_export),
-    output:
-        PATHS.run / "verified.json",
     log:
         PATHS.run_log("verify"),
-    benchmark:
-        PATHS.run_log("verify").with_suffix(".benchmark.tsv")
     params:
         workflow=WORKFLOW,
+        verified=PATHS.verified,
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {params.verified:q}"
 
 
 # Before training, or without: the checkpoints that the run begins with.
@@ -26,8 +23,6 @@ rule verify_store:
         receipt_of(PATHS.rollout_weights),
     log:
         PATHS.run_log("verify_store"),
-    benchmark:
-        PATHS.run_log("verify_store").with_suffix(".benchmark.tsv")
     params:
         workflow=WORKFLOW,
     message:
@@ -48,6 +43,26 @@ rule gc:
         "what of the store no run needs"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
+
+
+def tell(state):
+    """Let a site's command know how a run has ended; a look at runs, or a plan, is nothing to tell of."""
+    if any(job.output for job in workflow.dag.needrun_jobs(exclude_finished=False)):
+        notify(CFG.site.end_command, PATHS.run, state, "\n\n".join(ENDING.words()))
+
+
+onsuccess:
+    # Snakemake has planned wrongly before (`until_made`): what was asked for and is not there is no success.
+    wanted = {path for job in workflow.dag.targetjobs for path in (job.output or job.input)}
+    if missing := sorted(path for path in map(str, wanted) if not os.path.exists(path)):
+        ENDING.add(lambda: f"no step has failed, but this was not made: {', '.join(missing)}; run again with `-n`")
+        tell("failed")
+        sys.exit(1)
+    tell("ended")
+
+
+onerror:
+    tell("failed" if ENDING.words() else "interrupted")
 
 
 onstart:

@@ -153,9 +153,17 @@ class FolderInTheMaking:
 
     def _write(self, file: OutputFile, progress: TransferProgress) -> Description:
         made: list[Description] = []
+        left = file.size_bytes
+
+        def count(written: int) -> None:
+            # What was announced is the tensors; a header comes on top of it.
+            nonlocal left
+            counted = min(written, left)
+            left -= counted
+            progress.advance(counted)
 
         def write(temporary: Path) -> None:
-            with HashingFile(temporary, progress.advance) as output:
+            with HashingFile(temporary, count) as output:
                 notes = file.write(output)
             record = FileRecord(file.name, output.size_bytes, output.xxh3_128)
             made.append(Description(record, digest(file.made_from), notes))

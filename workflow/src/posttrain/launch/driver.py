@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,25 @@ from rich.console import Console
 from rich.text import Text
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from posttrain.observability.logging import clear_line
+
+log = logging.getLogger(__name__)
+
 # A record as `configure_logging` writes it: time, role if any, level, who speaks.
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d (?:\[[^\]]*\] )?([DIWEC]) [\w.]+: (.*)$")
 # Exceptions that Snakemake makes of the end of a step's command: the command line again.
 _OF_A_COMMAND = ("RuleException", "CalledProcessError")
+# What Snakemake says of itself in every run.
+_OF_ITSELF = (
+    "Assuming unrestricted shared filesystem usage",
+    "Using shell:",
+    "Provided cores:",
+    "Rules claiming more threads",
+    "Select jobs to execute",
+    "Execute ",
+)
 _LONGEST_LOG_BYTES = 1 << 20
+NOTIFICATION_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class Ending(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Remember what failed; tell whether Snakemake's own words are worth showing."""
+        clear_line()
         event = getattr(record, "event", None)
         if event == LogEvent.JOB_ERROR:
             logs = getattr(record, "log", None) or []
@@ -71,19 +88,45 @@ class Ending(logging.Filter):
         if self._shows_commands:
             return True
         is_of_a_command = event == LogEvent.ERROR and getattr(record, "exception", "") in _OF_A_COMMAND
-        return not (is_of_a_command or "no backup found" in str(record.msg))
+        return not (is_of_a_command or "no backup found" in str(record.msg) or str(record.msg).startswith(_OF_ITSELF))
+
+    def words(self) -> list[str]:
+        """Return what failed in the steps' own words and where to read more, and what else was to be said."""
+        failed = [f"{step.rule} failed: {message_of(step.log)}" for step in self._failed]
+        return [*failed, *(said for last in self._last_words if (said := last()))]
 
     def speak(self) -> None:
-        """Say what failed in the steps' own words, and where to read more; nothing where all went well."""
-        words = [f"{step.rule} failed: {message_of(step.log)}" for step in self._failed]
-        words += [said for last in self._last_words if (said := last())]
-        if words:
+        """Say it; nothing where all went well."""
+        if words := self.words():
             Console(stderr=True, soft_wrap=True, highlight=False).print(Text("\n\n".join(["", *words]), style="red"))
 
-    @property
-    def failed(self) -> Sequence[FailedStep]:
-        """What failed so far, in order."""
-        return tuple(self._failed)
+
+def notify(command: Sequence[str], run: Path, state: str, words: str) -> None:
+    """Run a site's command to tell somebody how a run has ended. Nothing without one; its own failure is a warning.
+
+    Args:
+        command: Words of the command line; what happened is in its environment, as POSTTRAIN_RUN (the run's folder),
+            POSTTRAIN_STATE and POSTTRAIN_MESSAGE.
+        run: The run's folder.
+        state: "ended", "failed" or "interrupted".
+        words: What failed, in words.
+    """
+    if not command:
+        return
+    told = {"POSTTRAIN_RUN": str(run.absolute()), "POSTTRAIN_STATE": state, "POSTTRAIN_MESSAGE": words}
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **told},
+            stdin=subprocess.DEVNULL,
+            timeout=NOTIFICATION_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("site.end_command: %s", error)
+        return
+    if done.returncode:
+        log.warning("site.end_command ended with %d", done.returncode)
 
 
 def message_of(log: Path | None) -> str:

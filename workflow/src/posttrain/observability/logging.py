@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 from types import TracebackType
+from typing import TextIO
 
 LOG_VARIABLE = "POSTTRAIN_LOG"
+CLEAR_LINE = "\r\x1b[2K"
 
 
 def configure_logging(role: str | None = None) -> None:
@@ -22,7 +24,7 @@ def configure_logging(role: str | None = None) -> None:
         role: Who speaks, when several processes share a log ("trainer 0", "engine 1").
     """
     prefix = f"[{role}] " if role else ""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [TerminalHandler()]
     if log_file := os.environ.get(LOG_VARIABLE):
         os.makedirs(os.path.dirname(log_file) or ".", exist_ok=True)
         file_handler = logging.FileHandler(log_file, encoding="utf-8")
@@ -41,6 +43,24 @@ def configure_logging(role: str | None = None) -> None:
     for noisy in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr; on a terminal in place of a progress bar, its own or another process's, which comes back."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        clear_line()
+        super().emit(record)
+
+
+def clear_line() -> None:
+    """Take a progress bar off the terminal's last line, so that a message does not run into it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(CLEAR_LINE)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

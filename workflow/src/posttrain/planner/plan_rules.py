@@ -85,8 +85,10 @@ class RuleNeeds:
         return f" ({', '.join(words)})" if words else ""
 
     def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any]) -> dict[str, Any]:
-        settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
-        command = ["snakemake", "--cores", "all", "--until", node.rule, "--config", *settings]
+        given = {key: value for key, value in workflow.items() if value not in (None, "")}
+        settings = [f"{key}={value}" for key, value in given.items() if not isinstance(value, Mapping)]
+        own = ["--configfile", "MY.yaml"] if len(settings) < len(given) else []
+        command = ["snakemake", "--cores", "all", "--until", node.rule, *own, "--config", *settings]
         return {
             "name": node.name,
             "does": node.does,

@@ -6,7 +6,6 @@ the plan shows the same list on its page. Layouts that would fit are looked for 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from posttrain.config.derived import engine_gpus, world_size
