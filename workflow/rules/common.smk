@@ -103,6 +103,12 @@ else:
     RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
 
 
+def tell(state):
+    """Let a site's command know how a run has ended; a look at runs, or a plan, is nothing to tell of."""
+    if any(job.output for job in workflow.dag.needrun_jobs(exclude_finished=False)):
+        notify(CFG.site.end_command, PATHS.run, state, "\n\n".join(ENDING.words()))
+
+
 def until_made(product, path):
     """Return an input that a product waits for until it is there, and that is no reason to make it again afterwards.
 

@@ -43,31 +43,3 @@ rule gc:
         "what of the store no run needs"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
-
-
-def tell(state):
-    """Let a site's command know how a run has ended; a look at runs, or a plan, is nothing to tell of."""
-    if any(job.output for job in workflow.dag.needrun_jobs(exclude_finished=False)):
-        notify(CFG.site.end_command, PATHS.run, state, "\n\n".join(ENDING.words()))
-
-
-onsuccess:
-    # Snakemake has planned wrongly before (`until_made`): what was asked for and is not there is no success.
-    wanted = {path for job in workflow.dag.targetjobs for path in (job.output or job.input)}
-    if missing := sorted(path for path in map(str, wanted) if not os.path.exists(path)):
-        ENDING.add(lambda: f"no step has failed, but this was not made: {', '.join(missing)}; run again with `-n`")
-        tell("failed")
-        sys.exit(1)
-    tell("ended")
-
-
-onerror:
-    tell("failed" if ENDING.words() else "interrupted")
-
-
-onstart:
-    if words := refused():
-        ENDING.add(lambda: words)
-        sys.exit(1)
-    make_shared_roots(CFG)
-    share_store(PATHS.store, CFG.site.store_group)

@@ -31,7 +31,9 @@ def refuse_other_experiment(begun: Path, resolved: Resolved) -> None:
     remedy = f"give the old value, give another name with --config run=..., or delete {begun.parent}"
     if changed == [STEPS] and new[STEPS] > old[STEPS]:
         # Its state after the last step is where more steps begin.
-        remedy = f"go on in a run of another name: --config run=... fork={resolved.run}@{old[STEPS]}, or give the old value"
+        remedy = (
+            f"go on in a run of another name: --config run=... fork={resolved.run}@{old[STEPS]}, or give the old value"
+        )
     raise_if_any(
         [
             Problem(key, repr(new.get(key)), f"{old.get(key)!r}, with which the run {resolved.run} began", remedy)

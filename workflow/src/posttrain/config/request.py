@@ -91,8 +91,8 @@ def _unknown(key: str, value: Any) -> Problem:
     if key in SECTIONS:
         remedy = f"give its values: {key}: {{...}} in a file for --configfile, or set='{key}.KEY=VALUE'"
         return Problem(key, repr(value), "a section with values of its own", remedy)
-    known = (*WORKFLOW_KEYS, *SECTIONS)
-    remedy = did_you_mean(key, known) or f"put it into set='...': set='{key}={value}'"
+    near = did_you_mean(key, SECTIONS if isinstance(value, Mapping) else WORKFLOW_KEYS)
+    remedy = near or f"put it into set='...': set='{key}={value}'"
     return Problem(key, repr(value), f"{', '.join(WORKFLOW_KEYS)}, or a section of config/README.md", remedy)
 
 

@@ -46,13 +46,12 @@ def configure_logging(role: str | None = None) -> None:
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr; on a terminal in place of a progress bar, its own or another process's, which comes back."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
+    """Writes to stderr; on a terminal above a progress bar of its own, and in place of another process's."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
+        # A live bar takes the place of stderr while it is shown.
+        self.setStream(sys.stderr)
         clear_line()
         super().emit(record)
 

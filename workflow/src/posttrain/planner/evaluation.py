@@ -23,9 +23,7 @@ def serving_on_one_node(config: Config) -> Config:
     size = min(config.engine.gpus_per_engine, per_node)
     while size * 2 <= per_node and not _holds_weights(config, size):
         size *= 2
-    engine = dataclasses.replace(
-        config.engine, gpus_per_engine=size, num_engines=per_node // size, pd=PrefillDecode()
-    )
+    engine = dataclasses.replace(config.engine, gpus_per_engine=size, num_engines=per_node // size, pd=PrefillDecode())
     return dataclasses.replace(config, nodes=1, engine=engine)
 
 

@@ -98,8 +98,10 @@ def _needs_site(config: Config) -> bool:
 
 
 def _trainable_models(config_dir: Path) -> list[str]:
-    files = sorted((config_dir / "models").glob("*.yaml"))
-    return [path.stem for path in files if read_yaml(path)["model"]["architecture"]["model_type"] in TRAINABLE]
+    types = {
+        p.stem: read_yaml(p)["model"]["architecture"]["model_type"] for p in (config_dir / "models").glob("*.yaml")
+    }
+    return sorted(name for name, model_type in types.items() if model_type in TRAINABLE)
 
 
 def _changes(config: Config) -> Iterator[dict[str, object]]:
@@ -134,5 +136,5 @@ def _as_request(workflow: Mapping[str, Any], config: Config, changes: Mapping[st
 
 
 def _overrides(workflow: Mapping[str, Any], changes: Mapping[str, object]) -> str:
-    given = str(workflow.get("set") or "")
-    return " ".join(filter(None, (given, *(f"{key}={value}" for key, value in changes.items()))))
+    given = [word for word in str(workflow.get("set") or "").split() if word.partition("=")[0] not in changes]
+    return " ".join([*given, *(f"{key}={value}" for key, value in changes.items())])
