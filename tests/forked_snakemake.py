@@ -40,7 +40,8 @@ class ForkedSnakemake:
     """A process that has imported Snakemake, and runs one call at a time in a fork of itself."""
 
     def __init__(self) -> None:
-        self._output = tempfile.NamedTemporaryFile(suffix=".txt")
+        self._folder = tempfile.TemporaryDirectory()
+        self._output = Path(self._folder.name, "output.txt")
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -48,17 +49,18 @@ class ForkedSnakemake:
     def __call__(self, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
         """Return exit code and all output of a call in a folder."""
         command: Sequence[str] = ["--snakefile", str(ROOT / "Snakefile"), *words]
-        call = {"folder": str(folder), "words": command, "output": self._output.name}
-        assert self._process.stdin is not None and self._process.stdout is not None
+        call = {"folder": str(folder), "words": command, "output": str(self._output)}
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(json.dumps({**call, "environment": dict(environment or {})}) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
-        return code, Path(self._output.name).read_text()
+        return code, self._output.read_text()
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
-        self._output.close()
+        self._folder.cleanup()
 
 
 @functools.cache

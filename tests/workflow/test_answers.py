@@ -1,4 +1,4 @@
-"""Every rule that answers a question answers it each time it is asked: asked, something changed underneath, asked again.
+"""Every rule that answers a question answers it each time: asked, something changed underneath, asked again.
 
 A rule without outputs is an answer: Snakemake then runs it whenever it is named. Each has a case here.
 """

@@ -34,7 +34,7 @@ def test_nodes_of_an_evaluation(model: str, hardware: str, nodes: int) -> None:
 
 
 def test_engines_grow_until_they_hold_the_weights_of_the_source() -> None:
-    """GLM-4.5-Air trains with engines of 2 H200, which hold it in FP8; in BF16 it takes 4, and the node has room for 2."""
+    """GLM-4.5-Air trains with engines of 2 H200, which hold it in FP8; in BF16 it takes 4 GPUs."""
     config = config_of("glm4.5_air", "h200")
     assert config.engine.gpus_per_engine == 2
     served = serving_on_one_node(config)
