@@ -1,7 +1,7 @@
 """Progress bars for bytes and steps.
 
-On a terminal a live bar (rich), of one process at a time: two would write over each other, so the others show lines. In a
-log file one line every few seconds, so that a log shows the same without thousands of carriage returns.
+On a terminal a live bar (rich), of one process at a time: two would write over each other, so the others show lines.
+In a log file one line every few seconds, so that a log shows the same without thousands of carriage returns.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ProgressBar:
 
 
 def _take_terminal() -> int | None:
-    """Return a descriptor that holds the terminal of stderr for this process's bar; None where there is none to have."""
+    """Return a descriptor that holds stderr's terminal for this process's bar; None where there is none to have."""
     if not sys.stderr.isatty():
         return None
     try:
