@@ -21,7 +21,7 @@ CHANGES = {
     "download.num_workers": 2,
     "convert.num_parts": 3,
     "serving.format": "mxfp8",
-    "stage.copy": "slices",
+    "stage.copy": "nothing",
     "launch.max_idle_attempts": 5,
     "hardware.memory_gib_per_gpu": 20,
     "site.node_names": "[node0,node7]",
@@ -61,9 +61,8 @@ def run_at(request: pytest.FixtureRequest, undisturbed: WorkflowFolder, tmp_path
 
 def missing_after(run: WorkflowFolder, target: str, key: str, value: object) -> str:
     """Return what a target stands for, if it is not there and a run would not make it, either."""
-    name = run.run_folder.name
     changed = WorkflowFolder(run.folder, run.store, run.settings | {key: value})
-    goal = f"results/{name}/{target}" if "/" in target else target
+    goal = str(run.run_folder / target) if "/" in target else target
     words = changed.command(goal, options=["-n"])[5:]
     code, output = forked_snakemake()(run.folder, *words)
     assert code == 0, output
@@ -101,7 +100,7 @@ def test_success_without_what_was_named_is_none(undisturbed: WorkflowFolder, tmp
     run = WorkflowFolder(tmp_path / "work", undisturbed.store, dict(undisturbed.settings))
     run.run("stage_all_nodes", "resolve_config")
     run.settings["trainer.save_interval"] = 1
-    ancient = ["--consider-ancient", "train_grpo=experiment,resolved,staged"]
+    ancient = ["--consider-ancient", "train_grpo=experiment,resolved,staged", "--"]
     code, output = run.attempt("train_grpo", options=ancient)
     assert "1 of 1 steps (100%) done" in output
     assert code == 1

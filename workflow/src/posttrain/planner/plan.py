@@ -20,6 +20,7 @@ from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_page import render_page
 from posttrain.planner import duration, engine, memory, plan_goodput, storage
+from posttrain.planner.evaluation import check_served
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
@@ -96,7 +97,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config)],
         "warnings": [problem.as_dict() for problem in find_warnings(config)],
-        "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
+        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_served(config))],
         "not_modelled": list(NOT_MODELLED),
     }
 

@@ -14,7 +14,7 @@ from posttrain.config.load import read_yaml
 from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.evaluation import evaluation_nodes, serving_on_one_node
+from posttrain.planner.evaluation import check_served
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.problems import find_problems
 from posttrain.preflight.wandb_key import check_wandb
@@ -43,17 +43,6 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
     if any(rule in rules for rule in SERVING):
         found += check_served(config)
     return list(dict.fromkeys(found))
-
-
-def check_served(config: Config) -> Iterator[Problem]:
-    """Yield that a model is too large for one node, on which evaluations serve it in the precision of its source."""
-    nodes = evaluation_nodes(config)
-    if nodes > 1:
-        on_node = serving_on_one_node(config).engine.gpus_per_engine
-        found = f"{nodes} nodes of {config.hardware.gpus_per_node} {config.hardware.name} hold the model"
-        allowed = f"1 node ({on_node} GPUs) to evaluate with this version"
-        remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
-        yield Problem("evaluate", found, allowed, remedy)
 
 
 def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
