@@ -100,7 +100,7 @@ def test_success_without_what_was_named_is_none(undisturbed: WorkflowFolder, tmp
     run = WorkflowFolder(tmp_path / "work", undisturbed.store, dict(undisturbed.settings))
     run.run("stage_all_nodes", "resolve_config")
     run.settings["trainer.save_interval"] = 1
-    ancient = ["--consider-ancient", "train_grpo=experiment,resolved,staged", "--"]
+    ancient = ["--consider-ancient", "train_grpo=experiment,resolved,staged", "--nolock"]
     code, output = run.attempt("train_grpo", options=ancient)
     assert "1 of 1 steps (100%) done" in output
     assert code == 1
