@@ -10,13 +10,13 @@ from pathlib import Path
 from posttrain.artifacts import write_json
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
-from posttrain.config.derived import serving_on_one_node
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.engines.client import EngineClient
 from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
 from posttrain.evaluation.serving import Level, format_table, measure_serving
+from posttrain.planner.evaluation import serving_on_one_node
 from posttrain.planner.layout_choice import resolve
 
 

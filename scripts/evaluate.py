@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 from posttrain.checkpoint.node_local import require_content
 from posttrain.cli import add_configuration, run
-from posttrain.config.derived import serving_on_one_node
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
+from posttrain.planner.evaluation import serving_on_one_node
 from posttrain.planner.layout_choice import resolve
 
 
@@ -29,7 +30,17 @@ def main() -> None:
     write_json(args.output, {"when": args.when, **result, "inputs": inputs})
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)
-    print(json.dumps({name: value for name, value in result.items() if name != "examples"}, indent=2))
+    print(f"{args.when} training: {in_words(result)}")
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """Return an evaluation as one line."""
+    return (
+        f"{result['pass_rate']:.1%} of {result['num_responses']:,} responses pass, {result['pass_at_k']:.1%} of "
+        f"{result['num_prompts']:,} prompts with at least one of {result['num_samples']}; "
+        f"{result['response_tokens_mean']:.1f} tokens on average, {result['truncated_fraction']:.1%} cut off; "
+        f"{result['tokens_per_second']:,.0f} tokens/s"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:

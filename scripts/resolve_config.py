@@ -12,30 +12,17 @@ from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.references import register_run
 from posttrain.cli import add_configuration, run
 from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.config.rules import check_trainable
-from posttrain.config.schema import Config
-from posttrain.errors import raise_if_any
 from posttrain.planner.layout_choice import resolve
-from posttrain.planner.problems import find_problems
-from posttrain.preflight.services import check_wandb
 
 
 def main() -> None:
-    """Resolve the configuration and write what changed of it; refuse what cannot be trained."""
+    """Resolve the configuration and write what changed of it."""
     arguments = parse_arguments()
     resolved = resolve(arguments.workflow, arguments.config_dir)
     paths = Paths(resolved)
-    if not paths.train_done.exists():
-        refuse_early(resolved.config)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
     write_if_changed(arguments.resolved, dump_resolved(resolved))
     register_run(paths)
-
-
-def refuse_early(config: Config) -> None:
-    """Refuse what would stop the training job, before hours of other work."""
-    missing_key = check_wandb(config).problem
-    raise_if_any([*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])])
 
 
 def write_if_changed(path: Path, text: str) -> None:

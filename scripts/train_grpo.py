@@ -23,7 +23,7 @@ from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.observability.provenance import record_run
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
-from posttrain.preflight.services import check_wandb
+from posttrain.preflight.wandb_key import check_wandb
 from posttrain.training.checkpoints import CheckpointFolder
 
 

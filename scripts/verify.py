@@ -15,6 +15,9 @@ def main() -> None:
     """Check everything, show it, and fail by naming whatever is not what it should be."""
     arguments = parse_arguments()
     paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    if arguments.output:
+        # What was proven once may not hold any more.
+        arguments.output.unlink(missing_ok=True)
     verified = prove(paths, content=not arguments.sizes_only)
     if arguments.output:
         write_json(arguments.output, verified)

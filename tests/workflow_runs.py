@@ -108,7 +108,7 @@ class WorkflowFolder:
     @property
     def run_folder(self) -> Path:
         """The one run below `results`."""
-        (run,) = self.results.iterdir()
+        (run,) = (path for path in self.results.iterdir() if path.name != "plans")
         return run
 
     @property

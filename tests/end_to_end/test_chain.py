@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_named_is_exported_and_nothing_is_trained(
 
 def test_other_targets_do_their_work(undisturbed: WorkflowFolder) -> None:
     undisturbed.run("plan", "check", "benchmark_serving", "finalize_serving", "verify_rollout_weights")
-    plan = json.loads((undisturbed.run_folder / "plan.json").read_text())
+    plan = json.loads((undisturbed.results / "plans" / "tiny-1xcpu.json").read_text())
     assert plan["model"]["num_parameters"] > 250_000
     assert not plan["problems"]
     assert (undisturbed.run_folder / "evaluation" / "serving.json").exists()

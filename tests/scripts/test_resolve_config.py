@@ -61,11 +61,3 @@ def test_all_mistakes_come_in_one_message_without_a_traceback(tmp_path):
     assert "did you mean 'optimizer.lr'?" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_be_trained_is_refused_before_the_work(tmp_path):
-    done = resolve_config(tmp_path, model="glm5", site="local")
-    assert done.returncode == 1
-    assert "nodes = 16\n      allowed: 1 with site.launcher=local" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())

@@ -7,7 +7,8 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-from tests.workflow_runs import ROOT, run_snakemake
+from tests.forked_snakemake import forked_snakemake
+from tests.workflow_runs import ROOT
 
 from posttrain.errors import ConfigError, raise_if_any
 from posttrain.planner.layout_choice import resolve
@@ -68,8 +69,7 @@ OTHER_BRANCHES: dict[str, dict[str, object]] = {
 def dry_run(folder: Path, config: dict[str, object], *options: str) -> tuple[int, str]:
     """Run a plain `snakemake -n` in a folder and return exit code and output."""
     pairs = [f"{key}={value}" for key, value in config.items()]
-    ended = run_snakemake(folder, "-n", *options, *(["--config", *pairs] if pairs else []))
-    return ended.returncode, ended.stdout
+    return forked_snakemake()(folder, "-n", *options, *(["--config", *pairs] if pairs else []))
 
 
 def job_table(output: str) -> str:

@@ -73,16 +73,17 @@ def test_a_plan_is_drawn_and_ends_with_the_same_report(tmp_path: Path) -> None:
     ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", *words)
     assert ended.returncode == 1
     assert REPORT in ended.stdout
-    assert "1 problem</h3>" in (tmp_path / "results" / "mine" / "plan.html").read_text()
-    assert (tmp_path / "results" / "mine" / "plan.json").exists()
+    assert "1 problem</h3>" in (tmp_path / "results" / "plans" / "tiny-1xcpu.html").read_text()
+    assert (tmp_path / "results" / "plans" / "tiny-1xcpu.json").exists()
 
 
 def test_what_is_asked_for_beside_a_plan_is_refused_before_work(tmp_path: Path) -> None:
     words = [f"{key}={value}" for key, value in TOO_LITTLE_MEMORY.items()]
     ended = run_snakemake(tmp_path, "plan", "all", "--cores", "1", "--config", *words)
     assert ended.returncode == 1
-    assert f"resolve_config.py: {REPORT}" in ended.stdout
-    assert not (tmp_path / "resources").exists()
+    assert ended.stdout.rstrip().endswith("`snakemake plan` with the same --config draws all figures.")
+    assert "  - parallel = " in ended.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".snakemake"], "not even the plan"
 
 
 def test_what_is_trained_stays_when_memory_is_judged_otherwise(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
 from posttrain.launch.child import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
+from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.preflight.refusals import refusal
 from posttrain.preflight.storage import require_writable
 from posttrain.training.lineage import check_fork
 
@@ -29,6 +31,9 @@ name_driver()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Steps run in the environment that runs Snakemake, whether or not a shell has activated it (envs/README.md).
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+ENDING = Ending(shows_commands=workflow.output_settings.printshellcmds)
+if workflow.is_main_process:
+    ENDING.watch(logger)
 # Short in printed commands, and right from any working directory.
 SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
 CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
@@ -65,6 +70,16 @@ def refuse_beside_a_look():
     return []
 
 
+def refused():
+    """Return what keeps this version from running the jobs that Snakemake has planned, in words; empty where nothing."""
+    rules = {job.rule.name for job in workflow.dag.needrun_jobs(exclude_finished=False)} if workflow.dag else set()
+    return refusal(config, Path(CONFIG_DIR), CFG, rules)
+
+
+# Whether it is a dry run is known only after this file is read.
+ENDING.add(lambda: refused() if workflow.dryrun else "")
+
+
 # They stand in the site's file with all that belongs to a cluster; without a scheduler there are no defaults.
 if workflow.resource_settings.default_resources is not None:
     for name, value in resources_of_all_jobs(CFG.site).items():
@@ -87,6 +102,21 @@ if CFG.export.checkpoint_folder:
     RESULTS = [receipt_of(PATHS.hf_export)]
 else:
     RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
+
+
+def tell(state):
+    """Let a site's command know how a run has ended; a look at runs, or a plan, is nothing to tell of."""
+    if any(job.output for job in workflow.dag.needrun_jobs(exclude_finished=False)):
+        notify(CFG.site.end_command, PATHS.run, state, "\n\n".join(ENDING.words()))
+
+
+def until_made(product, path):
+    """Return an input that a product waits for until it is there, and that is no reason to make it again afterwards.
+
+    With `ancient` alone Snakemake looks for no other reason to make the product, not even that it is missing, once the
+    job that makes the input runs; so nobody may be asked for the input any more when the product is there.
+    """
+    return before_update(ancient(path)) if product.exists() and path.exists() else path
 
 
 wildcard_constraints:

@@ -1,9 +1,6 @@
 # The model's files and the prompts, verified against their source.
 from posttrain.artifacts import manifest_of
-from posttrain.config.rules import check_convertible
 
-# resolve_config refuses a model that this version cannot convert; nothing is fetched for it before that.
-REFUSED_BY = [PATHS.config] if list(check_convertible(CFG)) else []
 SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
 # Of a folder that no rule makes, a changed file is a changed source.
 SOURCE_FILES = (
@@ -45,7 +42,6 @@ rule list_hf_checkpoint:
     input:
         made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
         files=SOURCE_FILES,
-        refused_by=REFUSED_BY,
     output:
         update(manifest_of(PATHS.hf)),
     log:

@@ -37,21 +37,18 @@ rule benchmark_serving:
     input:
         checkpoint=receipt_of(PATHS.hf_export),
         dataset=receipt_of(PATHS.dataset),
-    output:
-        PATHS.run / "evaluation" / "serving.json",
     log:
         PATHS.run_log("benchmark_serving"),
-    benchmark:
-        PATHS.run_log("benchmark_serving").with_suffix(".benchmark.tsv")
     threads: 2
     resources:
         **resources_of_serving(CFG),
     params:
         checkpoint=PATHS.hf_export,
         dataset=PATHS.dataset,
+        measured=PATHS.run / "evaluation" / "serving.json",
     message:
         "measure the serving speed of the trained model at several concurrencies"
     shell:
         "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/benchmark_serving.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
         " --checkpoint {params.checkpoint:q}"
-        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {output:q}"
+        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {params.measured:q}"

@@ -53,22 +53,19 @@ rule verify_rollout_weights:
     input:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),
-    output:
-        PATHS.rollout_report,
     log:
         PATHS.store_log("verify_rollout_weights"),
-    benchmark:
-        PATHS.store_log("verify_rollout_weights").with_suffix(".benchmark.tsv")
     threads: workflow.cores if CFG.site.launcher == "local" else 1
     params:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
+        report=PATHS.rollout_report,
     message:
         "measure what FP8 did to the weights"
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
         " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
-        " --threads {threads} --report {output:q}"
+        " --threads {threads} --report {params.report:q}"
 
 
 rule quantize_serving:

@@ -27,14 +27,12 @@ rule resolve_config:
 rule plan:
     log:
         PATHS.run_log("plan"),
-    benchmark:
-        PATHS.run_log("plan").with_suffix(".benchmark.tsv")
     localrule: True
     params:
         workflow=WORKFLOW,
-        # Not outputs: a plan with problems fails when its page is drawn, and Snakemake deletes what failed jobs made.
-        json=PATHS.run / "plan.json",
-        html=PATHS.run / "plan.html",
+        # Not outputs: who asks again wants the plan of now, and a plan with problems fails when its page is drawn.
+        json=PATHS.plan.with_suffix(".json"),
+        html=PATHS.plan.with_suffix(".html"),
         # Elsewhere a scheduler decides it.
         jobs_at_once=f" --jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:

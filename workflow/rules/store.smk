@@ -4,18 +4,15 @@
 rule verify:
     input:
         receipt_of(PATHS.hf_export),
-    output:
-        PATHS.run / "verified.json",
     log:
         PATHS.run_log("verify"),
-    benchmark:
-        PATHS.run_log("verify").with_suffix(".benchmark.tsv")
     params:
         workflow=WORKFLOW,
+        verified=PATHS.verified,
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {output:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {params.verified:q}"
 
 
 # Before training, or without: the checkpoints that the run begins with.
@@ -26,8 +23,6 @@ rule verify_store:
         receipt_of(PATHS.rollout_weights),
     log:
         PATHS.run_log("verify_store"),
-    benchmark:
-        PATHS.run_log("verify_store").with_suffix(".benchmark.tsv")
     params:
         workflow=WORKFLOW,
     message:
@@ -48,14 +43,3 @@ rule gc:
         "what of the store no run needs"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
-
-
-onstart:
-    outputs = [path for job in workflow.dag.needrun_jobs() for path in job.output]
-    try:
-        make_shared_roots(CFG)
-        share_store(PATHS.store, CFG.site.store_group, outputs)
-        require_writable(outputs)
-    except OSError as error:
-        logger.error(explain(error) or str(error))
-        sys.exit(1)

@@ -8,7 +8,7 @@ NODE_LOCAL = PATHS.node_local("{node}")
 # A fork begins with another run's checkpoint, which is linked, not copied.
 rule fork_checkpoint:
     input:
-        ancient(PATHS.experiment),
+        until_made(PATHS.fork_receipt, PATHS.experiment),
     output:
         PATHS.fork_receipt,
     log:
@@ -29,10 +29,10 @@ rule train_grpo:
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
         # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
-        experiment=ancient(PATHS.experiment),
-        resolved=ancient(PATHS.config),
-        staged=ancient(PATHS.run / "node_local.staged"),
-        fork=ancient(PATHS.fork_receipt) if RESOLVED.fork else [],
+        experiment=until_made(PATHS.train_done, PATHS.experiment),
+        resolved=until_made(PATHS.train_done, PATHS.config),
+        staged=until_made(PATHS.train_done, PATHS.run / "node_local.staged"),
+        fork=until_made(PATHS.train_done, PATHS.fork_receipt) if RESOLVED.fork else [],
     output:
         PATHS.train_done,
     log:

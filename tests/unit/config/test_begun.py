@@ -40,6 +40,22 @@ def test_every_changed_value_is_named(begun):
     assert str(begun.parent) in caught.value.problems[0].remedy
 
 
+@pytest.mark.parametrize(
+    ("settings", "forks"),
+    [
+        ("training.num_steps=81", True),
+        ("training.num_steps=79", False),
+        ("training.num_steps=81 optimizer.lr=1e-3", False),
+        ("optimizer.lr=1e-3", False),
+    ],
+)
+def test_more_steps_are_a_fork_of_the_last_one(begun, settings, forks):
+    """The run has 80; a checkpoint of its last step is where others begin."""
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_experiment(begun, resolved_with(settings))
+    assert ("--config run=... fork=mine@80" in caught.value.problems[-1].remedy) == forks
+
+
 def test_the_file_holds_every_value_exactly(tmp_path):
     """Revisions of digits, tiny numbers and empty texts survive YAML."""
     resolved = resolved_with("optimizer.lr=1.2345678901234567e-7 data.revision=" + "1" * 40, "glm5")

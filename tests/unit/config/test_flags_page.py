@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from posttrain.config.load import WORKFLOW_KEYS
+from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Config
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")

@@ -18,7 +18,8 @@ from posttrain.config.derived import (
     num_updates_per_step,
     rollout_samples_per_step,
 )
-from posttrain.config.load import WORKFLOW_KEYS, resolve
+from posttrain.config.load import resolve
+from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
 from posttrain.planner.duration import Bandwidths

@@ -6,9 +6,6 @@ import textwrap
 import pytest
 from tests.hub_server import HubServer
 
-from posttrain.config.schema import Config, Logging
-from posttrain.preflight.services import check_wandb
-
 # The Hub's address is read when its library is imported, so each check runs in a process of its own.
 PROGRAM = """
 import sys
@@ -66,21 +63,3 @@ def test_offline_skips_the_question(hub):
     assert check("http://127.0.0.1:9", "owner/name", "f" * 40, HF_HUB_OFFLINE="1").startswith(
         "skipped | HF_HUB_OFFLINE"
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "key", "status"),
-    [
-        (Logging(wandb=False), None, "ok"),
-        (Logging(wandb_mode="offline"), None, "ok"),
-        (Logging(wandb_mode="online"), "secret-key", "ok"),
-        (Logging(wandb_mode="online"), None, "problem"),
-    ],
-)
-def test_wandb_needs_its_key_only_online_and_never_shows_it(monkeypatch, settings, key, status):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    finding = check_wandb(Config(logging=settings))
-    assert finding.status == status
-    assert "secret-key" not in f"{finding.detail}{finding.problem}"

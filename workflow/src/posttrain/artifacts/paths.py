@@ -214,6 +214,17 @@ class Paths:
         return self.run / "preflight.json"
 
     @property
+    def verified(self) -> Path:
+        """What `snakemake verify` has proven last; gone as long as it has not."""
+        return self.run / "verified.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan of this model on these nodes, `.json` and `.html`: other counts and machines lie beside it."""
+        config = self.resolved.config
+        return self.run.parent / "plans" / f"{config.model.name}-{config.nodes}x{config.hardware.name}.json"
+
+    @property
     def summary(self) -> Path:
         """The run in a dozen numbers; written when all is done."""
         return self.run / "summary.json"

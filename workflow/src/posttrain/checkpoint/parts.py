@@ -153,9 +153,17 @@ class FolderInTheMaking:
 
     def _write(self, file: OutputFile, progress: TransferProgress) -> Description:
         made: list[Description] = []
+        left = file.size_bytes
+
+        def count(written: int) -> None:
+            # What was announced is the tensors; a header comes on top of it.
+            nonlocal left
+            counted = min(written, left)
+            left -= counted
+            progress.advance(counted)
 
         def write(opened: BinaryIO) -> None:
-            with HashingFile(opened, progress.advance) as output:
+            with HashingFile(opened, count) as output:
                 notes = file.write(output)
             record = FileRecord(file.name, output.size_bytes, output.xxh3_128)
             made.append(Description(record, digest(file.made_from), notes))

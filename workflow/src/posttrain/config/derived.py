@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from posttrain.config.schema import Config, PrefillDecode
+from posttrain.config.schema import Config
 
 
 def world_size(config: Config) -> int:
@@ -47,19 +46,6 @@ def prefill_gpus(config: Config) -> int:
 def engine_gpus(config: Config) -> int:
     """Return the GPUs of all engines, those that only prefill included."""
     return prefill_gpus(config) + config.engine.num_engines * config.engine.gpus_per_engine
-
-
-def serving_on_one_node(config: Config) -> Config:
-    """Return the configuration of engines that serve on one node alone, as evaluations do.
-
-    On GPUs these are as many as the node has room for; an engine that spans nodes in training gets all of this one's.
-    """
-    if config.hardware.device == "cpu":
-        return config
-    size = min(config.engine.gpus_per_engine, config.hardware.gpus_per_node)
-    count = config.hardware.gpus_per_node // size
-    engine = dataclasses.replace(config.engine, gpus_per_engine=size, num_engines=count, pd=PrefillDecode())
-    return dataclasses.replace(config, nodes=1, engine=engine)
 
 
 def mismatch_limits(config: Config) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from posttrain.config import schema
-from posttrain.config.load import WORKFLOW_KEYS
+from posttrain.config.request import WORKFLOW_KEYS
 
 INTRODUCTION = """\
 # Configuration
@@ -33,9 +33,13 @@ later ones win:
 5. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
 6. `hardware/{hardware}.yaml`
 7. `sites/{site}.yaml`: what belongs to a cluster
-8. `set='key=value key=value'` on the command line
+8. sections in a file of your own, `--configfile my.yaml`: `optimizer: {lr: 1e-4}`. One that changes a model's,
+   hardware's or site's file says which with its `name`
+9. `set='key=value key=value'` on the command line
 
 `workflow.yaml` and `--config` choose among them; they know the keys %(workflow_keys)s.
+Files of your own need not lie here: `configs=/my/folder` names a folder with `models/`, `recipes/`, `nodes/`,
+`hardware/` or `sites/` in it, whose files are chosen by name like those of this folder.
 Every key and value of every layer is checked, and all mistakes are reported at once, each with its file and
 a remedy.
 `config.resolved.yaml` in a run's folder shows every value with the layer that set it.

@@ -1,9 +1,10 @@
 """From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
 
 Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> recipes/{recipe}.yaml, if one is asked for ->
-nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> `set=`. Every key and
-value of every layer is checked against the schema on its own, so that all mistakes are reported at once, each with the
-file it stands in.
+nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> sections of
+`--configfile` -> `set=`. Named files are looked for in the user's own folder (`configs=`), too. Every key and value of
+every layer is checked against the schema on its own, so that all mistakes are reported at once, each with the file it
+stands in.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -25,17 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.config import schema
 from posttrain.config.families import dimensions
 from posttrain.config.fields import TYPE_NAMES, build, check_ranges, did_you_mean, leaf_types, typed, unknown_key
+from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
-# What `--config` and workflow.yaml may hold; everything else goes through `set=`.
-WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "run", "fork", "set", "gc")
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
-# A run's name becomes a folder's.
-RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
-# A run and how many of its steps stay: a step that has a checkpoint.
-FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -83,8 +78,7 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:
-        workflow: `config/workflow.yaml` with the user's `--config` on top: model, recipe, nodes, hardware, site, run,
-            set.
+        workflow: `config/workflow.yaml` with the user's `--configfile` and `--config` on top (`config.request`).
         config_dir: The folder `config/`.
         choose_layout: Chooses the layout when `config/nodes` has no recipe for this model and node count; None leaves
             the schema's.
@@ -93,26 +87,29 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
         ConfigError: With every problem found: unknown keys (with the nearest known one), wrong types, values out of
             range, and rules that join several keys.
     """
-    merger = _Merger(config_dir)
-    merger.problems += _check_workflow_keys(workflow)
+    request = parse_request(workflow)
+    names = request.names
+    merger = _Merger(config_dir, request.own_folder)
+    merger.problems += request.problems
     merger.add_file("base.yaml")
-    merger.add_choice("models", "model", workflow.get("model"))
-    if workflow.get("recipe") is not None:
-        merger.add_choice("recipes", "recipe", workflow["recipe"])
+    merger.add_choice("models", "model", names.get("model"))
+    if names.get("recipe") is not None:
+        merger.add_choice("recipes", "recipe", names["recipe"])
     # A wrong count is a problem by now; the model's own lets the other checks go on.
-    given = workflow.get("nodes") if _is_count(workflow.get("nodes")) else None
+    given = names.get("nodes") if is_count(names.get("nodes")) else None
     nodes = given or merger.get("defaults.nodes") or 1
     merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
-    hardware = workflow.get("hardware") or merger.get("defaults.hardware")
+    hardware = names.get("hardware") or merger.get("defaults.hardware")
     is_written_for = merger.look_up(f"hardware/{hardware}.yaml", "hardware", "gpus_per_node") == RECIPE_GPUS_PER_NODE
-    has_recipe = is_written_for and merger.add_optional_file(f"nodes/{workflow.get('model')}_{nodes}.yaml")
+    has_recipe = is_written_for and merger.add_optional_file(f"nodes/{names.get('model')}_{nodes}.yaml")
     merger.add_choice("hardware", "hardware", hardware)
-    merger.add_choice("sites", "site", workflow.get("site"))
-    merger.add_overrides(workflow.get("set"))
+    merger.add_choice("sites", "site", names.get("site"))
+    merger.add_tree(request.sections, "--configfile")
+    merger.add_overrides(names.get("set"))
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    return Resolved(config, dict(merger.origins), _run_name(workflow, config), str(workflow.get("fork") or ""))
+    return Resolved(config, dict(merger.origins), _run_name(names, config), str(names.get("fork") or ""))
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
@@ -171,8 +168,8 @@ def load_resolved(path: Path) -> schema.Config:
 class _Merger:
     """Adds layers one by one, keeps the origin of each value and every problem met on the way."""
 
-    def __init__(self, config_dir: Path):
-        self._dir = config_dir
+    def __init__(self, config_dir: Path, own_folder: Path | None = None):
+        self._dir, self._own = config_dir, own_folder
         self._values: dict[str, Any] = {}
         self._types = leaf_types(schema.Config)
         self._files: dict[str, dict[Any, Any]] = {}
@@ -183,17 +180,18 @@ class _Merger:
 
     def add_choice(self, folder: str, key: str, name: Any) -> None:
         """Add `{folder}/{name}.yaml`; an unknown name is a problem that lists the known ones."""
-        known = sorted(path.stem for path in (self._dir / folder).glob("*.yaml"))
+        known = sorted({path.stem for parent in self._folders for path in (parent / folder).glob("*.yaml")})
         if str(name) in known:
             self.add_file(f"{folder}/{name}.yaml")
         elif name is not None or key != "hardware" or not self._lacks_a_layer:
             remedy = did_you_mean(str(name), known) or f"choose one of {', '.join(known)}"
-            self.problems.append(Problem(key, repr(name), ", ".join(known), remedy))
+            found = repr(name) if name is not None else "no name"
+            self.problems.append(Problem(key, found, ", ".join(known), remedy))
             self._lacks_a_layer = True
 
     def add_optional_file(self, name: str) -> bool:
         """Add a layer if its file exists; tells whether it does."""
-        if (self._dir / name).exists():
+        if self._find(name).exists():
             self.add_file(name)
             return True
         return False
@@ -207,24 +205,41 @@ class _Merger:
 
     def add_file(self, name: str) -> None:
         """Add a YAML file as a layer."""
-        for _, _, dotted, value in _walk(self._read(name)):
+        path = self._find(name)
+        self.add_tree(self._read(name), f"{self._dir.name}/{name}" if path.is_relative_to(self._dir) else str(path))
+
+    def add_tree(self, tree: Mapping[Any, Any], origin: str) -> None:
+        """Add nested values as a layer."""
+        for _, _, dotted, value in _walk(tree):
             # A mapping is walked into; only one that the schema does not know is reported as a whole.
             if not isinstance(value, dict) or not self._is_section(dotted):
-                self.add_value(dotted, value, f"{self._dir.name}/{name}")
+                self.add_value(dotted, value, origin)
 
     def look_up(self, name: str, section: str, key: str) -> Any:
         """Return a value of a file that is not a layer yet; None where there is none."""
-        values = self._read(name).get(section) if (self._dir / name).exists() else None
+        values = self._read(name).get(section) if self._find(name).exists() else None
         return values.get(key) if isinstance(values, dict) else None
 
     def _read(self, name: str) -> dict[Any, Any]:
         if name not in self._files:
             try:
-                layer = OmegaConf.to_container(OmegaConf.load(self._dir / name))
+                layer = OmegaConf.to_container(OmegaConf.load(self._find(name)))
             except (OmegaConfBaseException, OSError, ValueError) as error:
                 raise ConfigError([Problem(name, type(error).__name__, "a readable YAML file", str(error))]) from error
             self._files[name] = layer if isinstance(layer, dict) else {}
         return self._files[name]
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self._dir, *([self._own] if self._own else [])]
+
+    def _find(self, name: str) -> Path:
+        """Return where a file is; one that stands in both folders is a problem: which is meant is not to be guessed."""
+        found = [folder / name for folder in self._folders if (folder / name).exists()]
+        if len(found) > 1 and not any(problem.value == str(found[1]) for problem in self.problems):
+            remedy = "give it another name"
+            self.problems.append(Problem(name, str(found[1]), f"a name that {self._dir.name}/ does not have", remedy))
+        return found[0] if found else self._dir / name
 
     def add_overrides(self, text: Any) -> None:
         """Add the values of `set=`: words like a shell's, each `key=value`."""
@@ -289,42 +304,9 @@ class _Merger:
         return any(known.startswith(f"{dotted}.") for known in self._types)
 
 
-def _check_workflow_keys(workflow: Mapping[str, Any]) -> list[Problem]:
-    problems = [
-        Problem(
-            key,
-            repr(value),
-            ", ".join(WORKFLOW_KEYS),
-            did_you_mean(key, WORKFLOW_KEYS) or f"put it into set='...': set='{key}={value}'",
-        )
-        for key, value in workflow.items()
-        if key not in WORKFLOW_KEYS
-    ]
-    nodes = workflow.get("nodes")
-    if nodes is not None and not _is_count(nodes):
-        problems.append(Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes"))
-    if workflow.get("gc", "show") not in ("show", "delete"):
-        problems.append(Problem("gc", repr(workflow["gc"]), "show, delete", "show deletes nothing"))
-    run = workflow.get("run")
-    if run is not None and not re.fullmatch(RUN_NAME, str(run)):
-        allowed = "a letter, then letters, digits, '.', '_' or '-'; at most 100"
-        problems.append(Problem("run", repr(run), allowed, "choose another name"))
-    fork = workflow.get("fork")
-    if fork is not None and not re.fullmatch(FORK, str(fork)):
-        allowed = "RUN@STEP: a run's name and a step of which it has a checkpoint"
-        problems.append(Problem("fork", repr(fork), allowed, "`snakemake status --cores 1` shows runs and steps"))
-    elif fork is not None and str(fork).partition("@")[0] == str(run):
-        problems.append(Problem("fork", repr(fork), "another run than run=", "give the fork a name of its own"))
-    return problems
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _run_name(workflow: Mapping[str, Any], config: schema.Config) -> str:
-    experiment, fork = experiment_of(config), workflow.get("fork")
-    return str(workflow.get("run") or f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}")
+def _run_name(names: Mapping[str, Any], config: schema.Config) -> str:
+    experiment, fork = experiment_of(config), names.get("fork")
+    return str(names.get("run") or f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}")
 
 
 def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:

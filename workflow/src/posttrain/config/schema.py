@@ -316,6 +316,11 @@ class Site:
     network_interface: str = _doc("Interface that joins nodes (`ib0`, `eth0`); empty: that of a node's own name", "")
     trainer_environment: list[str] = _doc("NAME=value for every trainer rank: NCCL, NVSHMEM, UCX and the like", [])
     engine_environment: list[str] = _doc("NAME=value for every engine", [])
+    end_command: list[str] = _doc(
+        "Words of a command that the driver runs when what it was asked to make is made, or has failed: a message to "
+        "you. POSTTRAIN_RUN, POSTTRAIN_STATE (ended, failed, interrupted) and POSTTRAIN_MESSAGE are in its environment",
+        [],
+    )
     slurm: Slurm = field(default_factory=Slurm, metadata={"doc": "What jobs ask SLURM for (launcher: slurm)"})
     container: Container = field(default_factory=Container, metadata={"doc": "Image behind srun"})
     kubernetes: Kubernetes = field(default_factory=Kubernetes, metadata={"doc": "What pods get"})
@@ -333,8 +338,13 @@ class Logging:
     """Where metrics go besides `metrics.jsonl`."""
 
     wandb: bool = _doc("Write a W&B run", True)
-    wandb_mode: str = _doc("online needs WANDB_API_KEY in the environment", "offline", choices=("offline", "online"))
+    wandb_mode: str = _doc(
+        "online needs `wandb login`, or WANDB_API_KEY in the environment", "offline", choices=("offline", "online")
+    )
     wandb_project: str = _doc("W&B project", "posttrain")
+    wandb_entity: str = _doc("W&B team or user; empty: yours", "")
+    wandb_group: str = _doc("W&B group that the run belongs to", "")
+    wandb_tags: list[str] = _doc("W&B tags of the run", [])
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 from types import TracebackType
+from typing import TextIO
 
 from posttrain.errors import printable
 
 LOG_VARIABLE = "POSTTRAIN_LOG"
+CLEAR_LINE = "\r\x1b[2K"
 
 
 def configure_logging(role: str | None = None) -> None:
@@ -26,7 +28,7 @@ def configure_logging(role: str | None = None) -> None:
     # A log on a full disk must not bury what the terminal shows under tracebacks of its own.
     logging.raiseExceptions = False
     prefix = f"[{role}] " if role else ""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [TerminalHandler()]
     if log_file := os.environ.get(LOG_VARIABLE):
         os.makedirs(os.path.dirname(log_file) or ".", exist_ok=True)
         file_handler = logging.FileHandler(log_file, encoding="utf-8")
@@ -49,6 +51,23 @@ class _Printable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as it is written."""
         return printable(super().format(record))
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr; on a terminal above a progress bar of its own, and in place of another process's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        # A live bar takes the place of stderr while it is shown.
+        self.setStream(sys.stderr)
+        clear_line()
+        super().emit(record)
+
+
+def clear_line() -> None:
+    """Take a progress bar off the terminal's last line, so that a message does not run into it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(CLEAR_LINE)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,12 +1,14 @@
 """Progress bars for bytes and steps.
 
-On a terminal a live bar (rich); in a log file one line every few seconds, so that a log shows the same without
-thousands of carriage returns.
+On a terminal a live bar (rich), of one process at a time: two would write over each other, so the others show lines.
+In a log file one line every few seconds, so that a log shows the same without thousands of carriage returns.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import sys
 import time
 from types import TracebackType
@@ -42,8 +44,8 @@ class ProgressBar:
         self._done = 0
         self._note = ""
         self._last_log = time.monotonic()
-        live = sys.stderr.isatty() and not quiet
-        self._live = Progress(*self._columns(), console=Console(stderr=True)) if live else None
+        self._terminal = None if quiet else _take_terminal()
+        self._live = Progress(*self._columns(), console=Console(stderr=True)) if self._terminal else None
         self._task = self._live.add_task(label, total=total, note="") if self._live else None
 
     def __enter__(self) -> ProgressBar:
@@ -54,8 +56,9 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
+        if self._live and self._terminal is not None:
             self._live.stop()
+            os.close(self._terminal)
         elif kind is None and not self._quiet:
             self._log()
 
@@ -88,3 +91,20 @@ class ProgressBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
+
+
+def _take_terminal() -> int | None:
+    """Return a descriptor that holds stderr's terminal for this process's bar; None where there is none to have."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        # A lock is of an open file: that of stderr is shared with whoever started this process.
+        terminal = os.open(os.ttyname(sys.stderr.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(terminal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(terminal)
+        return None
+    return terminal

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
 
 
@@ -38,14 +37,16 @@ class RuleNode:
         return self.name.split(" ")[0]
 
 
-def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
+def rule_chain(config: Config, is_fork: bool = False, evaluation_nodes: int = 1) -> list[RuleNode]:
     """Return the rules that lead to the report, in the order of the data.
 
     Args:
         config: The resolved configuration.
         is_fork: The run begins with another run's state.
+        evaluation_nodes: Nodes that serve the model while it is evaluated; what runs, runs on one.
     """
-    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config, is_fork)]
+    training = _training_rules(config, is_fork, evaluation_nodes)
+    return [*_source_rules(config), *_checkpoint_rules(config), *training]
 
 
 def is_staged(config: Config) -> bool:
@@ -100,16 +101,13 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
     return rules
 
 
-def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
-    on_gpus = config.hardware.device == "cuda"
-    trainer_gpus = world_size(config) if on_gpus else 0
-    serving_gpus = engine_gpus(config) if on_gpus else 0
-    serving_nodes = -(-serving_gpus // config.hardware.gpus_per_node) or 1
+def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> list[RuleNode]:
+    gpus_per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
     parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
     rollout = "finalize_rollout_fp8" if config.rollout.fp8 else "patch_hf_config"
     before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, rollout)
-    evaluated = {"nodes": serving_nodes, "gpus": serving_gpus}
+    evaluated = {"nodes": evaluation_nodes, "gpus": evaluation_nodes * gpus_per_node}
     fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
     return [
         *fork,
@@ -125,7 +123,7 @@ def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
             (*before, "download_dataset", *(rule.name for rule in fork)),
             1,
             config.nodes,
-            trainer_gpus,
+            config.nodes * gpus_per_node,
         ),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
         RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),

@@ -10,7 +10,8 @@ what the attempt before left. One run, one folder, each step once. Online, the r
 continued, and the server leaves out steps it has.
 
 Neither the command line, the machine, the console, the code nor the environment is recorded: a secret could
-be in them. The API key is read from WANDB_API_KEY by the library itself, and only online.
+be in them. The API key is read by the library itself, from WANDB_API_KEY or where `wandb login` has put it, and only
+online.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from posttrain.artifacts import write_text
 from posttrain.config.load import digest8
 from posttrain.config.schema import Logging
+from posttrain.observability.wandb_login import login_of_wandb
 
 FINISH_TIMEOUT_SECONDS = 60.0
 # No question, no phoning, and nothing of the environment in the run.
@@ -50,7 +52,7 @@ class WandbWriter:
     Args:
         folder: The training run's folder.
         run_name: Name of the run.
-        settings: Mode and project.
+        settings: Mode, project, entity, group and tags.
         rows: Rows of the steps done so far, to stand in an offline run from the start.
         config: Shown beside the curves.
     """
@@ -63,9 +65,9 @@ class WandbWriter:
         rows: Sequence[Mapping[str, float]],
         config: Mapping[str, Any],
     ):
-        if settings.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY"):
+        if settings.wandb_mode == "online" and not login_of_wandb():
             raise RuntimeError(
-                "logging.wandb_mode=online needs WANDB_API_KEY in the environment; set it or use offline"
+                "logging.wandb_mode=online needs `wandb login`, or WANDB_API_KEY in the environment; or use offline"
             )
         self._folder, self._run_name, self._settings, self._config = folder, run_name, settings, dict(config)
         self._rows: queue.SimpleQueue[Mapping[str, float] | None] = queue.SimpleQueue()
@@ -127,6 +129,9 @@ class WandbWriter:
             _remove_offline_runs(self._folder, run_id)
         return wandb.init(
             project=self._settings.wandb_project,
+            entity=self._settings.wandb_entity or None,
+            group=self._settings.wandb_group or None,
+            tags=self._settings.wandb_tags,
             name=self._run_name,
             id=run_id,
             dir=str(self._folder),

@@ -22,9 +22,9 @@ from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
 from posttrain.observability.report_format import as_text, counted
 from posttrain.observability.report_page import render_page
-from posttrain.observability.rule_chain import rule_chain
 from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner import duration, engine, memory, plan_goodput, storage
+from posttrain.planner.evaluation import check_served
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.guesses import GUESSES
 from posttrain.planner.layout import LayoutProposal, assess_layout, propose_layouts
@@ -106,7 +106,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         | rendered_flags(config, resolved.origins),
         "problems": [problem.as_dict() for problem in find_problems(config)],
         "warnings": [problem.as_dict() for problem in find_warnings(config)],
-        "not_trainable": [problem.as_dict() for problem in check_trainable(config)],
+        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_served(config))],
         "not_modelled": list(NOT_MODELLED),
     }
 
@@ -157,7 +157,7 @@ def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
     if resolved is None:
         return render_page("plan.html.j2", plan=plan, verdict=verdict, config=None, title="mistakes")
     config = resolved.config
-    rules = rule_chain(config, is_fork=bool(resolved.fork))
+    rules = RuleNeeds(config, is_fork=bool(resolved.fork)).chain
     planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
     groups = stage_groups(plan["trainer"])
     return render_page(

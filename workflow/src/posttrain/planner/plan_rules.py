@@ -15,6 +15,7 @@ from posttrain.config.schema import Config
 from posttrain.observability.report_format import DAY, HOUR, LONGEST_IN_HOURS, counted
 from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner.duration import Bandwidths, durations_seconds
+from posttrain.planner.evaluation import evaluation_nodes
 from posttrain.planner.storage import Storage, storage
 
 MINUTE = 60
@@ -46,7 +47,7 @@ class RuleNeeds:
     @cached_property
     def chain(self) -> list[RuleNode]:
         """The rules that lead to the report."""
-        return rule_chain(self._config, self._is_fork)
+        return rule_chain(self._config, self._is_fork, evaluation_nodes(self._config))
 
     @cached_property
     def storage(self) -> Storage:
@@ -87,9 +88,11 @@ class RuleNeeds:
         return f" ({', '.join(words)})" if words else ""
 
     def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-        settings = [f"{key}={value}" for key, value in workflow.items() if value not in (None, "")]
+        given = {key: value for key, value in workflow.items() if value not in (None, "")}
+        settings = [f"{key}={value}" for key, value in given.items() if not isinstance(value, Mapping)]
+        own = ["--configfile", "MY.yaml"] if len(settings) < len(given) else []
         target = [str(file)] if file else ["--until", node.rule]
-        command = ["snakemake", "--cores", "all", *target, "--config", *settings]
+        command = ["snakemake", "--cores", "all", *target, *own, "--config", *settings]
         return {
             "name": node.name,
             "does": node.does,

@@ -35,7 +35,9 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     # Seconds are rounded, and a rest of zero shall not be less; the same below.
     wait = max(step - sum(every.values()), 0.0)
     rows.append(_row("save", seconds["step_save"], wait, step, notes["save"]))
-    rows.append(_row("evaluation", seconds["evaluate before"], None, step, notes["evaluation"]))
+    # There is none of a model that one node does not hold.
+    if (evaluation := seconds.get("evaluate before")) is not None:
+        rows.append(_row("evaluation", evaluation, None, step, notes["evaluation"]))
     rollout = rollout_of(engine_of(config), config.engine.num_engines, work)
     tail = rollout.seconds * (1 - rollout.busy_share)
     bubble = max(seconds["step_idle"] - tail, 0.0)

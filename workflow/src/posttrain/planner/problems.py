@@ -6,10 +6,9 @@ the plan shows the same list on its page. Layouts that would fit are looked for 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
-from posttrain.config.derived import engine_gpus, serving_on_one_node, world_size
+from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
@@ -44,7 +43,6 @@ def find_warnings(config: Config) -> list[Problem]:
     return [
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
         *_check_node_names(config),
-        *_check_evaluation(config),
     ]
 
 
@@ -96,25 +94,6 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
     if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
         allowed = f"more than {needed / 60:,.0f}m, which a step with its checkpoint takes by the plan"
         yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
-
-
-def _check_evaluation(config: Config) -> Iterator[Problem]:
-    """Yield that a model is too large for one node, on which evaluations serve it in the precision of its source."""
-    if config.hardware.device == "cpu":
-        return
-    served = serving_on_one_node(config)
-    served = dataclasses.replace(served, rollout=dataclasses.replace(config.rollout, fp8=False))
-    weights, limit = engine_memory(served).weights_gib_per_gpu, _engine_share_gib(config)
-    if weights > limit:
-        found = f"{weights:.1f} GiB of weights per GPU where evaluations serve the model, on one node"
-        remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
-        yield Problem(
-            "engine.gpus_per_engine", found, f"less than {limit:.1f} GiB (engine.mem_fraction_static)", remedy
-        )
-
-
-def _engine_share_gib(config: Config) -> float:
-    return config.engine.mem_fraction_static * config.hardware.memory_gib_per_gpu
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:

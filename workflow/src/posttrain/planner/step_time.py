@@ -27,11 +27,11 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
-    serving_on_one_node,
     world_size,
 )
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.decoding import Engine, RolloutTime, rollout_time
+from posttrain.planner.evaluation import evaluation_nodes, serving_on_one_node
 from posttrain.planner.flops import sequence_flops
 from posttrain.planner.memory import BYTES
 from posttrain.planner.model_size import count_parameters, model_weights
@@ -191,7 +191,9 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
     total = config.training.num_steps * step + phases["save"]
     seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
-    rules = {"train_grpo": total} | dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
+    rules = {"train_grpo": total}
+    if evaluation_nodes(config) == 1:
+        rules |= dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
     return _rounded(seconds | rules)
 
 

@@ -15,8 +15,9 @@ from posttrain.preflight.machine import (
 )
 from posttrain.preflight.report import Finding, skipped
 from posttrain.preflight.scheduler import check_scheduler
-from posttrain.preflight.services import check_hub_sources, check_wandb
+from posttrain.preflight.services import check_hub_sources
 from posttrain.preflight.storage import check_storage
+from posttrain.preflight.wandb_key import check_wandb
 
 
 def check_everything(paths: Paths) -> list[Finding]:

@@ -1,8 +1,6 @@
-"""What must be reachable and whose secrets must be there: the Hugging Face Hub, Weights & Biases."""
+"""What must be reachable: the Hugging Face Hub."""
 
 from __future__ import annotations
-
-import os
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
@@ -13,7 +11,6 @@ from huggingface_hub.errors import (
 )
 
 from posttrain.artifacts import Paths, receipt_of
-from posttrain.config.schema import Config
 from posttrain.preflight.report import Finding, failed, ok, skipped
 
 HUB_TIMEOUT_SECONDS = 10.0
@@ -70,13 +67,3 @@ def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Findin
         remedy = "check the network and HF_ENDPOINT; model.source.kind=folder takes files that are here"
         return failed(name, f"{key}.repo_id", found, allowed, remedy)
     return ok(name, f"revision {revision[:12]} is visible at {endpoint}")
-
-
-def check_wandb(config: Config) -> Finding:
-    """Check that W&B has its key when it is to be online. The key itself is never shown."""
-    if not config.logging.wandb or config.logging.wandb_mode == "offline":
-        return ok("W&B", "offline" if config.logging.wandb else "off")
-    if os.environ.get("WANDB_API_KEY"):
-        return ok("W&B", "online, WANDB_API_KEY is set")
-    remedy = "set WANDB_API_KEY in the environment, or set='logging.wandb_mode=offline'"
-    return failed("W&B", "logging.wandb_mode", "online without WANDB_API_KEY", "a key in the environment", remedy)

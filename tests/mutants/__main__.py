@@ -1,0 +1,146 @@
+"""Makes every mutant of the modules that decide, and lets the unit tests find them: `make test-faults PART=mutants`.
+
+A mutant is killed when a test fails; one that no test notices has to be argued in `survivors.json`. A count that was
+interrupted goes on where it stopped: what is known of a mutant holds until its module or a test of it changes.
+
+    python -m tests.mutants                  # all of it: results in .test-results/mutants.json
+    python -m tests.mutants artifacts/lease  # some modules
+    python -m tests.mutants --show KEY       # one mutant as a diff, and what the tests say of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tests.mutants.operators import Mutant, mutants_of
+from tests.mutants.runner import LIBRARY, MutantRunner, fingerprint
+from tests.mutants.targets import TARGETS
+from tests.workflow_runs import ROOT
+
+from posttrain.observability.progress import ProgressBar
+
+RESULTS = ROOT / ".test-results" / "mutants.json"
+SURVIVORS = Path(__file__).with_name("survivors.json")
+# So many of all mutants have to be found.
+GOAL = 0.95
+NUM_WORKERS = 2
+
+
+def main() -> int:
+    """Try the mutants that nothing is known of yet, show the table, and return 1 where the goal is missed."""
+    args = parse_arguments()
+    if args.show:
+        return show(args.show)
+    modules = [name for name in TARGETS if not args.modules or name in args.modules]
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    work = [(module, mutant) for module in modules for mutant in mutants_in(module)]
+    fresh = {module: fingerprint(module) for module in modules}
+    left = [
+        (module, mutant)
+        for module, mutant in work
+        if known.get(row_name(module, mutant), {}).get("fingerprint") != fresh[module]
+    ]
+    with ProgressBar("mutants", len(left), "mutants") as bar, ThreadPoolExecutor(NUM_WORKERS) as pool:
+        runners = [MutantRunner() for _ in range(NUM_WORKERS)]
+        free = list(runners)
+
+        def judge(item: tuple[str, Mutant]) -> None:
+            module, mutant = item
+            runner = free.pop()
+            began = time.monotonic()
+            try:
+                end = runner.try_mutant(module, mutant)
+            finally:
+                free.append(runner)
+            row = {"end": end, "seconds": round(time.monotonic() - began, 1), "fingerprint": fresh[module]}
+            known[row_name(module, mutant)] = row
+            save(known)
+            bar.advance(note=f"{module}:{mutant.line} {end}")
+
+        try:
+            for done in [pool.submit(judge, item) for item in left]:
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for runner in runners:
+                runner.close()
+    return report(modules, known)
+
+
+def mutants_in(module: str) -> list[Mutant]:
+    """Return a module's mutants."""
+    return mutants_of((LIBRARY / f"{module}.py").read_text())
+
+
+def row_name(module: str, mutant: Mutant) -> str:
+    """Return how a mutant is called in the results: it stays when lines above it come and go."""
+    return f"{module}:{mutant.key((LIBRARY / f'{module}.py').read_text())}"
+
+
+def save(known: dict[str, dict]) -> None:
+    """Write the results so far: a kill costs the mutants that run."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    temporary = RESULTS.with_suffix(".tmp")
+    temporary.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+    temporary.replace(RESULTS)
+
+
+def report(modules: Sequence[str], known: dict[str, dict]) -> int:
+    """Print kills by module and kind and every survivor; return 1 when too many live, or one is not argued."""
+    argued = json.loads(SURVIVORS.read_text())
+    table = Table("module", "mutants", "killed", "living", "share", show_edge=False, header_style="bold")
+    kinds, living, total = Counter[str](), [], 0
+    for module in modules:
+        rows = [(mutant, known[row_name(module, mutant)]["end"]) for mutant in mutants_in(module)]
+        alive = [(module, mutant) for mutant, end in rows if end == "survived"]
+        living += alive
+        total += len(rows)
+        kinds.update(mutant.kind for mutant, end in rows if end != "survived")
+        killed = len(rows) - len(alive)
+        table.add_row(module, str(len(rows)), str(killed), str(len(alive)), f"{killed / max(len(rows), 1):.1%}")
+    console = Console(width=120)
+    console.print(table)
+    share = 1 - len(living) / max(total, 1)
+    console.print(f"{total - len(living)} of {total} killed ({share:.1%}): {dict(kinds)}", highlight=False)
+    unargued = [item for item in living if row_name(*item) not in argued]
+    for module, mutant in living:
+        why = argued.get(row_name(module, mutant), "NOT ARGUED")
+        before, after = (" ".join(text.split())[:60] for text in (mutant.before, mutant.after))
+        print(f"{row_name(module, mutant)} line {mutant.line} {mutant.kind}: {before}  ->  {after}\n    {why}")
+    return int(share < GOAL or bool(unargued))
+
+
+def show(name: str) -> int:
+    """Print one mutant as a diff, with the end of what the tests say."""
+    module = name.partition(":")[0]
+    source = (LIBRARY / f"{module}.py").read_text()
+    (mutant,) = [mutant for mutant in mutants_in(module) if row_name(module, mutant) == name]
+    lines = (text.splitlines(keepends=True) for text in (source, mutant.apply(source)))
+    sys.stdout.writelines(difflib.unified_diff(*lines, f"{module}.py", "mutant", n=2))
+    runner = MutantRunner()
+    print(runner.try_mutant(module, mutant))
+    print(runner.output()[-3000:])
+    runner.close()
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="such as artifacts/lease; by default all")
+    parser.add_argument("--show", help="a mutant's name, as in the table")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The modules whose statements decide, each with the unit tests that have to notice a change of them."""
+
+from __future__ import annotations
+
+UNIT = "tests/unit"
+TARGETS: dict[str, tuple[str, ...]] = {
+    # What is learned.
+    "algorithm/policy_loss": (f"{UNIT}/algorithm/test_policy_loss.py",),
+    "algorithm/advantage": (f"{UNIT}/algorithm/test_advantage.py",),
+    "algorithm/aggregation": (f"{UNIT}/algorithm/test_aggregation.py",),
+    "algorithm/logprobs": (f"{UNIT}/algorithm/test_logprobs.py",),
+    "batching/packing": (f"{UNIT}/batching/test_packing.py",),
+    "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),
+    "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
+    "rollout/coordinator": (f"{UNIT}/rollout",),
+    "megatron_backend/train_step": (f"{UNIT}/megatron_backend/test_train_step.py",),
+    # What stays on disk.
+    "artifacts/receipts": (f"{UNIT}/artifacts/test_receipts.py",),
+    "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py",),
+    "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py",),
+    "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py",),
+    "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
+    "checkpoint/fp8": (f"{UNIT}/checkpoint/test_fp8.py",),
+    # What is said, and what is not.
+    "preflight/refusals": (f"{UNIT}/preflight/test_refusals.py",),
+}

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.rules import check_trainable
+from posttrain.planner.layout_choice import resolve
+from posttrain.planner.problems import find_problems
+from posttrain.preflight.refusals import find_refusals, nearest_request, refusal
+
+CONFIG_DIR = Path(__file__).parents[3] / "config"
+EVERYTHING = {"list_hf_checkpoint", "resolve_config", "train_grpo", "evaluate", "render_report"}
+SLURM = "example_slurm"
+
+
+def keys_of(rules: set[str], **workflow: str) -> list[str]:
+    return [problem.key for problem in find_refusals(resolve(workflow, CONFIG_DIR).config, rules)]
+
+
+def nearest(**workflow: str) -> str:
+    return nearest_request(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config)
+
+
+def test_nothing_is_refused_of_what_runs() -> None:
+    assert keys_of(EVERYTHING, model="tiny", site="local") == []
+    assert nearest(model="tiny", site="local") == ""
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    assert refusal({"model": "tiny", "site": "local"}, CONFIG_DIR, config, EVERYTHING) == ""
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"list_hf_checkpoint"}, ["model.source.revision"]),
+        ({"train_grpo"}, ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]),
+        ({"resolve_config"}, ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]),
+        ({"evaluate"}, []),
+        ({"plan", "status", "finalize_torch_dist"}, []),
+    ],
+    ids=str,
+)
+def test_each_rule_is_refused_for_what_it_lacks_itself(rules: set[str], expected: list[str]) -> None:
+    """A pruned GLM-5 that nobody has published: one node can serve it, and one machine is too few to train it."""
+    assert keys_of(rules, model="glm5_20layer", site="local") == expected
+
+
+def test_a_problem_of_two_rules_is_told_once() -> None:
+    found = keys_of(EVERYTHING, model="glm5_20layer", site="local")
+    assert found == ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]
+
+
+def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
+    config = resolve({"model": "glm5", "site": SLURM}, CONFIG_DIR).config
+    (found,) = find_refusals(config, {"evaluate"})
+    assert (found.key, found.value) == ("evaluate", "3 nodes of 8 h200 hold the model")
+    assert found.allowed == "1 node (8 GPUs) to evaluate with this version"
+    assert "finalize_export_hf instead of all" in found.remedy
+    assert find_refusals(config, {"benchmark_serving"}) == [found]
+
+
+def test_what_the_hardware_rules_out_is_told_with_training() -> None:
+    """A target asked for beside the plan passes the Snakefile; it must not train what does not fit."""
+    assert keys_of({"train_grpo"}, model="tiny", site="local", set="hardware.memory_gib_per_gpu=0.1") == ["parallel"]
+
+
+def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    online = "logging.wandb_mode=online"
+    assert keys_of({"train_grpo"}, model="tiny", site="local", set=online) == ["logging.wandb_mode"]
+    assert keys_of({"evaluate"}, model="tiny", site="local", set=online) == []
+
+
+@pytest.mark.parametrize(
+    ("workflow", "expected"),
+    [
+        (
+            {"model": "glm5", "site": SLURM},
+            "set='parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 engine.num_engines=2 "
+            "rollout.max_response_tokens=16384'",
+        ),
+        # What the user has set stays, but what has to be less.
+        (
+            {"model": "glm5", "site": SLURM, "set": "rollout.max_response_tokens=30000 training.seed=1"},
+            "set='training.seed=1 parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 "
+            "engine.num_engines=2 rollout.max_response_tokens=15000'",
+        ),
+        ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
+        (
+            {"model": "glm5_20layer", "site": "local"},
+            "site=NAME, of a site with launcher slurm or kubernetes, and "
+            "set='engine.pd.num_prefill_engines=0 engine.num_engines=3 model.source.revision=COMMIT'",
+        ),
+        (
+            {"model": "qwen3_4b", "site": "local"},
+            "model=glm5 or model=glm5.1 or model=glm5_20layer or model=glm5_4layer or model=tiny",
+        ),
+    ],
+    ids=str,
+)
+def test_the_nearest_that_can_be_trained(workflow: dict[str, str], expected: str) -> None:
+    assert nearest(**workflow) == expected
+
+
+def test_the_nearest_can_be_trained() -> None:
+    """Whoever types it is not refused again."""
+    words = nearest(model="glm5", site=SLURM)
+    config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
+    assert [*check_trainable(config), *find_problems(config)] == []
+
+
+def test_the_words_have_problems_first_and_the_nearest_last() -> None:
+    workflow = {"model": "glm5_4layer", "site": "local"}
+    words = refusal(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config, EVERYTHING).splitlines()
+    assert words[0] == "this version cannot run what is asked for:"
+    assert words[1] == "  - model.source.revision = unpinned"
+    assert words[-2] == "  nearest that it can train: set='model.source.revision=COMMIT'"
+    assert words[-1].startswith("`snakemake plan`")

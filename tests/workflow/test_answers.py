@@ -1,0 +1,164 @@
+"""Every rule that answers a question answers it each time: asked, something changed underneath, asked again.
+
+A rule without outputs is an answer: Snakemake then runs it whenever it is named. Each has a case here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.begun_runs import begin_run
+from tests.workflow.test_rules import RULES, WITHOUT_WORK
+from tests.workflow_runs import WorkflowFolder, run_snakemake
+
+from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
+
+pytestmark = pytest.mark.slow
+
+ANSWERS = {name for name, text in RULES.items() if not re.search(r"^\s*output:$", text, re.MULTILINE)} - WITHOUT_WORK
+
+
+@pytest.fixture
+def finished(undisturbed: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
+    """A finished run with a store of its own, to be damaged."""
+    folder = tmp_path / "work"
+    shutil.copytree(undisturbed.folder, folder, symlinks=True)
+    shutil.copytree(undisturbed.store, tmp_path / "store", symlinks=True)
+    return WorkflowFolder(folder, tmp_path / "store")
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def asked_twice(workflow: WorkflowFolder, target: str, change: Callable[[], object], code: int = 0) -> tuple[str, str]:
+    """Return what a target said before and after a change; the second time it ends with `code`."""
+    before = workflow.run(target)
+    change()
+    found, after = workflow.attempt(target)
+    assert found == code, after
+    return before, after
+
+
+def test_every_answer_has_a_case() -> None:
+    cases = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert ANSWERS - cases == set()
+    assert {"plan", "verify", "verify_store", "check", "status", "gc", "attach", "preflight"} <= ANSWERS
+
+
+def test_plan(tmp_path: Path) -> None:
+    def ask(*config: str) -> dict:
+        told = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", "model=glm5", *config)
+        assert told.returncode == 0, told.stdout
+        (page,) = re.findall(r"^plan: (.*\.html)$", told.stdout, re.MULTILINE)
+        assert "743,911,199,232" in told.stdout, "the table is printed, too"
+        return {"page": Path(page).name, **json.loads(Path(page).with_suffix(".json").read_text())}
+
+    first, other = ask("nodes=24"), ask("nodes=16")
+    assert (first["page"], other["page"]) == ("glm5-24xh200.html", "glm5-16xh200.html")
+    assert sorted(path.name for path in (tmp_path / "results" / "plans").iterdir()) == [
+        *("glm5-16xh200.html", "glm5-16xh200.json", "glm5-24xh200.html", "glm5-24xh200.json")
+    ]
+    assert (first["parallelism"]["nodes"], other["parallelism"]["nodes"]) == (24, 16)
+    again = ask("nodes=16", "set=training.num_steps=7")
+    assert again["flags"]["training.num_steps"]["value"] == 7
+    assert other["flags"]["training.num_steps"]["value"] == 3000
+
+
+def test_verify(finished: WorkflowFolder) -> None:
+    shard = sorted((finished.run_folder / "hf").glob("*.safetensors"))[0]
+    verified = finished.run_folder / "verified.json"
+    _, after = asked_twice(finished, "verify", lambda: (verified.stat(), flip_a_byte(shard)), code=1)
+    assert shard.name in after
+    assert not verified.exists(), "what was proven once does not hold any more"
+
+
+def test_verify_store(finished: WorkflowFolder) -> None:
+    shard = sorted(finished.store.glob("tiny/*/torch_dist-*/*.distcp"))[0]
+    assert shard.name in asked_twice(finished, "verify_store", lambda: flip_a_byte(shard), code=1)[1]
+
+
+def test_verify_rollout_weights(finished: WorkflowFolder) -> None:
+    (fp8,) = finished.store.glob("tiny/*/rollout_fp8-????????")
+    report = fp8.with_name(f"{fp8.name}.report.json")
+    told: list[str] = []
+
+    def change() -> None:
+        told.append(report.read_text())
+        flip_a_byte(sorted(fp8.glob("*.safetensors"))[0])
+
+    asked_twice(finished, "verify_rollout_weights", change)
+    assert json.loads(report.read_text()) != json.loads(told[0])
+
+
+def test_benchmark_serving(finished: WorkflowFolder) -> None:
+    shard = sorted((finished.run_folder / "hf").glob("*.safetensors"))[0]
+    assert shard.name in asked_twice(finished, "benchmark_serving", lambda: flip_a_byte(shard), code=1)[1]
+
+
+def test_check(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    workflow = WorkflowFolder(tmp_path, tmp_path / "store", {"engine.port": port})
+    with socket.create_server(("127.0.0.1", port), backlog=1) as server:
+        server.close()
+        assert "problem" not in workflow.run("check")
+    with socket.create_server(("127.0.0.1", port)):
+        code, after = workflow.attempt("check")
+    assert code == 1
+    assert f"engine.port = {port}" in after
+
+
+def test_preflight(tmp_path: Path) -> None:
+    workflow = WorkflowFolder(tmp_path, tmp_path / "store", {}, {})
+    found = tmp_path / "results"
+
+    def looks() -> list[str]:
+        return sorted(path.name for path in found.glob("*/preflight/*"))
+
+    workflow.run("preflight")
+    assert looks() == ["001"]
+    workflow.run("preflight")
+    assert looks() == ["001", "002"]
+
+
+def test_status(tmp_path: Path) -> None:
+    paths = begin_run(tmp_path / "results", "old")
+    first = run_snakemake(tmp_path, "status", "--cores", "1").stdout
+    with open(paths.metrics, "a") as metrics:
+        metrics.write(json.dumps({"step": 7, "rollout/reward_mean": 0.9}) + "\n")
+    second = run_snakemake(tmp_path, "status", "--cores", "1").stdout
+    assert ("6 of 40" in first, "7 of 40" in second) == (True, True)
+
+
+def test_attach(tmp_path: Path) -> None:
+    paths = begin_run(tmp_path / "results", "old")
+    first = run_snakemake(tmp_path, "attach", "--cores", "1", "--config", "run=old").stdout
+    with open(paths.metrics, "a") as metrics:
+        metrics.write(json.dumps({"step": 7, "rollout/reward_mean": 0.9}) + "\n")
+    second = run_snakemake(tmp_path, "attach", "--cores", "1", "--config", "run=old").stdout
+    assert ("6 of 40" in first, "7 of 40" in second) == (True, True)
+
+
+def test_gc(tmp_path: Path) -> None:
+    first = run_snakemake(tmp_path, "gc", "--cores", "1").stdout
+    folder = tmp_path / "resources" / "datasets" / "jsonl-1"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_bytes(bytes(1000))
+    write_receipt(receipt_of(folder), Receipt("download_dataset", record_files(folder), {}, {}))
+    then = time.time() - 30 * 86_400
+    for path in (tmp_path / "resources").rglob("*"):
+        os.utime(path, (then, then))
+    second = run_snakemake(tmp_path, "gc", "--cores", "1").stdout
+    assert ("0 can be freed" in first, "1 can be freed" in second) == (True, True)

@@ -1,0 +1,99 @@
+"""What this version cannot run: a dry run shows all and ends with it, a run starts nothing."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from tests.forked_snakemake import forked_snakemake
+from tests.workflow_runs import run_snakemake
+
+REFUSAL = "this version cannot run what is asked for:"
+RED = "\x1b[31m"
+CANNOT = {
+    "family": ("model=qwen3_4b", "nearest that it can train: model=glm5 or "),
+    "several nodes": (
+        "model=glm5",
+        "nearest that it can train: site=NAME, of a site with launcher slurm or kubernetes",
+    ),
+    "no commit": ("model=glm5_4layer", "nearest that it can train: set='model.source.revision=COMMIT'"),
+}
+
+
+def dry_run(folder: Path, *words: str, **environment: str) -> str:
+    code, output = forked_snakemake()(folder, "-n", *words, environment=environment)
+    assert code == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_a_dry_run_shows_everything_and_ends_in_red(name: str, tmp_path: Path) -> None:
+    model, nearest = CANNOT[name]
+    output = dry_run(tmp_path, "--config", model, FORCE_COLOR="1")
+    assert "GRPO" in output, "the jobs are shown all the same"
+    plan, _, words = output.partition(REFUSAL)
+    assert plan.endswith(RED + "\n\n") or plan.rstrip("\n").endswith(RED), repr(plan[-40:])
+    assert nearest in words
+    assert words.rstrip().removesuffix("\x1b[0m").endswith("`snakemake plan` with the same --config draws all figures.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", "model=tiny"],
+        ["finalize_torch_dist", "--config", "model=qwen3_4b"],
+        ["finalize_rollout_fp8", "--config", "model=glm5"],
+        ["plan", "--config", "model=glm5"],
+        ["status", "--config", "model=glm5"],
+    ],
+    ids=" ".join,
+)
+def test_what_runs_is_not_refused(words: list[str], tmp_path: Path) -> None:
+    assert REFUSAL not in dry_run(tmp_path, *words)
+
+
+def test_an_evaluation_over_several_nodes_is_refused_with_their_number(tmp_path: Path) -> None:
+    """Plan, dry run and refusal show one number; the export does not need it."""
+    trainable = (
+        "set=parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 engine.num_engines=2 "
+        "rollout.max_response_tokens=16384"
+    )
+    config = ["--config", "model=glm5", "site=example_slurm", trainable]
+    output = dry_run(tmp_path, *config)
+    assert re.findall(r"held-out prompts, (\w+) training \((.*?)\)", output) == [
+        ("before", "3 nodes, 24 GPUs"),
+        ("after", "3 nodes, 24 GPUs"),
+    ]
+    _, _, words = output.partition(REFUSAL)
+    assert re.findall(r"^  - (.*)$", words, re.MULTILINE) == ["evaluate = 3 nodes of 8 h200 hold the model"]
+    assert "ask for finalize_export_hf instead of all" in words
+    assert REFUSAL not in dry_run(tmp_path, "finalize_export_hf", *config)
+
+
+@pytest.mark.parametrize("cores", ["1", "2", "all"])
+def test_a_run_ends_before_anything_is_fetched(cores: str, tmp_path: Path) -> None:
+    """The Hub listens, so that an attempt to reach it would be seen; nothing is written, and nobody waits."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(0.1)
+        began = time.monotonic()
+        code, output = forked_snakemake()(
+            tmp_path, "--cores", cores, "--config", "model=qwen3_4b",
+            environment={"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"},
+        )  # fmt: skip
+        seconds = time.monotonic() - began
+        with pytest.raises(TimeoutError):
+            hub.accept()
+    assert code == 1
+    assert seconds < 30
+    assert not re.search(r"^Job \d", output, re.MULTILINE)
+    assert output.rstrip().endswith("`snakemake plan` with the same --config draws all figures.")
+    assert [path.name for path in tmp_path.iterdir()] == [".snakemake"]
+
+
+def test_a_target_that_lacks_nothing_runs_where_training_is_refused(tmp_path: Path) -> None:
+    ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", "model=qwen3_4b")
+    assert ended.returncode == 0, ended.stdout
+    assert "plan: " in ended.stdout

@@ -1,0 +1,30 @@
+# How a run begins, and how it ends.
+
+
+onsuccess:
+    # Snakemake has planned wrongly before (`until_made`): what was asked for and is not there is no success.
+    wanted = {path for job in workflow.dag.targetjobs for path in (job.output or job.input)}
+    if missing := sorted(path for path in map(str, wanted) if not os.path.exists(path)):
+        ENDING.add(lambda: f"no step has failed, but this was not made: {', '.join(missing)}; run again with `-n`")
+        tell("failed")
+        sys.exit(1)
+    tell("ended")
+
+
+onerror:
+    tell("failed" if ENDING.words() else "interrupted")
+
+
+onstart:
+    if words := refused():
+        ENDING.add(lambda: words)
+        sys.exit(1)
+    outputs = [path for job in workflow.dag.needrun_jobs() for path in job.output]
+    try:
+        make_shared_roots(CFG)
+        share_store(PATHS.store, CFG.site.store_group, outputs)
+        require_writable(outputs)
+    except OSError as error:
+        words = explain(error) or str(error)
+        ENDING.add(lambda: words)
+        sys.exit(1)

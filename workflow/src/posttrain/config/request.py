@@ -1,0 +1,104 @@
+"""What a user asks for: the names that choose files, and values of one's own in a file for `--configfile`.
+
+Snakemake hands over one mapping: `config/workflow.yaml`, the files of `--configfile` on top, then `--config`. Its keys
+are names (`model: glm5`) and sections of the configuration (`optimizer: {lr: 1e-4}`). Of `model`, `hardware` and
+`site`, which are both, a section says with `name` which file it changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import schema
+from posttrain.config.fields import did_you_mean
+from posttrain.errors import Problem
+
+# What `--config` and workflow.yaml may hold besides sections.
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "configs", "run", "fork", "set", "gc")
+SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
+# Sections of which a file is chosen by name.
+CHOSEN = ("model", "hardware", "site")
+# A run's name becomes a folder's.
+RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
+# A folder beside the runs'.
+RESERVED_NAMES = ("plans",)
+# A run and how many of its steps stay: a step that has a checkpoint.
+FORK = rf"{RUN_NAME}@[1-9][0-9]*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Args:
+        names: What is no section, by its key, and the names of those that choose files.
+        sections: Section -> values of it, nested as in a file.
+        problems: What cannot be asked for.
+    """
+
+    names: Mapping[str, Any]
+    sections: Mapping[str, Mapping[Any, Any]]
+    problems: tuple[Problem, ...]
+
+    @property
+    def own_folder(self) -> Path | None:
+        """The user's own folder, laid out as `config/`."""
+        return Path(str(self.names["configs"])).expanduser() if self.names.get("configs") else None
+
+
+def parse_request(workflow: Mapping[str, Any]) -> Request:
+    """Sort the keys that Snakemake hands over, and check what is no section."""
+    names: dict[str, Any] = {}
+    sections: dict[str, Mapping[Any, Any]] = {}
+    for key, value in workflow.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            sections[key] = value
+            if key in CHOSEN:
+                names[key] = value.get("name")
+        else:
+            names[key] = value
+    return Request(names, sections, tuple(_problems(names)))
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a value counts nodes."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
+    for key, value in names.items():
+        if key not in WORKFLOW_KEYS:
+            yield _unknown(key, value)
+    nodes, run = names.get("nodes"), names.get("run")
+    if nodes is not None and not is_count(nodes):
+        yield Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes")
+    if names.get("gc", "show") not in ("show", "delete"):
+        yield Problem("gc", repr(names["gc"]), "show, delete", "show deletes nothing")
+    if run is not None and (not re.fullmatch(RUN_NAME, str(run)) or run in RESERVED_NAMES):
+        allowed = f"a letter, then letters, digits, '.', '_' or '-'; at most 100; not {' or '.join(RESERVED_NAMES)}"
+        yield Problem("run", repr(run), allowed, "choose another name")
+    yield from _fork_problems(names.get("fork"), run)
+    configs = names.get("configs")
+    if configs and not Path(str(configs)).expanduser().is_dir():
+        yield Problem("configs", repr(configs), "a folder with models/, sites/ or recipes/ in it", "correct the path")
+
+
+def _unknown(key: str, value: Any) -> Problem:
+    if key in SECTIONS:
+        remedy = f"give its values: {key}: {{...}} in a file for --configfile, or set='{key}.KEY=VALUE'"
+        return Problem(key, repr(value), "a section with values of its own", remedy)
+    near = did_you_mean(key, SECTIONS if isinstance(value, Mapping) else WORKFLOW_KEYS)
+    remedy = near or f"put it into set='...': set='{key}={value}'"
+    return Problem(key, repr(value), f"{', '.join(WORKFLOW_KEYS)}, or a section of config/README.md", remedy)
+
+
+def _fork_problems(fork: Any, run: Any) -> Iterator[Problem]:
+    if fork is not None and not re.fullmatch(FORK, str(fork)):
+        allowed = "RUN@STEP: a run's name and a step of which it has a checkpoint"
+        yield Problem("fork", repr(fork), allowed, "`snakemake status --cores 1` shows runs and steps")
+    elif fork is not None and str(fork).partition("@")[0] == str(run):
+        yield Problem("fork", repr(fork), "another run than run=", "give the fork a name of its own")

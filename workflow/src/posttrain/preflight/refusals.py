@@ -1,0 +1,129 @@
+"""What this version cannot run although the plan can be made, rule by rule, and the nearest that it can.
+
+The driver asks when it knows which rules would run: a dry run ends with these words, a run ends before its first job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.derived import world_size
+from posttrain.config.load import read_yaml
+from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
+from posttrain.config.schema import Config
+from posttrain.errors import ConfigError, Problem
+from posttrain.planner.evaluation import check_served
+from posttrain.planner.layout_choice import resolve
+from posttrain.planner.problems import find_problems
+from posttrain.preflight.wandb_key import check_wandb
+
+# Rules that fetch what cannot be converted, train, and serve; the others ask for nothing that this version lacks.
+FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
+TRAINING = ("resolve_config", "train_grpo")
+SERVING = ("evaluate", "benchmark_serving")
+# Shortest responses that a nearest configuration may be left with.
+SHORTEST_RESPONSE_TOKENS = 1024
+
+
+def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
+    """Return what keeps this version from running some rules.
+
+    Args:
+        config: The resolved configuration.
+        rules: Names of the rules that would run.
+    """
+    found: list[Problem] = []
+    if any(rule in rules for rule in FETCHING):
+        found += check_convertible(config)
+    if any(rule in rules for rule in TRAINING):
+        missing_key = check_wandb(config).problem
+        found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
+    if any(rule in rules for rule in SERVING):
+        found += check_served(config)
+    return list(dict.fromkeys(found))
+
+
+def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
+    """Return what a user is told of `find_refusals`, with the nearest request that works; empty where all can run.
+
+    Args:
+        workflow: What the configuration was resolved from.
+        config_dir: The folder `config/`.
+        config: The resolved configuration.
+        rules: Names of the rules that would run.
+    """
+    problems = find_refusals(config, rules)
+    if not problems:
+        return ""
+    lines = ["this version cannot run what is asked for:", *(f"  - {problem}" for problem in problems)]
+    if nearest := nearest_request(workflow, config_dir, config):
+        lines.append(f"  nearest that it can train: {nearest}")
+    return "\n".join([*lines, "`snakemake plan` with the same --config draws all figures."])
+
+
+def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Config) -> str:
+    """Return the nearest request that this version can train, in words; empty where there is none, or it is this one.
+
+    Args:
+        workflow: What the configuration was resolved from.
+        config_dir: The folder `config/`.
+        config: The configuration.
+    """
+    if config.model.architecture.model_type not in TRAINABLE:
+        return " or ".join(f"model={name}" for name in _trainable_models(config_dir))
+    # What only the user knows takes a stand-in's place in the trial, and stays a blank in the answer.
+    stands_in = {"site.launcher": "slurm", "site.node_names": "[]"} if _needs_site(config) else {}
+    stands_in |= {"model.source.revision": "a" * 40} if config.model.source.revision == UNPINNED else {}
+    for changes in _changes(config):
+        if _is_trainable(workflow, {**changes, **stands_in}, config_dir):
+            return _as_request(workflow, config, changes)
+    return ""
+
+
+def _needs_site(config: Config) -> bool:
+    return config.nodes > 1 and config.site.launcher == "local"
+
+
+def _trainable_models(config_dir: Path) -> list[str]:
+    types = {
+        p.stem: read_yaml(p)["model"]["architecture"]["model_type"] for p in (config_dir / "models").glob("*.yaml")
+    }
+    return sorted(name for name, model_type in types.items() if model_type in TRAINABLE)
+
+
+def _changes(config: Config) -> Iterator[dict[str, object]]:
+    """Yield what may be changed, the least first: no parallelism over sequences, no prefill apart, short responses."""
+    changes: dict[str, object] = {}
+    if config.parallel.context_parallel_size > 1:
+        changes["parallel.context_parallel_size"] = 1
+    if config.engine.pd.num_prefill_engines:
+        changes["engine.pd.num_prefill_engines"] = 0
+        changes["engine.num_engines"] = max(world_size(config) // config.engine.gpus_per_engine, 1)
+    yield dict(changes)
+    tokens = config.rollout.max_response_tokens // 2
+    while tokens >= SHORTEST_RESPONSE_TOKENS:
+        yield {**changes, "rollout.max_response_tokens": tokens}
+        tokens //= 2
+
+
+def _is_trainable(workflow: Mapping[str, Any], changes: Mapping[str, object], config_dir: Path) -> bool:
+    try:
+        config = resolve({**workflow, "set": _overrides(workflow, changes)}, config_dir).config
+    except ConfigError:
+        return False
+    return not [*check_trainable(config), *find_problems(config)]
+
+
+def _as_request(workflow: Mapping[str, Any], config: Config, changes: Mapping[str, object]) -> str:
+    words = ["site=NAME, of a site with launcher slurm or kubernetes"] if _needs_site(config) else []
+    blank = {"model.source.revision": "COMMIT"} if config.model.source.revision == UNPINNED else {}
+    if overrides := _overrides(workflow, {**changes, **blank}):
+        words.append(f"set='{overrides}'")
+    return ", and ".join(words)
+
+
+def _overrides(workflow: Mapping[str, Any], changes: Mapping[str, object]) -> str:
+    given = [word for word in str(workflow.get("set") or "").split() if word.partition("=")[0] not in changes]
+    return " ".join([*given, *(f"{key}={value}" for key, value in changes.items())])
