@@ -61,8 +61,8 @@ endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults'
 
-test-faults: env env-sglang  ## full fault counts; results go to .test-results/faults.json
-	REQUIRE=sglang pytest tests -m faults --timeout 7200
+test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/fault_parts.py); goes on where it was interrupted
+	REQUIRE=sglang pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
 
 lint: env
 	ruff check .

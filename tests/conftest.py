@@ -1,14 +1,33 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from tests import fault_parts
 from tests.canaries import CANARIES, command_lines
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
 UNPICKLED = "unpickled.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="", choices=["", *fault_parts.PARTS], help="only this part of the fault counts")
+    parser.addoption("--anew", action="store_true", help="fault counts that have passed on this code, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left_out = fault_parts.select(items, config.getoption("--part"), config.getoption("--anew"))
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and report.passed and fault_parts.part_of(item):
+        fault_parts.note_passed(item.nodeid)
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +63,15 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
 def workflow(store: Path, tmp_path: Path) -> WorkflowFolder:
     """A fresh working directory over the shared store."""
     return WorkflowFolder(tmp_path / "work", store)
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Iterator[fault_parts.Count]:
+    """A count that goes on where it was interrupted."""
+    kept = fault_parts.Count(request.node.name)
+    yield kept
+    if fault_parts.has_passed(request.node.nodeid):
+        kept.forget()
 
 
 @pytest.fixture

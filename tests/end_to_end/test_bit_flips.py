@@ -99,7 +99,7 @@ def test_all_that_people_read_is_among_them(paths: Paths) -> None:
     assert not [name for name in uncovered if not any(word in name for word in logs)]
 
 
-@pytest.mark.faults
+@pytest.mark.faults("bits")
 @pytest.mark.timeout(3600)
 def test_flipped_bits_are_found_by_the_thousand(paths: Paths, faults: FaultRecord) -> None:
     started = time.monotonic()

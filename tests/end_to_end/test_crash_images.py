@@ -245,7 +245,7 @@ def test_a_checkpoint_that_is_visible_before_its_bytes_is_found_out(tmp_path: Pa
         cut_training(tmp_path, TRAINING_POINTS, forgetful=True)
 
 
-@pytest.mark.faults
+@pytest.mark.faults("images")
 @pytest.mark.timeout(3600)
 def test_power_cuts_while_training_saves(tmp_path: Path, faults: FaultRecord) -> None:
     rng, started = random.Random(SEED + 3), time.monotonic()
@@ -255,7 +255,7 @@ def test_power_cuts_while_training_saves(tmp_path: Path, faults: FaultRecord) ->
     faults.equal = True
 
 
-@pytest.mark.faults
+@pytest.mark.faults("images")
 @pytest.mark.timeout(3600)
 def test_power_cuts_by_the_hundred(disk: Disk, undisturbed: Store, faults: FaultRecord) -> None:
     rng, started = random.Random(SEED + 1), time.monotonic()
@@ -268,7 +268,7 @@ def test_power_cuts_by_the_hundred(disk: Disk, undisturbed: Store, faults: Fault
     faults.equal = True
 
 
-@pytest.mark.faults
+@pytest.mark.faults("images")
 @pytest.mark.timeout(3600)
 def test_power_cuts_under_the_workflow(tmp_path: Path, store: Path, faults: FaultRecord) -> None:
     rng, started, num_cuts = random.Random(SEED + 2), time.monotonic(), 0

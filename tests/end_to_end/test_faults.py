@@ -1,11 +1,13 @@
 """Full fault counts: every rule, the driver and training killed at random times, 20 times each (`make test-faults`).
 
 After each kill the same command is given again; what comes out in the end is compared with the undisturbed run. Results
-go to `.test-results/faults.json`. `POSTTRAIN_FAULT_KILLS` sets another number of kills.
+go to `.test-results/faults.json`. `POSTTRAIN_FAULT_KILLS` sets another number of kills. A count that was interrupted
+goes on where it was, with the same files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import random
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.fault_parts import Count
 from tests.fault_record import FaultRecord
 from tests.interruptions import (
     ENGINE,
@@ -37,7 +40,7 @@ from tests.interruptions import (
 )
 from tests.workflow_runs import WorkflowFolder
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.timeout(3600)]
 
 NUM_KILLS = int(os.environ.get("POSTTRAIN_FAULT_KILLS", "20"))
 SEED = 20
@@ -73,16 +76,21 @@ def usual_seconds(undisturbed: WorkflowFolder) -> dict[str, float]:
     return seconds_by_rule(undisturbed.store.parent / "first/logs") | seconds_by_rule(undisturbed.folder / "logs")
 
 
+@pytest.mark.faults("kills")
 def test_every_rule(
-    undisturbed: WorkflowFolder, usual_seconds: dict[str, float], tmp_path: Path, faults: FaultRecord
+    undisturbed: WorkflowFolder, usual_seconds: dict[str, float], count: Count, faults: FaultRecord
 ) -> None:
-    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
-    rng = random.Random(SEED)
+    workflow = WorkflowFolder(count.folder / "work", count.folder / "store")
     for rule in OUTPUTS:
-        started = time.monotonic()
-        kills = kill_rule(workflow, rule, OUTPUTS[rule], rng, usual_seconds[rule])
-        assert check_claims(workflow)
-        faults.add(rule, kills, time.monotonic() - started)
+        counted = {row["rule"]: row for row in count.rows}
+        if rule not in counted:
+            started = time.monotonic()
+            kills = kill_rule(workflow, rule, OUTPUTS[rule], random.Random(f"{SEED} {rule}"), usual_seconds[rule])
+            assert check_claims(workflow)
+            row = {"rule": rule, "kills": [dataclasses.asdict(kill) for kill in kills]}
+            count.add([counted.setdefault(rule, row | {"seconds": time.monotonic() - started})])
+        row = counted[rule]
+        faults.add(rule, [Kill(**kill) for kill in row["kills"]], row["seconds"])
     workflow.run("all")
     assert files_made(workflow).items() <= files_made(undisturbed).items()
     assert_same_training(workflow, undisturbed)
@@ -90,6 +98,7 @@ def test_every_rule(
     faults.equal = True
 
 
+@pytest.mark.faults("kills")
 @pytest.mark.parametrize("rules", [SERVING, CAST], ids=["serving", "cast"])
 def test_steps_on_demand(
     undisturbed: WorkflowFolder, rules: dict[str, list[str]], tmp_path: Path, faults: FaultRecord
@@ -114,25 +123,30 @@ def test_steps_on_demand(
     faults.equal = True
 
 
+@pytest.mark.faults("training")
 @pytest.mark.parametrize("whom", ["driver of training", "processes of training"])
 def test_training(
     workflow: WorkflowFolder,
     undisturbed: WorkflowFolder,
     usual_seconds: dict[str, float],
     whom: str,
+    count: Count,
     faults: FaultRecord,
 ) -> None:
     """As many trainings as it takes; each is compared with the undisturbed one."""
-    rng, started = random.Random(SEED), time.monotonic()
-    kills: list[Kill] = []
-    while len(kills) < NUM_KILLS:
+    started = time.monotonic()
+    while len(count.rows) < NUM_KILLS:
         shutil.rmtree(workflow.folder, ignore_errors=True)
-        kills += disturb_training(workflow, whom, rng, usual_seconds["train_grpo"], NUM_KILLS - len(kills))
+        rng = random.Random(f"{SEED} {len(count.rows)}")
+        most = NUM_KILLS - len(count.rows)
+        kills = disturb_training(workflow, whom, rng, usual_seconds["train_grpo"], most)
         assert_same_training(workflow, undisturbed)
-    faults.add(whom, kills, time.monotonic() - started)
+        count.add(dataclasses.asdict(kill) for kill in kills)
+    faults.add(whom, [Kill(**row) for row in count.rows], time.monotonic() - started)
     faults.equal = True
 
 
+@pytest.mark.faults("training")
 def test_driver_of_the_whole_chain(undisturbed: WorkflowFolder, tmp_path: Path, faults: FaultRecord) -> None:
     """From the model to the report; a step that has finished is not done again."""
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")

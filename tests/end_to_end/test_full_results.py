@@ -20,7 +20,7 @@ from tests.scripts.test_full_disks import full, without_inodes
 from tests.small_disk import small_disk
 from tests.workflow_runs import FAST, WorkflowFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.faults("training")]
 
 # Where training is, what then happens to the disk, and what the last message must say.
 TROUBLES: list[tuple[str, Callable, str, str]] = [

@@ -103,7 +103,7 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[st
     assert {"sglang_server.py", "sglang::scheduler"} <= {at.program for at in found}
 
 
-@pytest.mark.faults
+@pytest.mark.faults("slow")
 def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
     tmp_path: Path, settings: dict[str, object]
 ) -> None:

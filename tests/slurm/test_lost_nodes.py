@@ -19,7 +19,7 @@ from tests.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults("nodes"), pytest.mark.timeout(1800)]
 
 Disturb = Callable[..., DisturbedRun]
 POINTS = {

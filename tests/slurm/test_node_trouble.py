@@ -16,7 +16,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.disturbed_run import DisturbedRun
 from tests.workflow_runs import WorkflowFolder
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults("nodes"), pytest.mark.timeout(1800)]
 
 Disturb = Callable[..., DisturbedRun]
 ROLLING_OUT = "rollouts/step_000001/chunk_0000.json"

@@ -11,7 +11,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
 from tests.workflow_runs import FAST
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults("queue"), pytest.mark.timeout(1800)]
 
 FOUR_RANKS = FAST | {
     "parallel.pipeline_model_parallel_size": 2,

@@ -26,7 +26,7 @@ from tests.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults("queue"), pytest.mark.timeout(1800)]
 
 Disturb = Callable[..., DisturbedRun]
 ROLLING_OUT = "rollouts/step_000000/chunk_0000.json"

@@ -76,7 +76,7 @@ def test_what_is_named_and_not_there_is_planned(run_at: WorkflowFolder, key: str
     assert [found for target in targets if (found := missing_after(run_at, target, key, CHANGES[key]))] == []
 
 
-@pytest.mark.faults
+@pytest.mark.faults("answers")
 def test_what_is_named_and_not_there_is_planned_for_all_targets_and_sections(run_at: WorkflowFolder) -> None:
     pairs = [(target, *change) for target in TARGETS for change in CHANGES.items()]
     assert [found for pair in pairs if (found := missing_after(run_at, *pair))] == []
