@@ -208,7 +208,8 @@ def listeners_of(processes: Sequence[psutil.Process]) -> list[Listener]:
             if network not in tables:
                 tables[network] = {f"socket:[{inode}]": at for inode, *at in (*_inet(folder), *_unix(folder))}
             program, sockets = _program(process.cmdline()), tables[network].keys() & _open_files(folder)
-            found += [Listener(program, *tables[network][name], network, process.pid) for name in sockets]
+            # One that is about to end has its files a moment longer than its command line.
+            found += [Listener(program, *tables[network][name], network, process.pid) for name in sockets if program]
     return found
 
 
