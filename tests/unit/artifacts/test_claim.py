@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -263,6 +263,30 @@ def test_files_that_are_wanted_must_be_among_those_that_were_made(folder: Path) 
     other = dataclasses.replace(record, xxh3_128="0" * 32)
     assert claim(receipt_of(folder), dataclasses.replace(WANTED, files=(other,)), folder)
     release(receipt_of(folder))
+
+
+def test_all_settings_that_are_asked_for_must_fit(folder: Path) -> None:
+    make(folder, dataclasses.replace(WANTED, settings={"target": "native", "more": 1}))
+    assert not claim(receipt_of(folder), dataclasses.replace(WANTED, settings={"target": "native", "more": 1}), folder)
+    assert claim(receipt_of(folder), dataclasses.replace(WANTED, settings={"target": "native", "more": 2}), folder)
+
+
+def test_what_is_there_is_told_and_what_was_made_meanwhile_is_given_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    really_hold = build_lock.hold
+
+    def hold_late(receipt: Path, parts: Iterable[Path]) -> None:
+        make(folder)
+        really_hold(receipt, parts)
+
+    monkeypatch.setattr(build_lock, "hold", hold_late)
+    with caplog.at_level(logging.INFO, "posttrain.artifacts.receipts"):
+        assert not claim(receipt_of(folder), WANTED, folder)
+        assert living_holder(lock_folder_of(receipt_of(folder))) is None
+        assert not claim(receipt_of(folder), WANTED, folder)
+    told = [row.getMessage() for row in caplog.records]
+    assert told == [f"{folder}: was made meanwhile", f"{folder}: is there already"]
 
 
 def test_settings_that_nobody_asked_for_do_not_matter(folder: Path) -> None:

@@ -16,6 +16,7 @@ import xxhash
 from tests.system_calls import Calls
 
 from posttrain.artifacts import (
+    HASH_CHUNK_BYTES,
     append_json_line,
     hash_file,
     make_next_folder,
@@ -288,6 +289,7 @@ def test_of_two_at_once_one_has_to_try_again(folder: Path, monkeypatch) -> None:
     ("size", "expected"), [(0, "99aa06d3014798d86001c324468d497f"), (8 << 20, None), ((8 << 20) + 1, None)]
 )
 def test_hashes(folder: Path, size: int, expected: str | None) -> None:
+    assert HASH_CHUNK_BYTES == 8_388_608, "what a file of any size takes of memory"
     content = os.urandom(size)
     (folder / "file").write_bytes(content)
     assert hash_file(folder / "file") == (expected or xxhash.xxh3_128(content).hexdigest())

@@ -114,8 +114,15 @@ def test_the_log_beside_a_receipt(folder: Path) -> None:
             "posttrain": __version__,
             "bytes": 6,
         }
-    write_receipt(folder.parent / "deep" / "done.json", receipt)
-    assert (folder.parent / "deep" / "done.history.jsonl").exists()
+    write_receipt(folder.parent / "very" / "deep" / "done.json", receipt)
+    assert (folder.parent / "very" / "deep" / "done.history.jsonl").exists()
+
+
+def test_times_are_kept_to_the_millisecond(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.artifacts.receipts.time.time", lambda: 1000.12344)
+    write_receipt(receipt_of(folder), Receipt("finalize_torch_dist", (), {}, {}), started=990.00001)
+    (row,) = map(json.loads, (folder.parent / "hf.history.jsonl").read_text().splitlines())
+    assert (row["finished_unix"], row["seconds"]) == (1000.123, 10.123)
 
 
 def test_the_receipt_is_written_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

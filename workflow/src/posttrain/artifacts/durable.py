@@ -135,7 +135,7 @@ def make_next_folder(parent: Path) -> Path:
 def hash_file(path: Path) -> str:
     """Return the xxh3_128 of a file's content, 32 hex digits."""
     state = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             state.update(chunk)
     return state.hexdigest()
