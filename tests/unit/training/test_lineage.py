@@ -32,9 +32,10 @@ def refusals(paths: Paths) -> list[tuple[str, str, str]]:
     return [(problem.key, problem.value, problem.allowed) for problem in check_fork(paths)]
 
 
-def test_a_fork_has_the_checkpoint_by_links_and_the_metrics_behind_it(old: Paths) -> None:
+def test_a_fork_has_the_checkpoint_by_links_and_the_metrics_behind_it(old: Paths, caplog) -> None:
     new = fork_of(old)
     begin_fork(new)
+    assert "copied" not in caplog.text
     (committed,) = committed_checkpoints(new.checkpoints)
     assert committed == (2, new.checkpoints / "step_000002")
     theirs = {path.name: path for path in (old.checkpoints / "step_000002").iterdir()}
