@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from posttrain.artifacts import Receipt, read_receipt, write_receipt
@@ -18,4 +20,14 @@ def test_a_receipt_that_was_changed_is_refused(tmp_path, old, new, message):
     assert read_receipt(path).settings == {"num": 3}
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(CheckpointError, match=message):
+        read_receipt(path)
+
+
+@pytest.mark.parametrize("field", ["step", "files", "inputs", "settings", "digest", "format_version"])
+@pytest.mark.parametrize("value", [None, 7, [7], "text", {"a": {}}])
+def test_fields_of_other_types_are_refused(tmp_path, field, value):
+    path = tmp_path / "a.receipt.json"
+    write_receipt(path, Receipt("patch_hf_config", (), {}, {}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=r"a\.receipt\.json: "):
         read_receipt(path)

@@ -162,8 +162,8 @@ def read_receipt(path: Path) -> Receipt:
     try:
         row = read_json(path)
         files = tuple(FileRecord(**record) for record in row["files"])
-        receipt = Receipt(row["step"], files, row["inputs"], row["settings"])
-        version, digest = row["format_version"], row["digest"]
+        receipt = Receipt(str(row["step"]), files, dict(row["inputs"]), dict(row["settings"]))
+        version, digest = row["format_version"], str(row["digest"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such receipt; the step before has not finished") from error
     except (ValueError, KeyError, TypeError) as error:
