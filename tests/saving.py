@@ -57,8 +57,8 @@ def main() -> None:
         begun,
         {"final_checkpoint": final.relative_to(train).as_posix()},
     )
-    (train / "wandb").mkdir(exist_ok=True)
-    (train / "wandb" / "run.wandb").write_text("of a writer that does not sync")
+    (train / "wandb" / "offline-run-1").mkdir(exist_ok=True, parents=True)
+    (train / "wandb" / "offline-run-1" / "run.wandb").write_text("of a writer that does not sync")
     records = Receipt("train_grpo", record_run(train.parent), {"train": receipt.digest}, {})
     write_receipt(records_of(train.parent), records)
     write_receipt(train / DONE, receipt)

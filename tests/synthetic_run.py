@@ -196,7 +196,9 @@ def _write_training(
         },
     ]
     write_text(paths.train / "attempts.jsonl", "".join(json.dumps(row) + "\n" for row in attempts))
-    write_text(paths.train / "wandb/run-1/run-1.wandb", "W&B's own records")
+    for name in ("run-1.wandb", "files/config.yaml", "logs/debug.log"):
+        write_text(paths.train / "wandb/offline-run-1" / name, f"W&B's own {name}")
+    (paths.train / "wandb/latest-run").symlink_to("offline-run-1")
     for step in (num_steps - 1, num_steps):
         folder = paths.checkpoints / f"step_{step:06d}"
         _write_files(folder, ("common.pt", "__0_0.distcp"), rng)

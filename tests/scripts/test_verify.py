@@ -23,12 +23,12 @@ def verify(made, *more):
 def test_an_untouched_run_is_proven(made, tmp_path):
     done = verify(made, "--output", tmp_path / "verified.json")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "40 files are what their receipts say"
+    assert done.stdout.splitlines()[-1] == "41 files are what their receipts say"
     verified = json.loads((tmp_path / "verified.json").read_text())
     digests = {row["name"]: row["digest"] for row in verified["artefacts"]}
     exported = next(row for row in verified["artefacts"] if row["name"] == "run: hf")
     assert exported["inputs"] == {"hf_patched": digests["hf_patched"], "train": digests["train"]}
-    assert verified["num_files"] == 40
+    assert verified["num_files"] == 41
 
 
 def test_what_no_receipt_names_is_told_at_the_end(made):
@@ -39,7 +39,8 @@ def test_what_no_receipt_names_is_told_at_the_end(made):
     done = verify(made, "--output", made.paths.run / "verified.json")
     line = next(line for line in done.stdout.splitlines() if line.startswith("not looked at"))
     expected = "config.resolved.yaml (1 file), evaluation (2 files), hf.history.jsonl (1 file), "
-    expected += "records.history.jsonl (1 file), train (1 file), train/attempts (2 files)"
+    expected += "records.history.jsonl (1 file), train (1 file), train/attempts (2 files), "
+    expected += "train/wandb (1 file)"
     assert line == f"not looked at, because no receipt names them: {expected}"
     assert "train/attempts/001/rank0.log" in json.loads((made.paths.run / "verified.json").read_text())["not_covered"]
 

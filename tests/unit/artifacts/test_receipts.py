@@ -183,3 +183,13 @@ def test_with_parts_their_receipts_go_too(folder: Path) -> None:
         f"{folder} is not what its receipt says:\n  one\n  two\n  remedy: rm {folder.parent}/hf.receipt.json "
         f"{folder.parent}/hf.parts/*.receipt.json and run again"
     )
+
+
+@pytest.mark.parametrize("field", ["step", "files", "inputs", "settings", "digest", "format_version"])
+@pytest.mark.parametrize("value", [None, 7, [7], "text", {"a": {}}])
+def test_fields_of_other_types_are_refused(tmp_path, field, value):
+    path = tmp_path / "a.receipt.json"
+    write_receipt(path, Receipt("patch_hf_config", (), {}, {}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=r"a\.receipt\.json: "):
+        read_receipt(path)

@@ -55,7 +55,12 @@ def test_an_untouched_run_is_proven_from_the_source_to_the_evaluation(paths):
 # What people read, or a fork begins with, below the run's folder.
 BELIEVED = (
     *("experiment.yaml", "train/metrics.jsonl", "train/attempts.jsonl", "train/checkpoints/begun_from.json"),
-    *("train/wandb/run-1/run-1.wandb", "evaluation/before.json", "evaluation/after.json", "node_local/node0.json"),
+    *(
+        "train/wandb/offline-run-1/run-1.wandb",
+        "evaluation/before.json",
+        "evaluation/after.json",
+        "node_local/node0.json",
+    ),
     *("train/checkpoints/step_000003/common.pt", "train/checkpoints/step_000003/manifest.json", "train/done.json"),
     *("train/checkpoints/step_000004/manifest.json", "records.receipt.json", "evaluation/after.json.receipt.json"),
 )
@@ -95,6 +100,7 @@ def test_only_what_nothing_vouches_for_is_not_looked_at(paths):
         "hf.history.jsonl",
         "records.history.jsonl",
         "train/done.history.jsonl",
+        "train/wandb/offline-run-1/logs/debug.log",
     ]
 
 
@@ -104,8 +110,19 @@ def test_a_run_of_an_earlier_version_is_proven_as_far_as_it_has_receipts(paths):
     assert problems_of(paths) == {}
     assert "evaluation after" in [verdict.artefact.name for verdict in verify(paths)]
     uncovered = find_uncovered(paths, verify(paths))
-    assert {"train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/run-1/run-1.wandb"} <= set(uncovered)
-    assert "evaluation/after.json" not in uncovered, "its inputs are followed"
+    assert {"train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/offline-run-1/files/config.yaml"} <= set(
+        uncovered
+    )
+    assert {"evaluation/before.json", "evaluation/after.json", "node_local/node1.json"} <= set(uncovered)
+
+
+def test_a_run_that_is_not_exported_yet_is_looked_at(paths):
+    folder = paths.hf_export
+    files = record_files(folder, ["config.json"])
+    write_receipt(part_receipt_of(folder, 0), Receipt("export_hf", files, {}, {"part": 0}))
+    receipt_of(folder).unlink()
+    assert "checkpoint step_000003" in [verdict.artefact.name for verdict in verify(paths)]
+    assert "run: hf part 0" in [verdict.artefact.name for verdict in verify(paths)]
 
 
 WRONG_JSON = ["", "{", "null", "[]", "{}", "7", '"text"', '{"a": 1}', "[" * 100_000, '["\\ud800"]', "\x00"]

@@ -32,9 +32,10 @@ def refusals(paths: Paths) -> list[tuple[str, str, str]]:
     return [(problem.key, problem.value, problem.allowed) for problem in check_fork(paths)]
 
 
-def test_a_fork_has_the_checkpoint_by_links_and_the_metrics_behind_it(old: Paths) -> None:
+def test_a_fork_has_the_checkpoint_by_links_and_the_metrics_behind_it(old: Paths, caplog) -> None:
     new = fork_of(old)
     begin_fork(new)
+    assert "copied" not in caplog.text
     (committed,) = committed_checkpoints(new.checkpoints)
     assert committed == (2, new.checkpoints / "step_000002")
     theirs = {path.name: path for path in (old.checkpoints / "step_000002").iterdir()}
@@ -70,6 +71,9 @@ def test_the_receipt_tells_the_lineage_of_forks_of_forks(old: Paths) -> None:
     second = {"run": "new", "step": 2, "changed": {"training.seed": [42, 7]}}
     assert read_lineage(newer.fork_receipt) == [first, second]
     assert dict(read_receipt(newer.fork_receipt).inputs) == WEIGHTS
+    assert refusals(newer) == [], "the last of its ancestors is its parent"
+    of_the_first = fork_of(old, "old@2", "optimizer.lr=1e-5 training.seed=7", run="newer")
+    assert refusals(of_the_first) == [("fork", "old@2", "new@2, from which newer was forked")]
 
 
 def test_a_fork_that_was_killed_begins_again(old: Paths) -> None:
@@ -159,6 +163,22 @@ def commit_empty(paths: Paths, *steps: int) -> None:
 
 def test_one_step_more_than_the_parents_is_enough(old: Paths) -> None:
     assert refusals(fork_of(old, "old@4", "training.num_steps=5")) == []
+
+
+def test_a_parent_of_another_precision_is_refused_either_way(old: Paths) -> None:
+    written = old.config.read_text()
+    assert written.count('params_dtype: "fp32"') == 1
+    write_text(old.config, written.replace('params_dtype: "fp32"', 'params_dtype: "bf16"'))
+    (problem,) = check_fork(fork_of(old))
+    assert (problem.key, problem.value, problem.allowed) == ("trainer.params_dtype", "fp32", "bf16, as in old")
+    assert problem.remedy == "set='trainer.params_dtype=bf16'"
+
+
+def test_a_name_that_is_nearly_right_is_guessed(old: Paths) -> None:
+    begin_run(old.run.parent, "elder")
+    (problem,) = check_fork(fork_of(old, "eldr@2"))
+    assert problem.allowed == "elder, old"
+    assert "elder" in problem.remedy
 
 
 def test_all_reasons_are_told_at_once(old: Paths) -> None:

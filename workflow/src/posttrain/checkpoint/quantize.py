@@ -147,7 +147,8 @@ def open_source(source: Path) -> CheckpointReader:
     if empty := [f"{name}: {info.spec}" for name, info in reader.infos.items() if 0 in info.shape]:
         raise CheckpointError(f"{source}: {len(empty)} tensors have no elements: {', '.join(empty[:5])}")
     if declared is not None or coded:
-        method = f"quant_method {declared.get('quant_method')!r}" if declared else coded[0]
+        kind = declared.get("quant_method") if isinstance(declared, dict) else declared
+        method = f"quant_method {kind!r}" if declared is not None else coded[0]
         raise CheckpointError(
             f"{source}: quantised already ({method}); quantising twice adds the errors up: give the BF16 checkpoint, "
             "or make one with `snakemake finalize_bf16`"

@@ -88,9 +88,11 @@ def find_uncovered(paths: Paths, verdicts: Iterable[Verdict]) -> list[str]:
     """Return the files of the run that no receipt vouches for, relative to its folder: logs, leases, old records."""
     covered = {paths.experiment}
     for artefact in (verdict.artefact for verdict in verdicts):
-        covered.add(artefact.receipt_path)
         if artefact.receipt is not None:
             covered |= {artefact.folder / record.path for record in artefact.receipt.files}
+        # Not: results and records of nodes, which only say where the rest is.
+        if artefact.receipt_path.name.endswith((".receipt.json", paths.train_done.name, "manifest.json")):
+            covered.add(artefact.receipt_path)
     if paths.train_done in covered:
         covered.add(paths.begun_from)
     found = {path for path in paths.run.rglob("*") if path.is_file()} - covered

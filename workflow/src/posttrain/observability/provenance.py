@@ -24,6 +24,12 @@ from posttrain.artifacts import (
 )
 from posttrain.errors import CheckpointError
 
+# What the training of a run writes down for people to read; of a W&B run all but its logs.
+RECORDS = (
+    *("train/metrics.jsonl", "train/attempts.jsonl", "node_local/*.json"),
+    *("train/wandb/*run-*/*.wandb", "train/wandb/*run-*/files/**/*"),
+)
+
 
 @dataclass(frozen=True)
 class Artefact:
@@ -53,8 +59,7 @@ def record_run(run: Path) -> tuple[FileRecord, ...]:
         run: The run's folder; names are relative to it.
     """
     sync_tree(run / "train" / "wandb")  # W&B does not
-    patterns = ("train/metrics.jsonl", "train/attempts.jsonl", "train/wandb/**/*", "node_local/*.json")
-    found = (path for pattern in patterns for path in run.glob(pattern) if path.is_file() and not path.is_symlink())
+    found = [path for pattern in RECORDS for path in run.glob(pattern) if path.is_file() and not path.is_symlink()]
     return record_files(run, (path.relative_to(run).as_posix() for path in found))
 
 
@@ -77,9 +82,9 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
     if paths.train_done.exists():
         # Training's receipt has a name of its own; its checkpoints lie beside other files of the run.
         found.append(_load("train", paths.train, paths.train_done, False))
+    finals = [paths.train / str(train.receipt.settings.get("final_checkpoint")) for train in found if train.receipt]
     if not receipt_of(paths.hf_export).exists():
         found += _artefacts_of("run: hf", paths.hf_export)
-    finals = [paths.train / artefact.receipt.settings["final_checkpoint"] for artefact in found if artefact.receipt]
     kept = sorted(paths.checkpoints.glob("step_*[0-9]/manifest.json"))
     found += [_kept_checkpoint(path) for path in kept if path.parent not in finals]
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):

@@ -55,7 +55,6 @@ def _copy_metrics(source: Path, target: Path, step: int) -> None:
 
 def _take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
     checkpoints.remove_leftovers()
-    checkpoints.begin(step)
     copied = 0
     for path in sorted(source.iterdir()):
         target = checkpoints.partial(step) / path.name
