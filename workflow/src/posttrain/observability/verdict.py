@@ -150,12 +150,11 @@ def _rewards(run: RunData) -> list[Finding]:
     mean = math.fsum(shares) / len(shares) if shares else 0.0
     if mean < LITTLE_TO_LEARN:
         return []
-    steps, extremes = counted(len(shares), "step"), (min(rewards, default=0.5), max(rewards, default=0.5))
-    if extremes[0] == extremes[1]:
-        spread = f"every reward was {format_number(extremes[0])}"
-    else:
-        spread = f"mean rewards of {format_number(extremes[0])} to {format_number(extremes[1])}"
-    if extremes[1] == 0:
+    steps, low, high = counted(len(shares), "step"), min(rewards), max(rewards)
+    spread = f"every reward was {format_number(low)}"
+    if low < high:
+        spread = f"mean rewards of {format_number(low)} to {format_number(high)}"
+    if high == 0:
         remedy = "look at the samples: where a right answer has reward 0, data.label_key or data.reward is wrong"
     else:
         remedy = "take prompts that the model gets right now and then, or raise rollout.num_samples_per_prompt"
