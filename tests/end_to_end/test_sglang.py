@@ -126,7 +126,7 @@ def assert_no_secret(workflow: WorkflowFolder) -> None:
 def kill_at(workflow: WorkflowFolder, point: str) -> None:
     """Kill a training when it has reached a point, and delete the node's copy of the weights."""
     driver = start(workflow, "train_grpo")
-    driver.wait_for_file(point, timeout=240)
+    driver.wait_for_file(point, timeout=900)
     driver.end(signal.SIGKILL)
     assert_gone(workflow)
     shutil.rmtree(workflow.folder / "node_local")
@@ -135,7 +135,7 @@ def kill_at(workflow: WorkflowFolder, point: str) -> None:
 def finish_without_weights(workflow: WorkflowFolder) -> None:
     """Give the command again; the engine reads no weights this time, and nothing is copied for it."""
     driver = start(workflow, "train_grpo")
-    assert driver.finish()[0] == 0, driver.output[-4000:]
+    assert driver.finish(900)[0] == 0, driver.output[-4000:]
     first, second = sorted(workflow.run_folder.glob("train/attempts/*/engine0.log"))
     assert "'load_format': 'auto'" in first.read_text()
     assert "'load_format': 'dummy'" in second.read_text()

@@ -9,7 +9,7 @@ bound leaves unlikely tokens room to grow ("clip higher"). The loss is per token
 by.
 
 A ratio too large for FP32 (a log ratio above 88) is infinite there, and the clip still decides: loss -(1 +
-clip_ratio_high) A and no gradient where A > 0, none of both where A = 0. Where A < 0 nothing bounds the loss, and it is
+clip_ratio_high) A and no gradient where A > 0, loss 0 and no gradient where A = 0. Where A < 0 nothing bounds it: it is
 infinite.
 
 How far the update has moved is told by `approximate_kl`. A log-probability that is not finite is counted, never
