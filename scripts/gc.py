@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
-from posttrain.artifacts.names import shown
 from posttrain.cli import run
+from posttrain.errors import one_line
 
 
 def main() -> None:
@@ -36,10 +36,10 @@ def show(found: list[Stored], store: Path) -> None:
     table = Table("artefact", "state", "last change", "used by", show_edge=False, header_style="bold")
     table.add_column("frees alone", justify="right")
     for artefact in found:
-        users = [shown(f"{user.user}: {user.run}") for user in artefact.users]
+        users = [one_line(f"{user.user}: {user.run}") for user in artefact.users]
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(artefact.last_change_unix))
         size = f"{freed_bytes([artefact]):,}"
-        cells = (shown(str(artefact.folder.relative_to(store))), state_of(artefact), changed, "\n".join(users), size)
+        cells = (one_line(str(artefact.folder.relative_to(store))), state_of(artefact), changed, "\n".join(users), size)
         table.add_row(*map(escape, cells))
     Console(width=160).print(table)
 

@@ -62,6 +62,7 @@ PLACES = {
     ),
     ("engines/embedded/model.py", "model_class.config_class.from_pretrained"): "JSON",
     ("data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
+    ("launch/greeting.py", "connection.recv"): "bytes of a socket",
     ("reward/graders.py", "ProcessPool"): "pipes of this process's own children",
 }
 

@@ -7,40 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from tests.synthetic_run import SyntheticRun, make_run, workflow_of
-from tests.workflow_runs import ROOT, run_snakemake
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> SyntheticRun:
-    """A run of twelve steps that has done seven."""
-    made = make_run(tmp_path, num_steps=12)
-    made.paths.train_done.unlink()
-    made.paths.evaluation("after").unlink()
-    rows = made.paths.metrics.read_text().splitlines(keepends=True)
-    made.paths.metrics.write_text("".join(rows[:7]))
-    (made.paths.run / "later.jsonl").write_text("".join(rows[7:]))
-    (made.paths.run / "report.html").write_text("an earlier report")
-    return made
-
-
-def test_asked_again_a_step_later_the_step_is_on_it(made: SyntheticRun) -> None:
-    later = (made.paths.run / "later.jsonl").read_text().splitlines(keepends=True)
-    # Whoever asks knows the run by its name, and need not say what it learns.
-    choice = [f"run={made.paths.run.name}", "model=tiny", f"set=site.results={made.paths.run.parent}"]
-    for step in (7, 8):
-        done = run_snakemake(made.paths.run.parents[1], "snapshot", "--cores", "1", "--config", *choice)
-        assert done.returncode == 0, done.stdout
-        assert f"so far {step} of 12 steps; not there yet: the end of training, the evaluation after" in done.stdout
-        assert f"snapshot: {made.paths.snapshot}" in done.stdout
-        page = made.paths.snapshot.read_text()
-        assert f"<b>So far</b>: {step} steps of 12, as of " in page
-        assert "Not there yet: the end of training, the evaluation after training." in page
-        assert "optimizer.lr" in page, "the run's own configuration"
-        with open(made.paths.metrics, "a") as metrics:
-            metrics.write(later[step - 7])
-    assert (made.paths.run / "report.html").read_text() == "an earlier report", "it is Snakemake's"
+from tests.synthetic_run import make_run, workflow_of
+from tests.workflow_runs import ROOT
 
 
 def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.begun_runs import begin_run
+from tests.synthetic_run import make_run
 from tests.workflow.test_rules import RULES, WITHOUT_WORK
 from tests.workflow_runs import WorkflowFolder, run_snakemake
 
@@ -162,3 +163,26 @@ def test_gc(tmp_path: Path) -> None:
         os.utime(path, (then, then))
     second = run_snakemake(tmp_path, "gc", "--cores", "1").stdout
     assert ("0 can be freed" in first, "1 can be freed" in second) == (True, True)
+
+
+def test_snapshot(tmp_path: Path) -> None:
+    made = make_run(tmp_path, num_steps=12)
+    made.paths.train_done.unlink()
+    made.paths.evaluation("after").unlink()
+    rows = made.paths.metrics.read_text().splitlines(keepends=True)
+    made.paths.metrics.write_text("".join(rows[:7]))
+    (made.paths.run / "report.html").write_text("an earlier report")
+    # Whoever asks knows the run by its name, and need not say what it learns.
+    choice = [f"run={made.paths.run.name}", "model=tiny", f"set=site.results={made.paths.run.parent}"]
+    for step in (7, 8):
+        done = run_snakemake(tmp_path, "snapshot", "--cores", "1", "--config", *choice)
+        assert done.returncode == 0, done.stdout
+        assert f"so far {step} of 12 steps; not there yet: the end of training, the evaluation after" in done.stdout
+        assert f"snapshot: {made.paths.snapshot}" in done.stdout
+        page = made.paths.snapshot.read_text()
+        assert f"<b>So far</b>: {step} steps of 12, as of " in page
+        assert "Not there yet: the end of training, the evaluation after training." in page
+        assert "optimizer.lr" in page, "the run's own configuration"
+        with open(made.paths.metrics, "a") as metrics:
+            metrics.write(rows[step])
+    assert (made.paths.run / "report.html").read_text() == "an earlier report", "it is Snakemake's"

@@ -25,9 +25,8 @@ from pathlib import Path
 from types import TracebackType
 
 from posttrain.artifacts.durable import write_json, write_new
-from posttrain.artifacts.names import shown
 from posttrain.artifacts.processes import process_ids, started_ticks, user_name
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class Holder:
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix))
         job = f" in {self.job}" if self.job else ""
-        return shown(f"process {self.pid} on {self.host}{job} (user {self.user}, since {since})")
+        return one_line(f"process {self.pid} on {self.host}{job} (user {self.user}, since {since})")
 
 
 class Lease:

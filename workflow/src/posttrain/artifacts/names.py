@@ -65,11 +65,6 @@ def refuse_link(folder: Path) -> None:
         raise CheckpointError(f"{folder}: a link; what belongs there would be written or deleted behind it: remove it")
 
 
-def shown(text: str) -> str:
-    """Return a text that somebody else may have written as it can be shown: what cannot be printed is escaped."""
-    return text if text.isprintable() else ascii(text)[1:-1]
-
-
 def check_digest(text: object, num_digits: int) -> None:
     """Refuse what is no digest, since files are named after digests; an empty one means that there is none.
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from posttrain.artifacts import RelativeName
 from posttrain.errors import CheckpointError, reason_of
 
 METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
@@ -81,6 +82,8 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({reason_of(error)})") from error
     if wrong:
         raise CheckpointError(f"{path}: not the metadata of a torch_dist checkpoint ({wrong})")
+    for place in metadata.storage_data.values():
+        RelativeName(place.relative_path, path)
     return metadata
 
 
@@ -113,8 +116,6 @@ def _misfits(metadata: Any) -> Iterator[str]:
     for index, place in metadata.storage_data.items():
         if not _is_place(index, place):
             yield f"{index!r:.200} lies at {place!r:.200}"
-        elif Path(place.relative_path).name != place.relative_path:
-            yield f"{index.fqn} lies outside the folder, at {place.relative_path!r:.200}"
 
 
 def _is_tensor(row: TensorStorageMetadata) -> bool:

@@ -21,7 +21,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.tiling import Box, Shape, intersect, slices_within
 from posttrain.checkpoint.torch_dist_format import METADATA_NAME, WRONG_PICKLE, read_metadata
 from posttrain.errors import CheckpointError, reason_of
@@ -45,8 +44,6 @@ class TorchDistReader:
         self.folder = Path(folder)
         metadata = read_metadata(self.folder)
         storage = metadata.storage_data
-        for info in storage.values():
-            RelativeName(info.relative_path, self.folder / METADATA_NAME)
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
         self._tensors = {
             key: row for key, row in metadata.state_dict_metadata.items() if isinstance(row, TensorStorageMetadata)

@@ -58,7 +58,8 @@ def record_run(run: Path) -> tuple[FileRecord, ...]:
     Args:
         run: The run's folder; names are relative to it.
     """
-    sync_tree(run / "train" / "wandb")  # W&B does not
+    if (logs := run / "train" / "wandb").is_dir():
+        sync_tree(logs)  # W&B does not
     found = [path for pattern in RECORDS for path in run.glob(pattern) if path.is_file() and not path.is_symlink()]
     return record_files(run, (path.relative_to(run).as_posix() for path in found))
 
