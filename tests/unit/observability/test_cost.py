@@ -46,7 +46,7 @@ def test_every_attempt_of_a_run_holds_its_gpus(tmp_path: Path) -> None:
     """Two attempts of 71.4 s and 79.9 s, and two evaluations of 11.5 s; the benchmark has the last attempt only."""
     made = make_run(tmp_path, num_steps=4, more="site.price_per_gpu_hour=100 site.currency=EUR", hardware="h200")
     config = made.paths.resolved.config
-    evaluations = 2 * 11.5 * config.engine.num_engines * config.engine.gpus_per_engine
+    evaluations = 2 * 11.5 * config.hardware.gpus_per_node
     training = (71.4 + 79.9) * config.nodes * config.hardware.gpus_per_node
     summary = summarize(read_run(made.inputs))
     assert summary["gpu_hours"] == pytest.approx((training + evaluations) / 3600, abs=0.006)

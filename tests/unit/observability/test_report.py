@@ -96,7 +96,7 @@ def test_the_page_shows_what_an_engineer_looks_for(run, html):
     assert [piece for piece in wanted if piece not in text] == []
     for wrong in ("['", "1 values", "0 files", "0 B", "230 kB"):
         assert wrong not in text
-    assert "evaluation after evaluate – –" in " ".join(text.split()), "a result without files"
+    assert "evaluation after evaluate 1 " in " ".join(text.split()), "a result is one file"
     # Learning rate and first update's ratio, which never change, are a line of text.
     assert Page(html).charts == 15
     assert "The same in every step First update's ratio: 0" in " ".join(text.split())
@@ -212,7 +212,7 @@ def test_of_a_run_that_trains_there_is_what_there_is(tmp_path):
         "the export": receipt_of(paths.hf_export),
         "the evaluation after training": paths.evaluation("after"),
     }
-    for path in parts.values():
+    for path in (*parts.values(), paths.records):
         path.unlink()
     for rule in ("train_grpo", "export_hf", "finalize_export_hf", "evaluate"):
         shutil.rmtree(made.inputs.logs / rule)

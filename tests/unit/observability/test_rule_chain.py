@@ -13,9 +13,9 @@ from posttrain.observability.rule_chain import rule_chain
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def chain_of(model, overrides=""):
+def chain_of(model, overrides="", **more):
     config = resolve({"model": model, "site": "local", "set": overrides}, REPOSITORY / "config").config
-    return rule_chain(config)
+    return rule_chain(config, **more)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_fork_trains_from_another_runs_state():
 
 
 def test_jobs_nodes_and_gpus_of_the_recipe():
-    rules = {rule.name: rule for rule in chain_of("glm5")}
+    rules = {rule.name: rule for rule in chain_of("glm5", evaluation_nodes=3)}
     assert rules["convert_hf_to_torch_dist"].num_jobs == 16
     assert (rules["train_grpo"].nodes, rules["train_grpo"].gpus) == (16, 128)
     assert (rules["evaluate after"].nodes, rules["evaluate after"].gpus, rules["evaluate after"].rule) == (
-        16,
-        128,
+        3,
+        24,
         "evaluate",
     )
     assert all(rule.gpus == 0 for rule in chain_of("tiny"))

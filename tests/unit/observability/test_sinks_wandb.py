@@ -95,7 +95,7 @@ def test_the_run_id_is_made_from_the_name_and_then_kept(tmp_path):
 
 def test_online_without_a_key_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(RuntimeError, match="needs WANDB_API_KEY"):
+    with pytest.raises(RuntimeError, match="needs `wandb login`, or WANDB_API_KEY in the environment"):
         MetricSinks(tmp_path, "my-run", Logging(wandb_mode="online"))
 
 

@@ -41,7 +41,7 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.keep_checkpoints"]["value"] == 2
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    untrainable = {"nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines"}
+    untrainable = {"nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines", "evaluate"}
     assert not_trainable == (untrainable if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
@@ -148,17 +148,13 @@ def test_neighbours_are_told_together():
 def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
     assert [found["key"] for found in plan_of("tiny")["warnings"]] == []
     # The local site names two nodes.
-    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names", "engine.gpus_per_engine"]
+    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names"]
     small = "hardware.host_memory_gib=512"
     plan = plan_of("glm5", set=small)
-    assert [found["key"] for found in plan["warnings"]] == [
-        "hardware.host_memory_gib",
-        "site.node_names",
-        "engine.gpus_per_engine",
-    ]
+    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", "site.node_names"]
     assert plan["problems"] == []
     page = html.unescape(render_plan(plan, resolved("glm5", set=small)))
-    assert page.count('<li class="warning">') == 3
+    assert page.count('<li class="warning">') == 2
     judge_plan(plan).print()
     printed = " ".join(capsys.readouterr().out.split())
     for text in (page, printed):
@@ -183,11 +179,12 @@ def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
 
 
 def test_gpu_hours_and_their_price(plan_of, resolved):
-    plan = plan_of("glm5")
+    plan = plan_of("glm5_4layer")
     seconds = plan["durations_seconds"]
-    gpu_seconds = 128 * seconds["train_grpo"] + sum(
-        rule["gpus"] * rule["seconds"] for rule in plan["rules"] if rule["name"].startswith("evaluate")
-    )
+    gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
+    assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
+    plan = plan_of("glm5")
+    gpu_seconds = 128 * plan["durations_seconds"]["train_grpo"]  # its evaluations are not run
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")
     priced = {"set": "site.price_per_gpu_hour=2.5 site.currency=EUR"}
@@ -321,13 +318,14 @@ def test_phases_add_up_to_the_step(plan_of):
     plan = plan_of("glm5")
     step, seconds = plan["step"], plan["durations_seconds"]
     rows = {row["phase"]: row for row in step["phases"]}
-    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save", "evaluation"]
+    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save"], "no node evaluates it"
     parts = [row["per_step"] for row in step["phases"] if row["per_step"] is not None]
     assert sum(parts) == pytest.approx(step["seconds"], abs=0.01)
     assert sum(row["share"] or 0 for row in rows.values()) == pytest.approx(1, abs=1e-3)
     assert rows["save"]["once"] == seconds["step_save"]
     assert rows["save"]["per_step"] == pytest.approx(0, abs=0.01), "it is written during a rollout"
-    assert rows["evaluation"]["per_step"] is None
+    evaluated = {row["phase"]: row for row in plan_of("glm5_4layer")["step"]["phases"]}
+    assert evaluated["evaluation"]["per_step"] is None
     assert sum(row["per_step"] for row in step["waiting"]) == pytest.approx(seconds["step_idle"], abs=0.01)
     assert "32,768" in rows["rollout"]["note"]
 

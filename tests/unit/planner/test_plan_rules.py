@@ -52,7 +52,7 @@ def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
     days = needs.seconds["train_grpo"] / 86400
     assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {days:.0f} days)"
-    assert needs.message("evaluate").startswith(" (16 nodes, 128 GPUs, about ")
+    assert needs.message("evaluate") == " (3 nodes, 24 GPUs)", "what is not run takes no time"
     assert needs.message("make_tiny_model") == ""
 
 

@@ -169,7 +169,8 @@ def test_the_recipe_of_16_nodes(glm5):
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
-    seconds = step_durations(glm5, SHARED_STORAGE)
+    assert not {"evaluate before", "evaluate after"} & set(step_durations(glm5, SHARED_STORAGE)), "no node holds it"
+    seconds = step_durations(resolved("glm5_4layer").config, SHARED_STORAGE)
     assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
     one_node = resolved("glm5_4layer", set="data.num_heldout_prompts=16").config
     fewer = step_durations(one_node, SHARED_STORAGE)

@@ -109,7 +109,7 @@ def collect(tokenizer: ChatTokenizer, tmp_path: Path):
             await servers[-1].start_server()
         store = RolloutStore(tmp_path / "rollouts")
         try:
-            async with EngineClient([str(server.make_url("")) for server in servers], 10) as client:
+            async with EngineClient([str(server.make_url("")) for server in servers], "", 10) as client:
                 with GraderPool() as pool:
                     coordinator = RolloutCoordinator(config, prompts, tokenizer, client, store, graders or pool)
                     return await coordinator.collect(step)
