@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.payload import Payload
-from tests.unit.megatron_backend.conftest import ARCHITECTURE
+from tests.unit.megatron_backend.conftest import ARCHITECTURE, test_config
 from tests.unit.megatron_backend.test_families import convert_family
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -21,6 +21,12 @@ from posttrain.megatron_backend.checkpoint import load_training_state, load_weig
 from posttrain.megatron_backend.optimizer_state import allocate_state
 
 WEIGHT = "decoder.final_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def policy(make_policy):
+    """One of this module's own: other weights are loaded into it."""
+    return make_policy(test_config(ARCHITECTURE))
 
 
 @pytest.fixture(scope="module")
