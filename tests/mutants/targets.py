@@ -12,6 +12,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "batching/packing": (f"{UNIT}/batching/test_packing.py",),
     "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),
     "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
+    "engines/client": (f"{UNIT}/engines/test_client.py",),
     "rollout/coordinator": (f"{UNIT}/rollout",),
     "megatron_backend/train_step": (f"{UNIT}/megatron_backend/test_train_step.py",),
     # What stays on disk.
@@ -23,4 +24,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "checkpoint/fp8": (f"{UNIT}/checkpoint/test_fp8.py",),
     # What is said, and what is not.
     "preflight/refusals": (f"{UNIT}/preflight/test_refusals.py",),
+    "errors": (f"{UNIT}/test_errors.py",),
+    "engines/secret": (f"{UNIT}/engines/test_secret.py",),
+    "observability/report_page": (f"{UNIT}/observability/test_report_page.py",),
 }
