@@ -67,7 +67,7 @@ def main() -> None:
 def _train(
     policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore, sinks: MetricSinks, finished: int
 ) -> None:
-    writer, groups = CheckpointWriter(policy, checkpoints, store.forget_before), make_groups(TINY.vocab_size)
+    writer, groups = CheckpointWriter(policy, checkpoints, 1 << 20, store.forget_before), make_groups(TINY.vocab_size)
     for step in range(finished, NUM_STEPS):
         for chunk in range(NUM_CHUNKS):
             if store.read(step, chunk) is None:

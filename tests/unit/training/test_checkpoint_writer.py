@@ -115,7 +115,7 @@ def open_writer(policy, folder: Path, may_commit=lambda: None, keep: int = 2):
     from posttrain.training.checkpoint_writer import CheckpointWriter
 
     forgotten: list[int] = []
-    writer = CheckpointWriter(policy, CheckpointFolder(folder, keep, may_commit), forgotten.append)
+    writer = CheckpointWriter(policy, CheckpointFolder(folder, keep, may_commit), 5 << 30, forgotten.append)
     return writer, forgotten
 
 
