@@ -86,7 +86,7 @@ def publish(engine, folder, tensors, mtp_steps):
         application.router.add_route("*", "/{path:.*}", engine.handle)
         server = TestServer(application)
         runner.run(server.start_server())
-        client = EngineClient([str(server.make_url(""))], 10)
+        client = EngineClient([str(server.make_url(""))], "", 10)
         runner.run(client.__aenter__())
         WeightPublisher(config, Weights(tensors), client, runner, folder / "none", folder).publish(4)
         runner.run(client.__aexit__(None, None, None))
