@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from tests import fault_parts
 from tests.canaries import CANARIES, command_lines
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
 
 UNPICKLED = "unpickled.txt"
+# What takes longest begins first, so that two workers end together.
+ORDER = ("tests/slurm", "tests/end_to_end", "tests/workflow", "tests/scripts", "tests/", "tests/unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +25,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = fault_parts.select(items, config.getoption("--part"), config.getoption("--anew"))
     config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(worker_group(item.nodeid)))
+    items.sort(key=lambda item: max(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
+
+
+def worker_group(nodeid: str) -> str:
+    """Return which tests one worker runs one after the other: those of a file, and all that share the SLURM."""
+    return "slurm" if nodeid.startswith("tests/slurm") else nodeid.partition("::")[0]
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that the first worker who needs it makes; the other waits."""
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder, made = root / name, root / f"{name}.made"
+    with FileLock(root / f"{name}.lock"):
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)
@@ -33,9 +60,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of the tiny model up to staging, made once: about half a minute."""
-    root = tmp_path_factory.mktemp("shared")
-    WorkflowFolder(root / "first", root / "store").run("stage_all_nodes")
-    return root / "store"
+
+    def make(root: Path) -> None:
+        WorkflowFolder(root / "first", root / "store").run("stage_all_nodes")
+
+    return made_once(tmp_path_factory, "shared", make) / "store"
 
 
 @pytest.fixture(scope="session")
@@ -44,19 +73,23 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
 
     It has secrets that it must keep, and its processes note what they unpickle.
     """
-    from tests.interruptions import keep_rollouts, start  # imports torch, which most tests do without
 
-    folder = tmp_path_factory.mktemp("undisturbed")
-    notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
-    workflow = WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
-    with command_lines() as seen:
-        driver = start(workflow)
-        keep_rollouts(driver, folder / "rollouts")
-        code, output = driver.finish()
-    assert code == 0, output[-6000:]
-    (folder / "printed.txt").write_text(output)
-    (folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
-    return workflow
+    def workflow_in(folder: Path) -> WorkflowFolder:
+        notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
+        return WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
+
+    def make(folder: Path) -> None:
+        from tests.interruptions import keep_rollouts, start  # imports torch, which most tests do without
+
+        with command_lines() as seen:
+            driver = start(workflow_in(folder))
+            keep_rollouts(driver, folder / "rollouts")
+            code, output = driver.finish()
+        assert code == 0, output[-6000:]
+        (folder / "printed.txt").write_text(output)
+        (folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
+
+    return workflow_in(made_once(tmp_path_factory, "undisturbed", make))
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_a_power_cut_while_training_saves(tmp_path: Path) -> None:
 
 
 def test_a_file_of_training_that_is_visible_before_its_bytes_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="is not what was written|: not a rollout"):
+    with pytest.raises(AssertionError, match=r"is not what was written|: not a rollout"):
         cut_training(tmp_path, TRAINING_POINTS, forgetful=True)
 
 

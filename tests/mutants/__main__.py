@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tests.mutants.operators import Mutant, mutants_of
+from tests.mutants.operators import Mutant, lines_of, mutants_of
 from tests.mutants.runner import LIBRARY, MutantRunner, fingerprint
-from tests.mutants.targets import TARGETS
+from tests.mutants.targets import FUNCTIONS, TARGETS
 from tests.workflow_runs import ROOT
 
 from posttrain.observability.progress import ProgressBar
@@ -79,7 +79,9 @@ def main() -> int:
 
 def mutants_in(module: str) -> list[Mutant]:
     """Return a module's mutants."""
-    return mutants_of((LIBRARY / f"{module}.py").read_text())
+    source = (LIBRARY / f"{module}.py").read_text()
+    lines = lines_of(source, FUNCTIONS[module]) if module in FUNCTIONS else None
+    return [mutant for mutant in mutants_of(source) if lines is None or mutant.line in lines]
 
 
 def row_name(module: str, mutant: Mutant) -> str:

@@ -9,15 +9,17 @@ Each edit replaces the text of one node of the syntax tree, so that all lines ke
     min/max      min(...) to max(...), minimum to maximum, any to all, and back
     sign         + to -, * to /, // to %, -x to x, += to -=
     dropped      a statement to `pass`; a returned value to None
-    swapped      two neighbouring arguments of a call
+    swapped      two neighbouring arguments of a call, where their order means something
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -54,6 +56,8 @@ OPPOSITES = {
     "argmin": "argmax",
 }
 OPPOSITES |= {new: old for old, new in OPPOSITES.items()}
+# The order of their arguments is of no meaning.
+COMMUTATIVE = {"min", "max", "minimum", "maximum", "gcd"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Mutant:
         before: The text that is replaced.
         after: What stands there instead.
         start: Its offset in the source, in characters.
+        number: From 1, among those of the same text.
     """
 
     kind: str
@@ -73,6 +78,7 @@ class Mutant:
     before: str
     after: str
     start: int
+    number: int = 1
 
     def apply(self, source: str) -> str:
         """Return the module with the edit."""
@@ -84,7 +90,8 @@ class Mutant:
         """Return a name that stays while the function around it stays: of the line's text, not of its number."""
         line = source.splitlines()[self.line - 1].strip()
         content = "\0".join([self.kind, line, self.before, self.after])
-        return hashlib.sha256(content.encode()).hexdigest()[:10]
+        name = hashlib.sha256(content.encode()).hexdigest()[:10]
+        return name if self.number == 1 else f"{name}-{self.number}"
 
 
 def mutants_of(source: str) -> list[Mutant]:
@@ -102,7 +109,19 @@ def mutants_of(source: str) -> list[Mutant]:
         if isinstance(node, ast.expr) and not isinstance(replacement, str):
             after = f"({after})"
         found.append(Mutant(kind, node.lineno, before, after, start))
-    return sorted(set(found), key=lambda mutant: (mutant.start, mutant.kind, mutant.after))
+    keys, numbered = Counter[str](), []
+    for mutant in sorted(set(found), key=lambda mutant: (mutant.start, mutant.kind, mutant.after)):
+        keys[mutant.key(source)] += 1
+        numbered.append(dataclasses.replace(mutant, number=keys[mutant.key(source)]))
+    return numbered
+
+
+def lines_of(source: str, functions: Collection[str]) -> set[int]:
+    """Return the numbers of the lines of some functions, from 1."""
+    defined = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    chosen = [node for node in defined if node.name in functions]
+    assert {node.name for node in chosen} == set(functions)
+    return {line for node in chosen for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
 def _edits(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST | str]]:
@@ -206,7 +225,7 @@ def _call_edits(node: ast.Call) -> Iterator[tuple[ast.expr, str, ast.AST]]:
         elif isinstance(changed.func, ast.Name):
             changed.func.id = OPPOSITES[name]
         yield node, "min/max", changed
-    for place in range(len(node.args) - 1):
+    for place in range(0 if name in COMMUTATIVE else len(node.args) - 1):
         if ast.dump(node.args[place]) != ast.dump(node.args[place + 1]):
             changed = copy.deepcopy(node)
             changed.args[place], changed.args[place + 1] = changed.args[place + 1], changed.args[place]

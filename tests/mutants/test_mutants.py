@@ -14,7 +14,7 @@ def near(values: list[int], limit=3):
     """Another."""
     if len(values) >= limit and not values[0]:
         raise ValueError("far")
-    values.append(-1)
+    values.insert(limit, -1)
     return min(values), max(2 * limit, 0.5)
 '''
 
@@ -31,13 +31,13 @@ def test_what_an_edit_may_be() -> None:
         (4, "condition", "not values[0]", "(values[0])"),
         (4, "off by one", "0", "(1)"),
         (5, "dropped", 'raise ValueError("far")', "pass"),
-        (6, "dropped", "values.append(-1)", "pass"),
+        (6, "dropped", "values.insert(limit, -1)", "pass"),
+        (6, "swapped", "values.insert(limit, -1)", "(values.insert(-1, limit))"),
         (6, "sign", "-1", "(1)"),
         (6, "off by one", "1", "(2)"),
         (7, "dropped", "return min(values), max(2 * limit, 0.5)", "return None"),
         (7, "min/max", "min(values)", "(max(values))"),
         (7, "min/max", "max(2 * limit, 0.5)", "(min(2 * limit, 0.5))"),
-        (7, "swapped", "max(2 * limit, 0.5)", "(max(0.5, 2 * limit))"),
         (7, "sign", "2 * limit", "(2 / limit)"),
         (7, "off by one", "2", "(3)"),
         (7, "constant", "0.5", "(2.0)"),

@@ -130,7 +130,8 @@ def test_a_disk_that_becomes_full_is_one_message_and_keeps_what_is_there(hub, or
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 1
-    assert "free some space and run again" in done.stderr
+    assert "raise the limit (`ulimit -f`)" in done.stderr
+    assert "then run the same command again: what is finished is kept" in done.stderr
     assert "Traceback" not in done.stderr
     assert store.run("download_hf_checkpoint").returncode == 0
     assert hub.sent_bytes[NEEDED[2]] <= (origin / NEEDED[2]).stat().st_size + (64 << 10)

@@ -58,13 +58,13 @@ def test_a_repository_that_may_not_be_read(store, hub, origin, gated):
         assert "HF_TOKEN" in _refusal(store, hub, *source, HF_TOKEN="hf_wrong")
         return
     # Anyone may list a gated repository; its files are refused.
-    store.environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_wrong"}
+    store.environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_without_rights"}
     assert store.run("list_hf_checkpoint", *source).returncode == 0
     done = store.run("download_hf_checkpoint")
     assert done.returncode == 1
     assert "model.source.repo_id = owner/other" in done.stderr
     assert "it is gated: ask for access on its page" in done.stderr
-    assert "hf_wrong" not in done.stderr
+    assert "hf_without_rights" not in done.stderr
 
 
 def test_a_hub_that_stays_broken(store, hub, origin):

@@ -70,7 +70,8 @@ def test_a_full_disk_is_one_message_and_leaves_no_testimony(store, tmp_path):
     arguments = _arguments(store, tmp_path / "node0")
     done = _run(arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5010, 5010)))
     assert done.returncode == 1
-    assert "free some space and run again" in done.stderr
+    assert "raise the limit (`ulimit -f`)" in done.stderr
+    assert "then run the same command again: what is finished is kept" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "node0.json").exists()
     assert not list((tmp_path / "node0").rglob("*.tmp"))
