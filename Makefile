@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Waiting threads must not spin: several processes share few cores.
 export OMP_WAIT_POLICY := PASSIVE
+# Tests run side by side, file by file; one file always has one worker.
+WORKERS ?= 2
 
 .PHONY: help demo test test-faults env env-sglang env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
@@ -59,7 +61,7 @@ ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
-	pytest tests -m 'not faults'
+	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/fault_parts.py); goes on where it was interrupted
 	REQUIRE=sglang pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
