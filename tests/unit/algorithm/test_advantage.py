@@ -70,8 +70,10 @@ def test_shift_and_scale_of_the_rewards_do_not_matter():
 
 
 def test_a_reward_that_is_not_finite_is_refused():
-    with pytest.raises(ValueError, match="finite"):
-        grpo_advantages(torch.tensor([[1.0, float("nan")]]), True)
+    with pytest.raises(ValueError, match=r"finite, got \[inf\]$"):
+        grpo_advantages(torch.tensor([[1.0, float("inf")]]), True)
+    with pytest.raises(ValueError, match=r"got \[nan(, nan){4}\]$"):
+        grpo_advantages(torch.full((2, 4), float("nan")), True)
 
 
 def test_groups_of_samples_equal_their_rewards():

@@ -260,6 +260,50 @@ def test_an_update_from_disk_that_fails_closes_the_engines(tmp_path):
     }
 
 
+WHOLE = ["/begin_weight_update", *["/update_weights_from_tensor"] * 2, "/end_weight_update"]
+
+
+def test_an_update_that_failed_is_closed_before_the_next_and_only_then(tmp_path, caplog):
+    """An engine takes one update at a time: a second end would be refused, a second begin, too."""
+    engine = ScriptedEngine(script={"/update_weights_from_tensor": web.json_response({}, status=500)})
+    other = ScriptedEngine(script={"/end_weight_update": web.json_response({}, status=500)})
+
+    async def story():
+        async with client_of(engine, other) as client:
+            with pytest.raises(RuntimeError, match="engine 0"):
+                await client.update_weights(1, BUCKETS)
+            engine.script, engine.calls = {}, []
+            await client.update_weights_from_disk(2, tmp_path)
+            assert engine.paths == ["/end_weight_update", "/update_weights_from_disk"]
+            assert "closing the failed weight update: engine 1 " in caplog.text
+            other.script = {}
+            for version in (3, 4):
+                engine.calls = []
+                await client.update_weights(version, BUCKETS)
+                assert engine.paths == WHOLE
+            engine.script, engine.calls = {"/begin_weight_update": web.json_response({}, status=500)}, []
+            with pytest.raises(RuntimeError, match="engine 0"):
+                await client.update_weights(5, BUCKETS)
+            engine.script = {}
+            await client.update_weights(6, BUCKETS)
+            assert engine.paths == ["/begin_weight_update", "/end_weight_update", *WHOLE]
+
+    run(story())
+
+
+def test_a_prompt_outside_the_vocabulary_is_not_sent():
+    engine = ScriptedEngine()
+
+    async def story():
+        async with client_of(engine) as client:
+            client._vocab_size = 5
+            with pytest.raises(ValueError, match="5"):
+                await client.generate(REQUESTS, 0)
+
+    run(story())
+    assert engine.calls == []
+
+
 def test_an_update_without_tensors_is_refused():
     async def story():
         async with client_of(ScriptedEngine()) as client:
