@@ -25,6 +25,7 @@ LAYOUT = {
 }
 
 
+@pytest.mark.faults("slow")
 def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: WorkflowFolder) -> None:
     """TP2 PP2 EP2 and DP2 over gloo, an engine on each node, from the staged copy on each node's disk to the report.
 
