@@ -14,7 +14,7 @@ from tests.workflow_runs import WorkflowFolder
 
 UNPICKLED = "unpickled.txt"
 # What takes longest begins first, so that two workers end together.
-ORDER = ("tests/slurm", "tests/end_to_end", "tests/workflow", "tests/scripts", "tests/", "tests/unit")
+ORDER = ("tests/slurm", "tests/end_to_end", "tests/workflow", "tests/scripts", "tests/unit", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,12 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--anew", action="store_true", help="fault counts that have passed on this code, too")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers read which tests belong together
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = fault_parts.select(items, config.getoption("--part"), config.getoption("--anew"))
     config.hook.pytest_deselected(items=left_out)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(worker_group(item.nodeid)))
-    items.sort(key=lambda item: max(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
+    items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
 
 
 def worker_group(nodeid: str) -> str:
@@ -90,6 +91,15 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
         (folder / "command-lines.txt").write_text("\n".join(sorted(seen)))
 
     return workflow_in(made_once(tmp_path_factory, "undisturbed", make))
+
+
+@pytest.fixture
+def finished(undisturbed: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
+    """A finished run with a store of its own, to be damaged."""
+    folder = tmp_path / "work"
+    shutil.copytree(undisturbed.folder, folder, symlinks=True)
+    shutil.copytree(undisturbed.store, tmp_path / "store", symlinks=True)
+    return WorkflowFolder(folder, tmp_path / "store")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -25,15 +24,6 @@ from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 pytestmark = pytest.mark.slow
 
 ANSWERS = {name for name, text in RULES.items() if not re.search(r"^\s*output:$", text, re.MULTILINE)} - WITHOUT_WORK
-
-
-@pytest.fixture
-def finished(undisturbed: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
-    """A finished run with a store of its own, to be damaged."""
-    folder = tmp_path / "work"
-    shutil.copytree(undisturbed.folder, folder, symlinks=True)
-    shutil.copytree(undisturbed.store, tmp_path / "store", symlinks=True)
-    return WorkflowFolder(folder, tmp_path / "store")
 
 
 def flip_a_byte(path: Path) -> None:

@@ -135,17 +135,14 @@ def test_another_format_runs_its_dependants_and_nothing_else(
     assert jobs_of(done.stdout + done.stderr) == expected
 
 
-def test_changed_topology_keeps_the_results(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+def test_changed_topology_keeps_the_results(finished: WorkflowFolder) -> None:
     """A real run: the two jobs that are left do their work, and nothing else is touched."""
-    receipts = {path: path.stat().st_mtime_ns for path in receipts_of(undisturbed)}
-    changed = WorkflowFolder(
-        undisturbed.folder, undisturbed.store, undisturbed.settings | {"trainer.keep_checkpoints": 3}
-    )
+    receipts = {path: path.stat().st_mtime_ns for path in receipts_of(finished)}
+    changed = WorkflowFolder(finished.folder, finished.store, finished.settings | {"trainer.keep_checkpoints": 3})
     output = changed.run()
     assert "GRPO" not in output
-    assert receipts == {path: path.stat().st_mtime_ns for path in receipts_of(undisturbed)}
-    assert "keep_checkpoints: 3  # set=" in (undisturbed.run_folder / "config.resolved.yaml").read_text()
-    undisturbed.run()
+    assert receipts == {path: path.stat().st_mtime_ns for path in receipts_of(finished)}
+    assert "keep_checkpoints: 3  # set=" in (finished.run_folder / "config.resolved.yaml").read_text()
 
 
 def receipts_of(workflow: WorkflowFolder) -> list[Path]:
