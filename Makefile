@@ -61,7 +61,7 @@ ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
 endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
-	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/fault_parts.py); goes on where it was interrupted
 	REQUIRE=sglang pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))

@@ -11,6 +11,8 @@ from tests import fault_parts
 from tests.canaries import CANARIES, command_lines
 from tests.fault_record import FaultRecord
 from tests.workflow_runs import WorkflowFolder
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 UNPICKLED = "unpickled.txt"
 # What takes longest begins first, so that two workers end together.
@@ -22,18 +24,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--anew", action="store_true", help="fault counts that have passed on this code, too")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers read which tests belong together
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = fault_parts.select(items, config.getoption("--part"), config.getoption("--anew"))
     config.hook.pytest_deselected(items=left_out)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(worker_group(item.nodeid)))
     items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
 
 
-def worker_group(nodeid: str) -> str:
-    """Return which tests one worker runs one after the other: those of a file, and all that share the SLURM."""
-    return "slurm" if nodeid.startswith("tests/slurm") else nodeid.partition("::")[0]
+class ByFile(LoadFileScheduling):
+    """One worker runs the tests of a file one after the other, and all that share the SLURM."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "slurm" if nodeid.startswith("tests/slurm") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
