@@ -41,10 +41,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
 
 
+def root_of(factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that all workers share."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder that the first worker who needs it makes; the other waits."""
-    root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    root = root_of(factory)
     folder, made = root / name, root / f"{name}.made"
     with FileLock(root / f"{name}.lock"):
         if not made.exists():
@@ -99,11 +104,20 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
 
 
 @pytest.fixture
-def finished(undisturbed: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
+def undisturbed_alone(
+    undisturbed: WorkflowFolder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkflowFolder]:
+    """The same while nobody else runs in it or copies it, for a test that leaves it as it was."""
+    with FileLock(root_of(tmp_path_factory) / "undisturbed.alone.lock"):
+        yield undisturbed
+
+
+@pytest.fixture
+def finished(undisturbed_alone: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
     """A finished run with a store of its own, to be damaged."""
     folder = tmp_path / "work"
-    shutil.copytree(undisturbed.folder, folder, symlinks=True)
-    shutil.copytree(undisturbed.store, tmp_path / "store", symlinks=True)
+    shutil.copytree(undisturbed_alone.folder, folder, symlinks=True)
+    shutil.copytree(undisturbed_alone.store, tmp_path / "store", symlinks=True)
     return WorkflowFolder(folder, tmp_path / "store")
 
 

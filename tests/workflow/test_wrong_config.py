@@ -73,7 +73,9 @@ def test_a_plan_is_drawn_and_ends_with_the_same_report(tmp_path: Path) -> None:
     ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", *words)
     assert ended.returncode == 1
     assert REPORT in ended.stdout
-    assert "1 problem</h3>" in (tmp_path / "results" / "plans" / "tiny-1xcpu.html").read_text()
+    page = (tmp_path / "results" / "plans" / "tiny-1xcpu.html").read_text()
+    assert "<h2>This cannot run</h2>" in page
+    assert page.count('<li class="bad">') == 1
     assert (tmp_path / "results" / "plans" / "tiny-1xcpu.json").exists()
 
 
