@@ -94,9 +94,9 @@ def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, w
 @pytest.mark.parametrize(
     ("settings", "is_copied"),
     [
-        ({"stage.copy": "nothing"}, False),
+        pytest.param({"stage.copy": "nothing"}, False, marks=pytest.mark.faults("slow")),
         ({"stage.copy": "slices", "site.node_names": "[node0]"}, True),
-        ({"stage.broadcast": "bittorrent"}, True),
+        pytest.param({"stage.broadcast": "bittorrent"}, True, marks=pytest.mark.faults("slow")),
     ],
     ids=["nothing", "slices", "broadcast"],
 )

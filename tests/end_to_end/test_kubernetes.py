@@ -62,6 +62,7 @@ def test_pods_give_the_bits_of_this_machine(undisturbed: WorkflowFolder, tmp_pat
     assert [run.summary[name] for name in same] == [undisturbed.summary[name] for name in same]
 
 
+@pytest.mark.faults("slow")
 def test_two_pods_that_lose_a_rank_and_then_a_pod(workflow: WorkflowFolder, tmp_path: Path) -> None:
     """Ranks start again inside the pods, a lost pod starts all pods again; the bits are those of one machine."""
     workflow.settings = TWO_RANKS | {"hardware.gpus_per_node": 2}

@@ -71,6 +71,7 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(workflow: Workflow
     assert not workflow.results.exists()
 
 
+@pytest.mark.faults("slow")
 def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
     workflow: WorkflowFolder, undisturbed: WorkflowFolder
 ) -> None:

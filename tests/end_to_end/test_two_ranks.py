@@ -43,7 +43,7 @@ def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]])
         assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("name", ["tensor", pytest.param("pipeline", marks=pytest.mark.faults("slow"))])
 def test_two_ranks_under_the_supervisor(workflow: WorkflowFolder, undisturbed: WorkflowFolder, name: str) -> None:
     """Meanwhile another user tries every socket."""
     workflow.settings |= TWO_RANKS | LAYOUTS[name]

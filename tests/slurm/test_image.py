@@ -28,6 +28,7 @@ def test_jobs_start_in_the_image(on_slurm: SlurmFolder, tmp_path: Path, name: st
     assert words[-1] == str(receipt)
 
 
+@pytest.mark.faults("slow")
 def test_a_gang_starts_in_the_image(on_slurm: SlurmFolder, workflow: WorkflowFolder, tmp_path: Path) -> None:
     """On each node's own disk, in a folder that nobody has made; with the bits of one machine without an image."""
     runtime = ImageRuntime(tmp_path / "runtime", "apptainer")

@@ -86,8 +86,9 @@ def test_a_missing_permission(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
     folder.chmod(0o750)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o055)
+    for parent in (tmp_path, *tmp_path.parents):
+        if not parent.stat().st_mode & 0o005:
+            parent.chmod(parent.stat().st_mode | 0o055)
     words = [sys.executable, "-c", AS_ANOTHER, str(folder / "deep" / "file")]
     first, owner, remedy = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert first == f"{folder}/deep: permission denied"

@@ -85,6 +85,7 @@ def from_hub(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield HubRun(workflow, output, watch.seen, hub)
 
 
+@pytest.mark.faults("slow")
 def test_no_secret_is_written_anywhere(from_hub: HubRun) -> None:
     files = [path for path in from_hub.workflow.folder.parent.rglob("*") if path.is_file() and not path.is_symlink()]
     kinds = {path.suffix for path in files}
