@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +53,7 @@ def main() -> int:
     ]
     with ProgressBar("mutants", len(left), "mutants") as bar, ThreadPoolExecutor(NUM_WORKERS) as pool:
         runners = [MutantRunner() for _ in range(NUM_WORKERS)]
-        free = list(runners)
+        free, one_at_a_time = list(runners), Lock()
 
         def judge(item: tuple[str, Mutant]) -> None:
             module, mutant = item
@@ -63,8 +64,9 @@ def main() -> int:
             finally:
                 free.append(runner)
             row = {"end": end, "seconds": round(time.monotonic() - began, 1), "fingerprint": fresh[module]}
-            known[row_name(module, mutant)] = row
-            save(known)
+            with one_at_a_time:
+                known[row_name(module, mutant)] = row
+                save(known)
             bar.advance(note=f"{module}:{mutant.line} {end}")
 
         try:
