@@ -54,6 +54,9 @@ def main() -> int:
     with ProgressBar("mutants", len(left), "mutants") as bar, ThreadPoolExecutor(NUM_WORKERS) as pool:
         runners = [MutantRunner() for _ in range(NUM_WORKERS)]
         free, one_at_a_time = list(runners), Lock()
+        for module in {module for module, _ in left}:
+            if runners[0].run(TARGETS[module]) != 0:
+                sys.exit(f"{module}: its tests fail without a mutant, too\n{runners[0].output()[-3000:]}")
 
         def judge(item: tuple[str, Mutant]) -> None:
             module, mutant = item
