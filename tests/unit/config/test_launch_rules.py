@@ -94,8 +94,10 @@ def test_pods_that_a_cluster_would_refuse(overrides: str, key: str) -> None:
     assert [problem.key for problem in problems_of(given)] == [key]
 
 
-def test_a_secret_written_as_a_value_is_refused_and_not_shown() -> None:
+@pytest.mark.parametrize(("item", "shown"), [("HF_TOKEN=hf_abc", "'HF_TOKEN=...'"), ("hf_abc", "an item without '='")])
+def test_a_secret_written_as_a_value_is_refused_and_not_shown(item: str, shown: str) -> None:
     given = f"{PODS} {MOUNTED} site.kubernetes.image={IMAGE}"
-    (problem,) = problems_of(f"{given} site.kubernetes.secrets=[HF_TOKEN=hf_abc]")
+    (problem,) = problems_of(f"{given} site.kubernetes.secrets=[{item}]")
+    assert problem.value == shown
     assert problem.key == "site.kubernetes.secrets"
     assert "hf_abc" not in str(problem)

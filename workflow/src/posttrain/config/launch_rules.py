@@ -74,8 +74,14 @@ def _kubernetes_forms(config: Config) -> Problems:
         for item in value if isinstance(value, list) else [value] if value else []:
             if not re.fullmatch(pattern, item):
                 # Whoever writes a token where a Secret's name belongs must not find it in a log.
-                shown = repr(item) if name != "secrets" else repr(item.partition("=")[0] + "=...")
+                shown = repr(item) if name != "secrets" else _without_value(item)
                 yield Problem(f"site.kubernetes.{name}", shown, allowed, "correct it in the site's file")
+
+
+def _without_value(item: str) -> str:
+    """Return a variable without its value; of what has no "=", which may be a value alone, nothing."""
+    variable, separator, _ = item.partition("=")
+    return repr(f"{variable}=...") if separator else "an item without '='"
 
 
 def _kubernetes_image(config: Config) -> Problems:
