@@ -43,6 +43,7 @@ def test_the_same_experiment_ends_with_the_same_bits(
     assert len((ours / "attempts.jsonl").read_text().splitlines()) == 1, "two steps were trained, and no more"
 
 
+@pytest.mark.faults("slow")
 def test_another_learning_rate_has_a_lineage_in_everything_that_is_told(workflow: WorkflowFolder, parent: str) -> None:
     fork = {"run": "faster", "fork": f"{parent}@2"}
     workflow.settings["optimizer.lr"] = LEARNING_RATE

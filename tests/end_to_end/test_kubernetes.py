@@ -48,6 +48,7 @@ def folder_of_pods(server: KubernetesServer, store: Path, settings: dict[str, ob
     return PodFolder(folder / "pods", store, settings | pods, {"KUBECONFIG": str(server.kubeconfig)}, nodes)
 
 
+@pytest.mark.faults("slow")
 def test_pods_give_the_bits_of_this_machine(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     with KubernetesServer(tmp_path) as server:
         run = folder_of_pods(server, undisturbed.store, FAST, nodes=1)

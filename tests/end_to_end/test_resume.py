@@ -145,6 +145,7 @@ def test_signals_to_the_driver(workflow: WorkflowFolder, undisturbed: WorkflowFo
     assert finished_jobs(workflow)["train_grpo"] == 1
 
 
+@pytest.mark.faults("slow")
 def test_a_training_that_is_asked_to_end(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """It saves at the end of its step, due or not; no rollout follows that could hide the save."""
     driver = start_until(workflow, IN_FIRST_ROLLOUT)
@@ -173,6 +174,7 @@ def test_two_drivers_at_once(workflow: WorkflowFolder, undisturbed: WorkflowFold
     assert check_claims(workflow)
 
 
+@pytest.mark.faults("slow")
 def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """Half a checkpoint, torn lines, no node-local copy: the last complete checkpoint is used, and the rest is said.
 

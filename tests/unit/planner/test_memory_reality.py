@@ -16,6 +16,8 @@ from posttrain.planner.memory import stage_memory
 from posttrain.planner.memory_phases import save_staging_bytes
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.faults("slow")
+
 NO_RECOMPUTATION = {"recompute_granularity": "none"}
 TENSOR = {"tensor_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
