@@ -97,8 +97,8 @@ class MutantRunner:
 @cache
 def fingerprint(module: str) -> str:
     """Return a hash of a module and of the tests that judge it."""
-    tests = [path for name in TARGETS[module] for path in sorted((ROOT / name.partition("::")[0]).rglob("*.py"))]
-    tests += [ROOT / name for name in TARGETS[module] if name.endswith(".py")]
+    places = [ROOT / name.partition("::")[0] for name in TARGETS[module]]
+    tests = [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
     state = hashlib.sha256((LIBRARY / f"{module}.py").read_bytes())
     for path in tests:
         state.update(path.read_bytes())

@@ -21,7 +21,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "engines/sampling_seed": (f"{UNIT}/engines/test_sampling_seed.py",),
     "engines/client": (f"{UNIT}/engines/test_client.py",),
     "rollout/coordinator": (f"{UNIT}/rollout",),
-    "megatron_backend/train_step": (f"{UNIT}/megatron_backend/test_train_step.py",),
+    "megatron_backend/train_step": (
+        f"{UNIT}/megatron_backend/test_train_step.py",
+        # What only several ranks show.
+        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one",
+    ),
     # What stays on disk.
     "artifacts/receipts": (f"{UNIT}/artifacts/test_receipts.py",),
     "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py",),
