@@ -27,10 +27,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one",
     ),
     # What stays on disk.
-    "artifacts/receipts": (f"{UNIT}/artifacts/test_receipts.py",),
-    "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py",),
-    "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py",),
-    "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py",),
+    "artifacts/receipts": (f"{UNIT}/artifacts/test_receipts.py", f"{UNIT}/artifacts/test_claim.py"),
+    "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py", f"{UNIT}/artifacts/test_lease_holders.py"),
+    "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
+    "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
     "checkpoint/fp8": (f"{UNIT}/checkpoint/test_fp8.py",),
     # What is said, and what is not.
