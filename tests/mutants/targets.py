@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one",
     ),
     # What stays on disk.
-    "artifacts/receipts": (f"{UNIT}/artifacts/test_receipts.py", f"{UNIT}/artifacts/test_claim.py"),
+    "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),
     "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py", f"{UNIT}/artifacts/test_lease_holders.py"),
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),

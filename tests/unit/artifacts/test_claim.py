@@ -115,10 +115,11 @@ def test_who_was_believed_dead_shows_nothing(folder: Path) -> None:
 def test_what_stands_for_something_else_is_made_anew(folder: Path, wanted: Receipt) -> None:
     assert claim(receipt_of(folder), WANTED, folder)
     make(folder)
-    assert not claim(receipt_of(folder), WANTED, folder)
-    assert claim(receipt_of(folder), wanted, folder)
+    assert claim(receipt_of(folder), WANTED, folder) is False
+    assert claim(receipt_of(folder), wanted, folder) is True
     assert not receipt_of(folder).exists()
     make(folder, wanted)
+    assert living_holder(lock_folder_of(receipt_of(folder))) is None, "it is made: nobody waits any longer"
     assert not claim(receipt_of(folder), wanted, folder)
 
 

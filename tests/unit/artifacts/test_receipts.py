@@ -19,6 +19,7 @@ from posttrain.artifacts import (
     Receipt,
     check_files,
     read_receipt,
+    read_records,
     receipt_of,
     record_file,
     record_files,
@@ -193,3 +194,52 @@ def test_fields_of_other_types_are_refused(tmp_path, field, value):
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(CheckpointError, match=r"a\.receipt\.json: "):
         read_receipt(path)
+
+
+RECORD = {"path": "sub/b", "size_bytes": 6, "xxh3_128": HELLO}
+
+
+def test_a_list_of_files(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps([RECORD, RECORD | {"path": "a", "sha256": "f" * 64}]))
+    assert read_records(path) == (FileRecord("sub/b", 6, HELLO), FileRecord("a", 6, HELLO, "f" * 64))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([], "no list of files"),
+        ({}, "no list of files"),
+        ({"path": "a"}, "no list of files"),
+        ("ab", "no list of files"),
+        ([RECORD | {"path": 7}], "a int is not the name of a file inside its folder"),
+        ([RECORD | {"path": "../a"}], "is not the name of a file inside its folder"),
+        ([RECORD | {"xxh3_128": "../a"}], "'../a' is not a digest of 32 hexadecimal digits"),
+        ([RECORD | {"sha256": "../a"}], "'../a' is not a digest of 64 hexadecimal digits"),
+        ([RECORD, 7], "must be a mapping"),
+    ],
+)
+def test_what_is_no_list_of_files(tmp_path: Path, content: object, why: str) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as refused:
+        read_records(path)
+    assert str(refused.value).startswith(f"{path}: cannot be read (")
+    assert why in str(refused.value)
+
+
+def test_a_list_of_files_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_records(tmp_path / "manifest.json")
+
+
+def test_the_digests_of_a_changed_receipt_are_told_by_their_first_twelve_digits(tmp_path: Path) -> None:
+    path = tmp_path / "x.receipt.json"
+    write_receipt(path, Receipt("patch_hf_config", (), {}, {"num": 3}), started=0.0)
+    path.write_text(path.read_text().replace('"num": 3', '"num": 2'))
+    row = json.loads(path.read_text())
+    content = {key: value for key, value in row.items() if key != "digest"}
+    computed = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    with pytest.raises(CheckpointError) as refused:
+        read_receipt(path)
+    assert f"digest '{row['digest'][:12]}', computed '{computed[:12]}')" in str(refused.value)

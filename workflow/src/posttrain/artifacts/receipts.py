@@ -195,10 +195,7 @@ def read_records(path: Path) -> tuple[FileRecord, ...]:
         rows = read_json(path)
         if not isinstance(rows, list) or not rows:
             raise ValueError("no list of files")
-        records = tuple(FileRecord(**row) for row in rows)
-        if not all(isinstance(record.path, str) for record in records):
-            raise ValueError("a file's name is no text")
-        return records
+        return tuple(FileRecord(**row) for row in rows)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
 

@@ -38,7 +38,7 @@ class ChatTokenizer:
         self._folder = folder
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation, ready for the assistant's answer.
+        """Return the token ids of a conversation, up to where the model's answer begins.
 
         Args:
             messages: Each with "role" and "content".

@@ -136,12 +136,15 @@ def message_of(log: Path | None) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LONGEST_LOG_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
-    starts = [number for number, line in enumerate(lines) if (match := _RECORD.match(line)) and match[1] in "EC"]
-    if not starts:
+    errors = [
+        (number, match[2]) for number, line in enumerate(lines) if (match := _RECORD.match(line)) and match[1] in "EC"
+    ]
+    if not errors:
         last = f"; the last line of its log: {lines[-1]}" if lines else ""
         return f"it was ended from outside, or ended without a word{last}\n  log: {log}"
-    said = [_RECORD.match(lines[starts[-1]])[2]]  # type: ignore[index]
-    for line in lines[starts[-1] + 1 :]:
+    start, text = errors[-1]
+    said = [text]
+    for line in lines[start + 1 :]:
         if _RECORD.match(line):
             break
         said.append(line)
