@@ -24,7 +24,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "megatron_backend/train_step": (
         f"{UNIT}/megatron_backend/test_train_step.py",
         # What only several ranks show.
-        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one",
+        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[data]",
+        f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[pipeline]",
     ),
     # What stays on disk.
     "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),
