@@ -287,7 +287,7 @@ def test_what_is_there_is_told_and_what_was_made_meanwhile_is_given_back(
 
     monkeypatch.setattr(build_lock, "hold", hold_late)
     with caplog.at_level(logging.INFO, "posttrain.artifacts.receipts"):
-        assert not claim(receipt_of(folder), WANTED, folder)
+        assert claim(receipt_of(folder), WANTED, folder) is False
         assert living_holder(lock_folder_of(receipt_of(folder))) is None
         assert not claim(receipt_of(folder), WANTED, folder)
     told = [row.getMessage() for row in caplog.records]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -120,10 +121,19 @@ def test_what_is_being_made_stays(store: Path, part: bool) -> None:
     assert unused(store) == [NAMES[3]]
 
 
+def disk_usage(*files: Path) -> int:
+    """What `du` says."""
+    told = subprocess.run(["du", "--block-size=1", *files], capture_output=True, text=True, check=True).stdout
+    return sum(int(line.split()[0]) for line in told.splitlines())
+
+
 def test_bytes_are_counted_as_the_disk_does(store: Path) -> None:
     weights = (store / NAMES[1] / "weights").stat().st_blocks * 512
     assert freed_bytes([find(store, NAMES[1])]) < weights, "the patched checkpoint still holds them"
     assert freed_bytes([find(store, NAMES[1]), find(store, NAMES[2])]) > weights
+    folder = store / NAMES[0]
+    files = [folder / "weights", receipt_of(folder), folder.with_name(f"{folder.name}.history.jsonl")]
+    assert freed_bytes([find(store, NAMES[0])]) == disk_usage(*files)
 
 
 def test_deleting_leaves_nothing_of_what_is_unused_and_all_of_the_rest(store: Path, tmp_path: Path) -> None:
@@ -186,6 +196,37 @@ def test_receipts_of_other_versions_are_ours_too(store: Path) -> None:
     shutil.rmtree(store / "glm5/abc/torch_dist-1.parts")
     make_old(store)
     assert names(store) == NAMES[:3], "a partial folder without receipt or lease is nobody's"
+    path.write_text('{"step": "", "format_version": 0, "files": [], "digest": ""}')
+    assert names(store) == NAMES[:3], "no more is asked of a receipt"
+
+
+def test_what_lies_behind_a_link_is_not_of_this_store(store: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (store / "glm5").rename(other)
+    (store / "linked").symlink_to(other)
+    (store / "datasets" / "mine.receipt.json").symlink_to(receipt_of(other / "abc/hf"))
+    (store / "datasets" / "mine").mkdir()
+    assert names(store) == NAMES[:1]
+
+
+@pytest.mark.parametrize("function", ["scandir", "listdir"])
+def test_what_we_may_not_read_is_named_and_left_alone(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    """A folder of another user; or the parts of an artefact, whose makers we cannot see."""
+    closed = store / "glm5" / "abc" if function == "scandir" else part_receipt_of(store / NAMES[3], 0).parent
+    read = getattr(os, function)
+
+    def refuse(path: Path) -> object:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(os, function, refuse)
+    assert names(store) == (NAMES[:1] if function == "scandir" else NAMES[:3])
+    told = "not looked into" if function == "scandir" else "not looked at"
+    messages = [row.getMessage() for row in caplog.records]
+    assert messages == [f"{told}: [Errno 13] Permission denied: '{closed}'"]
 
 
 def test_a_link_goes_and_what_it_points_to_stays(store: Path, tmp_path: Path) -> None:
@@ -236,6 +277,9 @@ def test_what_cannot_be_understood_stays_and_is_named(
     make_old(store)
     assert unused(store) == [name for name in NAMES if name != NAMES[1]]
     assert f"{store / NAMES[1]} stays: " in caplog.text
+    found = find(store, NAMES[1])
+    assert (found.users, found.builder, found.is_finished) == ((), "", False)
+    assert abs(found.last_change_unix - time.time()) < 10
     delete_unused(store, DAYS)
     assert (store / NAMES[1] / "weights").exists()
     assert receipt_of(store / NAMES[1]).exists()
@@ -318,6 +362,14 @@ def test_how_long_something_must_have_been_left_alone(store: Path, age_days: flo
     assert all(abs(found.last_change_unix - then) < 1 for found in list_store(store, DAYS))
 
 
+def test_after_exactly_that_long_it_may_go(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    then = 1_700_000_000
+    for path in [store, *store.rglob("*")]:
+        os.utime(path, (then, then))
+    monkeypatch.setattr(time, "time", lambda: float(then + DAYS * 86_400))
+    assert unused(store) == NAMES
+
+
 @pytest.mark.parametrize(
     "changed",
     ["hf", "hf.receipt.json", "hf.history.jsonl", "hf.manifest.json", "hf.parts", "hf.parts/x", "hf.partial/a/b"],
@@ -346,3 +398,20 @@ def test_only_dead_references_are_forgotten(store: Path, tmp_path: Path) -> None
     dead = refer(store, tmp_path / "results/gone", [])
     delete_unused(store, DAYS)
     assert [path.exists() for path in (*kept, dead)] == [True, True, False]
+
+
+def test_a_reference_that_another_gc_forgets_meanwhile_is_no_error(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    refer(store, tmp_path / "results/gone", [])
+    unlink = Path.unlink
+
+    def slower(path: Path, *more: object, **options: object) -> None:
+        if path.parent == references_folder(store):
+            os.unlink(path)
+        unlink(path, *more, **options)
+
+    monkeypatch.setattr(Path, "unlink", slower)
+    assert delete_unused(store, DAYS)[1] == []
+    assert list(references_folder(store).iterdir()) == []

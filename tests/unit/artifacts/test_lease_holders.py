@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.system_calls import Calls
 from posttrain.artifacts import lease as lease_module
 from posttrain.artifacts.lease import (
     HEARTBEAT_DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
     Holder,
     Lease,
     LeaseHeldError,
@@ -235,6 +238,29 @@ def test_no_heartbeat_is_given_behind_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_link_in_the_place_of_a_heartbeat_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    os.utime(victim, (1.0, 1.0))
+    with Lease(tmp_path, tmp_path / "lease") as lease:
+        heartbeat = lease.folder / "epoch-000001.heartbeat"
+        heartbeat.unlink()
+        heartbeat.symlink_to(victim)
+        os.utime(heartbeat, (1.0, 1.0), follow_symlinks=False)
+        wait_for(lambda: heartbeat.lstat().st_mtime > 1.0)
+    assert victim.stat().st_mtime == 1.0
+
+
+def test_others_of_a_group_may_read_and_touch_a_heartbeat(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with Lease(tmp_path, tmp_path / "lease") as lease:
+            assert (lease.folder / "epoch-000001.heartbeat").stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
+
+
 def test_who_was_slower_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
@@ -311,6 +337,48 @@ def test_a_lease_that_was_deleted_is_lost_and_not_made_anew(tmp_path: Path) -> N
         time.sleep(0.1)
         assert os.listdir(lease.folder) == []
     assert os.listdir(lease.folder) == []
+
+
+def test_who_does_not_want_to_wait_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not_sleep(seconds: float) -> None:
+        raise AssertionError(f"sleeps {seconds} s")
+
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    monkeypatch.setattr(time, "sleep", must_not_sleep)
+    plant(tmp_path / "lease", elsewhere(), heartbeat_unix=time.time())
+    with pytest.raises(LeaseHeldError), Lease(tmp_path, tmp_path / "lease"):
+        pass
+
+
+def test_who_waits_looks_again_when_it_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+
+    def monotonic() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    monkeypatch.setattr(time, "sleep", sleep)
+    plant(tmp_path / "lease", elsewhere(), heartbeat_unix=time.time())
+    with pytest.raises(LeaseHeldError), Lease(tmp_path, tmp_path / "lease", wait_seconds=HEARTBEAT_SECONDS + 0.5):
+        pass
+    assert slept == [HEARTBEAT_SECONDS, pytest.approx(0.5, abs=0.01)]
+
+
+def test_the_first_lease_of_a_run_makes_its_folders(tmp_path: Path) -> None:
+    with Lease(tmp_path, tmp_path / "results" / "run" / "lease") as lease:
+        check_epoch(lease.folder, 1)
+
+
+def test_a_heartbeat_keeps_no_process_alive(tmp_path: Path) -> None:
+    """One that ends without giving its lease back, as by an error in another thread."""
+    program = "import sys; from pathlib import Path; from posttrain.artifacts.lease import Lease\n"
+    program += "Lease(Path(sys.argv[1]), Path(sys.argv[1])).__enter__()"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=30)
 
 
 # ---- giving it back ----

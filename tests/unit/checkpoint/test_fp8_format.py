@@ -52,6 +52,10 @@ def test_blocks_are_declared_as_deepseeks(scale):
     assert declared == expected | ({"scale_fmt": "ue8m0"} if scale == "power_of_two" else {})
 
 
+def test_nothing_else_lies_in_the_folder():
+    assert Fp8Format().other_files(SPECS) == {}
+
+
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 def test_rows_and_tensors_are_declared_as_compressed_tensors_reads_them(strategy):
     from compressed_tensors.quantization import QuantizationConfig
@@ -60,6 +64,8 @@ def test_rows_and_tensors_are_declared_as_compressed_tensors_reads_them(strategy
     read = QuantizationConfig.model_validate(declared)
     weights = read.config_groups["group_0"].weights
     assert (weights.num_bits, weights.type, weights.strategy, weights.dynamic) == (8, "float", strategy, False)
-    assert read.config_groups["group_0"].input_activations.dynamic
+    activations = read.config_groups["group_0"].input_activations
+    assert (activations.num_bits, activations.type, activations.strategy) == (8, "float", "token")
+    assert (weights.symmetric, activations.symmetric, activations.dynamic) == (True, True, True)
     assert (read.format, read.ignore, read.quantization_status) == ("float-quantized", ["lm_head"], "compressed")
     assert "scale_fmt" not in declared

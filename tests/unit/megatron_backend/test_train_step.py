@@ -181,6 +181,12 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     assert _loss(logprobs, batch, algorithm)[2][5] == 1
 
 
+def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
+    from posttrain.megatron_backend.train_step import _add_up
+
+    assert _add_up([]).tolist() == [0.0] * 7
+
+
 def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_are_not_trained(make_policy) -> None:
     from posttrain.megatron_backend import train_step
     from posttrain.training.batch import make_updates
