@@ -20,7 +20,7 @@ CHANGES = {
     "engine.port": 31000,
     "download.num_workers": 2,
     "convert.num_parts": 3,
-    "serving.format": "mxfp8",
+    "serving.calibration": "[ranges.json]",
     "stage.copy": "nothing",
     "launch.max_idle_attempts": 5,
     "hardware.memory_gib_per_gpu": 20,
