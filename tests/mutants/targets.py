@@ -36,7 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "checkpoint/fp8": (f"{UNIT}/checkpoint/test_fp8.py", f"{UNIT}/checkpoint/test_fp8_format.py"),
     # What is said, and what is not.
     "preflight/refusals": (f"{UNIT}/preflight/test_refusals.py",),
-    "errors": (f"{UNIT}/test_errors.py",),
+    "errors": (f"{UNIT}/test_errors.py", f"{UNIT}/test_refused_writes.py"),
     "engines/secret": (f"{UNIT}/engines/test_secret.py",),
     "observability/report_page": (f"{UNIT}/observability/test_report_page.py",),
 }

@@ -7,7 +7,7 @@ import logging
 import jinja2
 import pytest
 
-from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, reason_of
+from posttrain.errors import CheckpointError, ConfigError, Problem, one_line, printable, raise_if_any, reason_of
 from posttrain.observability import report_page
 from posttrain.observability.logging import configure_logging
 
@@ -70,3 +70,27 @@ def test_a_page_shows_no_more(monkeypatch):
 )
 def test_a_reason_is_one_line(text, reason):
     assert reason_of(ValueError(text)) == reason
+
+
+LR = Problem("optimizer.lr", "-1", "above 0", "choose 1e-6")
+LR_TOLD = """  - optimizer.lr = -1
+      allowed: above 0
+      remedy:  choose 1e-6"""
+
+
+def test_all_problems_are_told_and_kept():
+    with pytest.raises(ConfigError) as one:
+        raise_if_any([LR])
+    assert str(one.value) == f"1 problem in the configuration:\n{LR_TOLD}"
+    assert one.value.problems == (LR,)
+    with pytest.raises(ConfigError) as two:
+        raise_if_any([LR, LR], "config/README.md explains every key")
+    told = f"2 problems in the configuration:\n{LR_TOLD}\n{LR_TOLD}\nconfig/README.md explains every key"
+    assert str(two.value) == told
+    assert two.value.problems == (LR, LR)
+    raise_if_any([], "no matter")
+
+
+def test_a_problem_as_plan_json_has_it():
+    expected = {"key": "optimizer.lr", "value": "-1", "allowed": "above 0", "remedy": "choose 1e-6"}
+    assert LR.as_dict() == expected

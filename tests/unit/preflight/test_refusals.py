@@ -1,25 +1,27 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from posttrain.config.derived import world_size
 from posttrain.config.rules import check_trainable
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.problems import find_problems
-from posttrain.preflight.refusals import find_refusals, nearest_request, refusal
+from posttrain.preflight.refusals import _changes, find_refusals, nearest_request, refusal
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 EVERYTHING = {"list_hf_checkpoint", "resolve_config", "train_grpo", "evaluate", "render_report"}
 SLURM = "example_slurm"
 
 
-def keys_of(rules: set[str], **workflow: str) -> list[str]:
+def keys_of(rules: set[str], **workflow: str | int) -> list[str]:
     return [problem.key for problem in find_refusals(resolve(workflow, CONFIG_DIR).config, rules)]
 
 
-def nearest(**workflow: str) -> str:
+def nearest(**workflow: str | int) -> str:
     return nearest_request(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config)
 
 
@@ -63,6 +65,7 @@ def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
     assert found.allowed == "1 node (8 GPUs) to evaluate with this version"
     assert "finalize_export_hf instead of all" in found.remedy
     assert find_refusals(config, {"benchmark_serving"}) == [found]
+    assert find_refusals(config, {"plan", "finalize_export_hf"}) == []
 
 
 def test_what_the_hardware_rules_out_is_told_with_training() -> None:
@@ -114,6 +117,32 @@ def test_the_nearest_can_be_trained() -> None:
     words = nearest(model="glm5", site=SLURM)
     config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
     assert [*check_trainable(config), *find_problems(config)] == []
+
+
+def test_two_nodes_need_a_site_that_has_them() -> None:
+    words = nearest(model="glm5_4layer", site="local", nodes=2, set="engine.pd.num_prefill_engines=0")
+    assert words.startswith("site=NAME, of a site with launcher slurm or kubernetes")
+
+
+def test_where_nothing_near_can_be_trained_nothing_is_said() -> None:
+    assert nearest(model="tiny", site="local", set="hardware.memory_gib_per_gpu=0.001") == ""
+
+
+@pytest.mark.parametrize(
+    ("longest", "tried"),
+    [(8192, [None, 4096, 2048, 1024]), (2048, [None, 1024]), (2047, [None]), (6000, [None, 3000, 1500])],
+)
+def test_what_is_changed_least_is_tried_first(longest: int, tried: list[int | None]) -> None:
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    rollout = dataclasses.replace(config.rollout, max_response_tokens=longest)
+    changes = list(_changes(dataclasses.replace(config, rollout=rollout)))
+    assert [change.get("rollout.max_response_tokens") for change in changes] == tried
+
+
+def test_engines_that_no_longer_prefill_apart_are_at_least_one() -> None:
+    config = resolve({"model": "glm5", "site": SLURM}, CONFIG_DIR).config
+    wide = dataclasses.replace(config.engine, gpus_per_engine=2 * world_size(config))
+    assert next(_changes(dataclasses.replace(config, engine=wide)))["engine.num_engines"] == 1
 
 
 def test_the_words_have_problems_first_and_the_nearest_last() -> None:
