@@ -18,6 +18,7 @@ def written(metrics: Path) -> str:
     return metrics.read_text() if metrics.exists() else ""
 
 
+@pytest.mark.faults("slow")
 def test_training_stops_or_goes_on_as_it_is_asked(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """FP8 weights give about 0.01 nats: ten thousand times what is allowed here."""
     workflow.settings |= {"trainer.mismatch.quantised": 1e-6, "trainer.mismatch.action": "stop"}

@@ -12,6 +12,7 @@ from tests.workflow_runs import WorkflowFolder
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.faults("slow")
 def test_few_shared_files_are_opened_before_the_first_step(store: Path, tmp_path: Path) -> None:
     require("strace", missing_strace())
     counts = before_first_step(WorkflowFolder(tmp_path / "work", store, ONE_STEP))

@@ -201,6 +201,7 @@ def test_what_a_power_cut_leaves(workflow: WorkflowFolder, undisturbed: Workflow
     assert [row["reason"] for row in attempts_of(workflow)] == ["done"], "killed attempts wrote no row"
 
 
+@pytest.mark.faults("slow")
 def test_a_damaged_checkpoint_is_named_and_not_used(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """A crash that repeats itself ends, with the reason; the remedy that is given works."""
     start_until(workflow, FIRST_CHECKPOINT).end(signal.SIGKILL)
@@ -234,6 +235,7 @@ def test_an_engine_that_hangs(workflow: WorkflowFolder, undisturbed: WorkflowFol
     assert_same_training(workflow, undisturbed)
 
 
+@pytest.mark.faults("slow")
 def test_six_steps_equal_three_and_the_rest(store: Path, tmp_path: Path) -> None:
     """Weights, optimizer, learning rate, prompts, responses and metrics of each step, in one go and in two."""
     settings = FAST | {"training.num_steps": 6, "trainer.save_interval": 3, "optimizer.lr_warmup_steps": 5}

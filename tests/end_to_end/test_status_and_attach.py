@@ -96,6 +96,7 @@ def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
     assert workflow.summary["final_weights_sha256"] == undisturbed.summary["final_weights_sha256"]
 
 
+@pytest.mark.faults("slow")
 def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(workflow: WorkflowFolder) -> None:
     job = start_without_driver(workflow)
     while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
