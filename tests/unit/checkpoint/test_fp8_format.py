@@ -32,8 +32,16 @@ def test_matrices_that_an_engine_joins_share_the_scale_of_a_tensor():
     served = dict(quantize_stream(tensors.items(), Fp8Format("tensor")))
     assert list(served) == ["lm_head.weight", GATE, f"{GATE}_scale", UP, f"{UP}_scale"]
     assert served[f"{GATE}_scale"] == served[f"{UP}_scale"] == np.float32(3) / np.float32(448)
+    early = quantize_stream([*list(tensors.items())[1:], ("norm", torch.ones(4))], Fp8Format("tensor"))
+    assert [name for name, _ in early][-1] == "norm", "nothing waits longer than it must"
     alone = dict(quantize_stream({GATE: tensors[GATE]}.items(), Fp8Format("tensor")))
     assert alone[f"{GATE}_scale"] == np.float32(1) / np.float32(448)
+
+
+@pytest.mark.parametrize(("scale", "value"), [("fp32", 3 / 448), ("power_of_two", 2**-7)])
+def test_scales_of_blocks_are_those_asked_for(scale, value):
+    made = Fp8Format("block", scale).quantize(UP, torch.full((4, 4), 3.0))
+    assert made[f"{UP}_scale_inv"].tolist() == [[np.float32(value)]]
 
 
 SPECS = {UP: TensorSpec((8, 8), "BF16"), "lm_head.weight": TensorSpec((8, 8), "BF16"), "n": TensorSpec((8,), "BF16")}
