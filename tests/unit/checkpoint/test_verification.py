@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -78,6 +79,17 @@ def test_a_changed_byte_in_what_people_believe_is_found(paths):
             assert any(str(path) in problem for problem in names_of_bad_files(paths)), (path, position)
         path.write_bytes(content)
     assert problems_of(paths) == {}
+
+
+def test_a_manifest_that_lists_another_hash_is_named_with_the_file(paths):
+    """It has no digest of its own: either may be the damaged one."""
+    manifest = paths.run / "train/checkpoints/step_000003/manifest.json"
+    record = json.loads(manifest.read_text())[0]
+    digest = record["xxh3_128"]
+    manifest.write_text(manifest.read_text().replace(digest, f"{int(digest, 16) ^ 1:032x}"))
+    found = names_of_bad_files(paths)
+    assert found[0].startswith(f"{manifest.parent}/{record['path']}: content differs")
+    assert found[1:] == [f"{manifest}: either this was changed, or what differs from it"]
 
 
 def test_a_file_name_makes_no_lines(paths):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from tests.scripts.killing import run_child
 
+from posttrain.artifacts import MANIFEST_NAME
 from posttrain.artifacts.lease import LeaseLostError
 from posttrain.errors import CheckpointError
 from posttrain.training.checkpoints import (
-    MANIFEST_NAME,
     CheckpointFolder,
     check_sizes,
     committed_checkpoints,

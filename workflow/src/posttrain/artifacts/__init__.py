@@ -24,6 +24,7 @@ from posttrain.artifacts.durable import (
 from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import (
     FORMAT_VERSIONS,
+    MANIFEST_NAME,
     Paths,
     building,
     manifest_of,
@@ -51,6 +52,7 @@ from posttrain.config.load import digest8
 __all__ = [
     "FORMAT_VERSIONS",
     "HASH_CHUNK_BYTES",
+    "MANIFEST_NAME",
     "FileRecord",
     "Paths",
     "Receipt",

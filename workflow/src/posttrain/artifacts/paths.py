@@ -20,6 +20,8 @@ from posttrain.config.load import Resolved, digest8
 
 log = logging.getLogger(__name__)
 
+# In a checkpoint of training: its files and their hashes.
+MANIFEST_NAME = "manifest.json"
 # Raised by one when a step writes something else than before for the same input: its receipts are then remade.
 FORMAT_VERSIONS: Mapping[str, int] = {
     "make_tiny_model": 1,

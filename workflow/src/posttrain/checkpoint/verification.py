@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import FileRecord, Paths, hash_file, read_json, receipt_of
+from posttrain.artifacts import MANIFEST_NAME, FileRecord, Paths, hash_file, read_json, receipt_of
 from posttrain.checkpoint.file_placement import hash_twice
 from posttrain.checkpoint.source_check import check_source
 from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
@@ -64,6 +64,8 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
         verdict.problems.extend(_unlike_run(verdict.artefact, paths))
         verdict.problems.extend(_unlisted_files(verdict.artefact))
     _check_files(readable, content)
+    for verdict in readable:
+        verdict.problems.extend(_doubtful_record(verdict))
     return verdicts
 
 
@@ -91,7 +93,7 @@ def find_uncovered(paths: Paths, verdicts: Iterable[Verdict]) -> list[str]:
         if artefact.receipt is not None:
             covered |= {artefact.folder / record.path for record in artefact.receipt.files}
         # Not: results and records of nodes, which only say where the rest is.
-        if artefact.receipt_path.name.endswith((".receipt.json", paths.train_done.name, "manifest.json")):
+        if artefact.receipt_path.name.endswith((".receipt.json", paths.train_done.name, MANIFEST_NAME)):
             covered.add(artefact.receipt_path)
     if paths.train_done in covered:
         covered.add(paths.begun_from)
@@ -208,6 +210,12 @@ def _unlisted_files(artefact: Artefact) -> list[str]:
     listed = {artefact.folder / record.path for record in artefact.receipt.files}
     found = {path for path in artefact.folder.rglob("*") if path.is_file()}
     return [f"{one_line(path)}: not in the receipt" for path in sorted(found - listed - {artefact.receipt_path})]
+
+
+def _doubtful_record(verdict: Verdict) -> Iterator[str]:
+    """Name the manifest of a checkpoint beside the files that differ from it: it has no digest that would clear it."""
+    if verdict.problems and verdict.artefact.receipt_path.name == MANIFEST_NAME:
+        yield f"{verdict.artefact.receipt_path}: either this was changed, or what differs from it"
 
 
 # ---- the files ----

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import (
+    MANIFEST_NAME,
     FileRecord,
     Paths,
     Receipt,
@@ -86,7 +87,7 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
     finals = [paths.train / str(train.receipt.settings.get("final_checkpoint")) for train in found if train.receipt]
     if not receipt_of(paths.hf_export).exists():
         found += _artefacts_of("run: hf", paths.hf_export)
-    kept = sorted(paths.checkpoints.glob("step_*[0-9]/manifest.json"))
+    kept = sorted(paths.checkpoints.glob(f"step_*[0-9]/{MANIFEST_NAME}"))
     found += [_kept_checkpoint(path) for path in kept if path.parent not in finals]
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):
         if receipt_path.parent.suffix == ".parts" or receipt_path.parent == paths.evaluation("").parent:

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from posttrain import artifacts
-from posttrain.artifacts import FileRecord, Receipt
+from posttrain.artifacts import MANIFEST_NAME, FileRecord, Receipt
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-MANIFEST_NAME = "manifest.json"
 BEGUN_FROM_NAME = "begun_from.json"
 _COMMITTED = re.compile(r"step_(\d+)")
 # torch's writer names the shards of rank 3 `__3_0.distcp`, `__3_1.distcp`, ...

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import artifacts
-from posttrain.artifacts import Paths, Receipt
+from posttrain.artifacts import MANIFEST_NAME, Paths, Receipt
 from posttrain.artifacts.lease import Lease, check_epoch
 from posttrain.checkpoint.file_placement import copy_plainly, hard_link
 from posttrain.errors import raise_if_any
 from posttrain.observability.sinks import read_rows
-from posttrain.training.checkpoints import MANIFEST_NAME, CheckpointFolder, read_begun_from
+from posttrain.training.checkpoints import CheckpointFolder, read_begun_from
 from posttrain.training.lineage import STEP, changed_values, check_fork, parent_of, read_lineage
 
 log = logging.getLogger(__name__)
