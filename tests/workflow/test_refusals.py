@@ -14,7 +14,7 @@ from tests.workflow_runs import run_snakemake
 REFUSAL = "this version cannot run what is asked for:"
 RED = "\x1b[31m"
 CANNOT = {
-    "family": ("model=qwen3_4b", "nearest that it can train: model=glm5 or "),
+    "family": ("model=qwen3_4b", "nearest that it can train: model=tiny"),
     "several nodes": (
         "model=glm5",
         "nearest that it can train: site=NAME, of a site with launcher slurm or kubernetes",

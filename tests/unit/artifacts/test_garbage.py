@@ -162,6 +162,7 @@ def test_a_users_own_folder_is_no_artefact_whatever_lies_beside_it(store: Path, 
     (mine / "precious").write_text("x")
     other = mine.with_name(f"mydata.{beside}")
     other.write_text("{}") if "json" in beside else other.mkdir()
+    (mine.parent / "deep.receipt.json").write_text("[" * 200_000)
     make_old(store)
     assert names(store) == NAMES
     delete_unused(store, DAYS)

@@ -196,7 +196,7 @@ def test_a_lease_that_cannot_be_read_is_not_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{", '{"epoch": 3}', json.dumps({**dataclasses.asdict(elsewhere(3)), "more": 1}), "\x80"]
+    ["", "[]", "{", '{"epoch": 3}', json.dumps({**dataclasses.asdict(elsewhere(3)), "more": 1}), "\x80", "[" * 200_000]
     + [json.dumps(dataclasses.asdict(elsewhere(epoch, since_unix=since))) for epoch, since in ((3, 1e300), (4, 1.0))],
 )
 def test_what_is_no_lease_is_named(tmp_path: Path, content: str) -> None:

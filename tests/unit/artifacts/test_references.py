@@ -149,9 +149,10 @@ def test_a_reference_that_cannot_be_understood_stops_the_deleting(tmp_path: Path
     write_json(path, {**dataclasses.asdict(reference(tmp_path / "results" / "first")), **change})
     with pytest.raises(CheckpointError, match=f"^{path}: does not say what a run needs"):
         read_references(tmp_path)
-    path.write_text(json.dumps(change)[:-1])
-    with pytest.raises(CheckpointError, match="remedy: delete it when its run is gone"):
-        read_references(tmp_path)
+    for text in (json.dumps(change)[:-1], "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="remedy: delete it when its run is gone"):
+            read_references(tmp_path)
 
 
 def test_a_reference_that_goes_while_it_is_read_was_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,9 +243,14 @@ def test_a_content_server_that_is_busy(fetch, hub, origin, caplog):
     assert all(hub.sent_bytes[name] == (origin / name).stat().st_size for name in NEEDED)
 
 
-def test_a_content_server_that_refuses(fetch, hub):
-    hub.faults.busy_content = [(404, "")]
-    with pytest.raises(RuntimeError, match=f"{hub.url} answered with HTTP 404"):
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_content_server_that_refuses_is_not_taken_for_the_hub(fetch, hub, monkeypatch, status):
+    """Its address has expired, say, or a proxy is in the way: no token would help."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.faults.busy_content = [(status, "")]
+    server = hub.url.replace("127.0.0.1", "localhost")
+    told = f"{server}, which the Hub names for the content and which gets no token, answered with HTTP {status}\n"
+    with pytest.raises(RuntimeError, match=told):
         fetch(num_workers=1)
 
 

@@ -103,7 +103,7 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
         ),
         (
             {"model": "qwen3_4b", "site": "local"},
-            "model=glm5 or model=glm5.1 or model=glm5_20layer or model=glm5_4layer or model=tiny",
+            "model=tiny",
         ),
     ],
     ids=str,
@@ -117,6 +117,30 @@ def test_the_nearest_can_be_trained() -> None:
     words = nearest(model="glm5", site=SLURM)
     config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
     assert [*check_trainable(config), *find_problems(config)] == []
+
+
+@pytest.mark.parametrize("site", ["local", SLURM])
+def test_a_model_that_can_take_the_place_of_another_family_can_be_trained_as_it_is(site: str) -> None:
+    words = nearest(model="glm4.5_air", site=site).split(" or ")
+    for word in words:
+        config = resolve({"model": word.removeprefix("model="), "site": site}, CONFIG_DIR).config
+        assert [*check_trainable(config), *find_problems(config)] == []
+    assert "model=tiny" in words
+
+
+def test_where_only_the_evaluation_or_a_key_is_wrong_no_other_training_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    trainable = nearest(model="glm5", site=SLURM).removeprefix("set='")[:-1]
+    for workflow in (
+        {"model": "glm5", "site": SLURM, "set": trainable},
+        {"model": "tiny", "site": "local", "set": "logging.wandb_mode=online"},
+    ):
+        words = refusal(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config, EVERYTHING)
+        assert words.startswith("this version cannot run what is asked for:")
+        assert "nearest" not in words
 
 
 def test_two_nodes_need_a_site_that_has_them() -> None:

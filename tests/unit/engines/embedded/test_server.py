@@ -209,16 +209,24 @@ def test_no_route_answers_who_does_not_show_the_secret(checkpoint, tensors, show
     asyncio.run(story())
 
 
+async def assert_refused(reader):
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"Connection: close" in answer
+
+
 def test_what_a_stranger_sends_is_not_read(checkpoint):
-    """It says that a gigabyte comes, and gets its answer before the first byte."""
+    """It says that a gigabyte comes, and gets its answer before the first byte; or sends what is no text."""
 
     async def story():
         async with engine(checkpoint) as (server, _):
             reader, writer = await asyncio.open_connection(server.host, server.port)
             writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-            assert answer.startswith(b"HTTP/1.1 401")
-            assert b"Connection: close" in answer
+            await assert_refused(reader)
+            writer.close()
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\n\r\n")
+            await assert_refused(reader)
             writer.close()
 
     asyncio.run(story())

@@ -7,7 +7,6 @@ somebody put into the store himself has none, whatever lies beside it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from posttrain.artifacts.build_lock import lock_folder_of
 from posttrain.artifacts.durable import sync_folder
 from posttrain.artifacts.lease import Lease, LeaseHeldError, living_holder
 from posttrain.artifacts.paths import manifest_of, part_receipt_of, partial_of, receipt_of
+from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.references import SECONDS_PER_DAY, Reference, read_references, references_folder
 from posttrain.artifacts.sharing import shared
 from posttrain.errors import CheckpointError
@@ -133,7 +133,7 @@ def _is_ours(folder: Path) -> bool:
 def _is_receipt(path: Path) -> bool:
     """Tell whether this is a receipt of any version of ours, its digest right or not."""
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path)
     except (OSError, ValueError):
         return False
     return isinstance(row, dict) and {"step", "format_version", "files", "digest"} <= row.keys()

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from posttrain.artifacts.durable import write_json, write_new
+from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.processes import process_ids, started_ticks, user_name
 from posttrain.errors import CheckpointError, one_line
 
@@ -193,7 +194,7 @@ def read_holder(lease_folder: Path) -> Holder | None:
     epoch, name = max(epochs)
     path = lease_folder / name
     try:
-        holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+        holder = Holder(**read_json(path))
         str(holder)  # It is shown in messages, which must not fail.
         if holder.epoch != epoch:
             raise ValueError(f"epoch {holder.epoch}")

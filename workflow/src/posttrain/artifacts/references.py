@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from posttrain.artifacts.durable import write_json
 from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import Paths
+from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.processes import user_name
 from posttrain.artifacts.sharing import shared
 from posttrain.config.load import digest8
@@ -103,7 +103,7 @@ def read_references(store: Path) -> dict[Path, Reference]:
 
 def _read(path: Path) -> Reference:
     try:
-        reference = Reference(**json.loads(path.read_text(encoding="utf-8")))
+        reference = Reference(**read_json(path))
         reference.is_live(0.0)
     except (ValueError, TypeError) as error:
         remedy = "delete it when its run is gone; start its run again when it is not"

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 
 from posttrain.artifacts import RelativeName
 from posttrain.checkpoint.file_placement import TransferStopped
-from posttrain.checkpoint.hub_retries import GaveUp, Retries, RetryRule, status_of
+from posttrain.checkpoint.hub_retries import BadStatus, GaveUp, Retries, RetryRule, status_of
 from posttrain.checkpoint.listed_files import ListedFile, Manifest, read_manifest, write_manifest
 from posttrain.errors import CheckpointError, ConfigError, Problem, printable
 
@@ -120,7 +120,7 @@ def explained(source: HubSource, path: str = "") -> Iterator[None]:
     except RemoteEntryNotFoundError as error:
         raise ConfigError([Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]) from error
     except (HTTPError, OSError, XetDownloadError, RuntimeError) as error:
-        if _status_of(error) in (401, 403):
+        if _status_of(error) in (401, 403) and not _content_server_of(error):
             raise ConfigError([_unreadable(source, error)]) from error
         if _is_local(error):
             raise
@@ -129,6 +129,8 @@ def explained(source: HubSource, path: str = "") -> Iterator[None]:
 
 def _no_answer(source: HubSource, at: str, error: Exception) -> str:
     endpoint, status = source.endpoint or huggingface_hub.constants.ENDPOINT, _status_of(error)
+    if content_server := _content_server_of(error):
+        endpoint = f"{content_server}, which the Hub names for the content and which gets no token,"
     cause = error.__cause__ or error
     first_line = (str(cause).strip() or "no text").splitlines()[0]
     what = (
@@ -164,6 +166,12 @@ def _unreadable(source: HubSource, error: Exception) -> Problem:
     endpoint = source.endpoint or huggingface_hub.constants.ENDPOINT
     allowed = f"an existing repository that you may read; {endpoint} answered with HTTP {status}: {what}"
     return Problem(f"{source.key}.repo_id", source.repo_id, allowed, remedy)
+
+
+def _content_server_of(error: BaseException) -> str:
+    """Return who answered in the Hub's place; empty where nobody did."""
+    found = (each for each in (error, error.__cause__) if isinstance(each, BadStatus))
+    return next((each.content_server for each in found), "")
 
 
 def _status_of(error: BaseException) -> int | None:

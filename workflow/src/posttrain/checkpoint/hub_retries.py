@@ -46,11 +46,12 @@ class BadStatus(RuntimeError):
     Args:
         status: HTTP status.
         retry_after: The header of that name; "" without one.
+        content_server: Who answered, where that is not the Hub itself.
     """
 
-    def __init__(self, status: int, retry_after: str = ""):
+    def __init__(self, status: int, retry_after: str = "", content_server: str = ""):
         super().__init__(f"HTTP {status}")
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.content_server = status, retry_after, content_server
 
 
 class GaveUp(RuntimeError):

@@ -134,9 +134,11 @@ class HttpOrigin:
         found = get_hf_file_metadata(url, endpoint=source.endpoint)
         self._require_same(file, found.commit_hash, found.etag)
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        content_server = ""
         if _origin_of(found.location) != _origin_of(url):
             # The token is for the Hub alone; the address of a content server carries its own permission.
             headers.pop("authorization", None)
+            content_server = "://".join(_origin_of(found.location))
         if start:
             headers["Range"] = f"bytes={start}-"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
@@ -144,7 +146,7 @@ class HttpOrigin:
             if response.status_code == 416:
                 raise WrongLength(f"nothing from byte {start} on ({response.headers.get('Content-Range', '')})")
             if response.status_code not in (200, 206):
-                raise BadStatus(response.status_code, response.headers.get("Retry-After", ""))
+                raise BadStatus(response.status_code, response.headers.get("Retry-After", ""), content_server)
             yield response
 
     def _require_same(self, file: ListedFile, commit: str | None, etag: str | None) -> None:

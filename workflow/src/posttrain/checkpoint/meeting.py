@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from posttrain.artifacts.plain_json import read_json
+
 HEARTBEAT_SECONDS = 10.0
 # Some file systems tell times in whole seconds: what is younger may have changed again without showing it.
 FRESH_SECONDS = 3.0
@@ -88,7 +90,7 @@ class Meeting:
     def _read(self, name: str) -> Peer | None:
         # Gone, half written, or stale, as shared file systems may say while it is replaced: the next look tells.
         with contextlib.suppress(OSError, ValueError):
-            return Peer(**json.loads((self._folder / name).read_text(encoding="utf-8")))
+            return Peer(**read_json(self._folder / name))
         return None
 
     @property

@@ -206,7 +206,9 @@ def _only_with(secret: str) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if hmac.compare_digest(request.headers.get("Authorization", "").encode(), wanted.encode()):
+        if hmac.compare_digest(
+            request.headers.get("Authorization", "").encode(errors="surrogateescape"), wanted.encode()
+        ):
             return await handler(request)
         refusal = web.json_response({"error": {"message": "the secret is not shown", "code": 401}}, status=401)
         refusal.force_close()
