@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -113,15 +114,24 @@ def test_check(tmp_path: Path) -> None:
 
 def test_preflight(tmp_path: Path) -> None:
     workflow = WorkflowFolder(tmp_path, tmp_path / "store", {}, {})
-    found = tmp_path / "results"
+    disk = tmp_path / "node_local"
 
-    def looks() -> list[str]:
-        return sorted(path.name for path in found.glob("*/preflight/*"))
+    def lose_the_disk() -> None:
+        shutil.rmtree(disk, ignore_errors=True)
+        disk.touch()  # where the folder of copies should be
 
-    workflow.run("preflight")
-    assert looks() == ["001"]
-    workflow.run("preflight")
-    assert looks() == ["001", "002"]
+    def found() -> dict[str, object]:
+        (path,) = workflow.results.glob("*/preflight.json")
+        return json.loads(path.read_text())
+
+    assert "ok       node0" in workflow.run("preflight")
+    assert (found()["fit"], found()["unfit"]) == (["node0"], {})
+    lose_the_disk()
+    code, after = workflow.attempt("preflight")
+    assert code == 1
+    assert "node0: node-local disk (site.node_local): " in after
+    assert found()["fit"] == []
+    assert sorted(path.name for path in workflow.results.glob("*/preflight/*")) == ["001", "002"]
 
 
 def test_status(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.interruptions import check_claims, files_made, start
+from tests.workflow.branches import jobs_of
 from tests.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,20 @@ def test_two_drivers_on_a_fresh_store_build_everything_once(tmp_path: Path, stor
     assert files_made(workflows[0]).items() <= files_made(WorkflowFolder(tmp_path, store)).items()
     for workflow in workflows:
         assert "Nothing to be done" in workflow.dry_run(*TARGETS)
+
+
+def test_another_split_spoils_nothing_that_is_finished(tmp_path: Path, store: Path) -> None:
+    """Also with a receipt of a part that is gone: its part is made again, of the split that there was."""
+    shutil.copytree(store, tmp_path / "store", symlinks=True)
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", FAST | {"convert.num_parts": 3})
+    workflow.folder.mkdir()
+    makers = {"convert_hf_to_torch_dist", "quantize_rollout_fp8"}
+    assert not makers & jobs_of(workflow.dry_run(*TARGETS))
+    (gone,) = workflow.store.glob("tiny/*/torch_dist-????????.parts/1.receipt.json")
+    gone.unlink()
+    output = workflow.dry_run(*TARGETS)
+    assert makers & jobs_of(output) == {"convert_hf_to_torch_dist"}
+    assert "convert part 1 of 2 " in output
 
 
 def test_a_failed_step_does_not_get_its_old_receipt_back(tmp_path: Path) -> None:

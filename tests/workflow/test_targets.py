@@ -1,19 +1,28 @@
-"""Exit code 0 means made: whatever is named exists then, after any change of the configuration, at any time."""
+"""Exit code 0 means made: whatever is named exists then, and is what the configuration asks for, at any time."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.forked_snakemake import forked_snakemake
-from tests.workflow.branches import jobs_of
+from tests.workflow.branches import CONFIG_DIR, jobs_of
+from tests.workflow.test_answers import ANSWERS
+from tests.workflow.test_rules import RULES
 from tests.workflow_runs import WorkflowFolder
+
+from posttrain.artifacts import Paths, manifest_of, part_receipt_of, receipt_of
+from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
+from posttrain.planner.layout_choice import resolve
 
 pytestmark = pytest.mark.slow
 
-# A key of each section that may change while a run goes on.
+# A key of each section that may change while a run goes on ...
 CHANGES = {
+    "nodes": 2,
     "evaluation.seed": 99,
     "parallel.num_layers_in_last_pipeline_stage": 4,
     "trainer.save_interval": 1,
@@ -27,59 +36,188 @@ CHANGES = {
     "site.node_names": "[node0,node7]",
     "logging.wandb_project": "other",
 }
+# ... and of each whose change is another run, in another folder.
+EXPERIMENTS = {
+    "model.patch.target": "deepseek_v32",
+    "data.seed": 8,
+    "algorithm.clip_ratio_high": 0.3,
+    "rollout.temperature": 0.9,
+    "quantize.keep_first_layers": 2,
+    "optimizer.lr": 1e-4,
+    "training.num_steps": 3,
+}
+SECTIONS_LEFT_OUT = {
+    "defaults": "the number of nodes where none is given: `nodes` is given",
+    "export": "another trainer's checkpoint, with which nothing is trained: tests/end_to_end/test_chain.py",
+}
 # Those by which Snakemake runs a job that training waits for.
 DECIDING = ("trainer.save_interval", "site.node_names", "stage.copy")
-# target -> what it stands for, below the run's folder.
-TARGETS = {
-    "resolve_config": "config.resolved.yaml",
-    "stage_all_nodes": "node_local.staged",
-    "train_grpo": "train/done.json",
-    "finalize_export_hf": "hf.receipt.json",
-    "evaluation/before.json": "evaluation/before.json",
-    "evaluation/after.json": "evaluation/after.json",
-    "render_report": "summary.json",
-    "all": "summary.json",
+# Every rule with outputs -> what it makes; of a rule with parts, one part.
+STORE: dict[str, Callable[[Paths], Path]] = {
+    "make_tiny_model": lambda paths: receipt_of(paths.made_model),
+    "list_hf_checkpoint": lambda paths: manifest_of(paths.hf),
+    "download_hf_checkpoint": lambda paths: part_receipt_of(paths.hf, 0),
+    "finalize_hf_checkpoint": lambda paths: receipt_of(paths.hf),
+    "download_dataset": lambda paths: receipt_of(paths.dataset),
+    "patch_hf_config": lambda paths: receipt_of(paths.hf_patched),
+    "convert_hf_to_torch_dist": lambda paths: part_receipt_of(paths.torch_dist, 0),
+    "finalize_torch_dist": lambda paths: receipt_of(paths.torch_dist),
+    "quantize_rollout_fp8": lambda paths: part_receipt_of(paths.rollout_fp8, 0),
+    "finalize_rollout_fp8": lambda paths: receipt_of(paths.rollout_fp8),
+    "quantize_serving": lambda paths: part_receipt_of(paths.serving, 0),
+    "finalize_serving": lambda paths: receipt_of(paths.serving),
+    "cast_to_bf16": lambda paths: part_receipt_of(paths.bf16, 0),
+    "finalize_bf16": lambda paths: receipt_of(paths.bf16),
 }
-RULE_OF = {"all": "render_report", "evaluation/before.json": "evaluate", "evaluation/after.json": "evaluate"}
+RUN: dict[str, Callable[[Paths], Path]] = {
+    "resolve_config": lambda paths: paths.config,
+    "fork_checkpoint": lambda paths: paths.fork_receipt,
+    "stage_to_node_local": lambda paths: paths.node_local_testimony("node0"),
+    "stage_all_nodes": lambda paths: paths.run / "node_local.staged",
+    "train_grpo": lambda paths: paths.train_done,
+    "export_hf": lambda paths: part_receipt_of(paths.hf_export, 0),
+    "finalize_export_hf": lambda paths: receipt_of(paths.hf_export),
+    "evaluate before": lambda paths: paths.evaluation("before"),
+    "evaluate": lambda paths: paths.evaluation("after"),
+    "render_report": lambda paths: paths.summary,
+}
+PRODUCTS = STORE | RUN
+RULES_LEFT_OUT = {
+    "all": "has no outputs: it stands for the report, and is named below",
+    "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
+}
+# What is named at once -> what has to be made then. A rule with parts is named by a file.
+GOALS = {
+    "store": tuple(STORE),
+    "resolve_config": ("resolve_config",),
+    "fork_checkpoint": ("fork_checkpoint",),
+    "stage_all_nodes": ("stage_to_node_local", "stage_all_nodes"),
+    "train_grpo": ("train_grpo",),
+    "finalize_export_hf": ("export_hf", "finalize_export_hf"),
+    "evaluate before": ("evaluate before",),
+    "evaluate": ("evaluate",),
+    "all": ("render_report",),
+}
+SHOWN = {"resolve_config", "render_report"}
+PATCHED = {"patch_hf_config", "convert_hf_to_torch_dist", "finalize_torch_dist"}
+QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8", "quantize_serving", "finalize_serving"}
+# Key -> what is another thing after its change, and so no longer made, besides the files that show every key.
+# An experiment changes all of its run. Where a run lies, in how many parts it is written, and when: no content.
+ALTERED = {
+    "evaluation.seed": {"evaluate before", "evaluate"},
+    "serving.calibration": {"quantize_serving", "finalize_serving"},
+    "data.seed": {"download_dataset"},
+    "model.patch.target": PATCHED | QUANTISED,
+    "quantize.keep_first_layers": {"quantize_rollout_fp8", "finalize_rollout_fp8"},
+}
+# A finished run keeps the copies that it had.
+ALTERED_BEFORE_TRAINING_ENDS = {"site.node_names": {"stage_all_nodes"}, "stage.copy": {"stage_all_nodes"}}
 STATES = ("before", "middle", "after training", "after the report")
 
 
 @pytest.fixture(params=STATES)
-def run_at(request: pytest.FixtureRequest, undisturbed: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
-    """A run as it is at some point: with its records of Snakemake, without what comes later."""
-    folder = tmp_path / "work"
-    shutil.copytree(undisturbed.folder, folder, symlinks=True)
-    at, run = STATES.index(request.param), WorkflowFolder(folder, undisturbed.store, dict(undisturbed.settings))
-    kept = run.run_folder
-    later = ["summary.json", "report.html", "evaluation", "hf", "hf.parts", "hf.receipt.json"]
-    gone = {0: [*later, "train"], 1: [*later, "train/done.json"], 2: later, 3: []}
-    for name in gone[at]:
-        path = kept / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return run
+def run_at(request: pytest.FixtureRequest, undisturbed_alone: WorkflowFolder) -> Iterator[WorkflowFolder]:
+    """A run as it is at some point: without what comes later, which is laid aside."""
+    with laid_aside(undisturbed_alone, STATES.index(request.param)):
+        yield undisturbed_alone
 
 
-def missing_after(run: WorkflowFolder, target: str, key: str, value: object) -> str:
-    """Return what a target stands for, if it is not there and a run would not make it, either."""
-    changed = WorkflowFolder(run.folder, run.store, run.settings | {key: value})
-    goal = str(run.run_folder / target) if "/" in target else target
-    words = changed.command(goal, options=["-n"])[5:]
+@contextlib.contextmanager
+def laid_aside(run: WorkflowFolder, at: int) -> Iterator[None]:
+    """Take away what comes after a state; no copy, as Snakemake's records are of absolute paths."""
+    later = ["summary.json", "report.html", "evaluation/after.json", "hf", "hf.parts", "hf.receipt.json"]
+    gone = {0: [*later, "evaluation", "train"], 1: [*later, "train/done.json"], 2: later, 3: []}[at]
+    aside, kept, ranges = run.folder / "aside", run.run_folder, run.folder / "ranges.json"
+    aside.mkdir()
+    ranges.touch()  # A dry run asks no more of an input.
+    for number, name in enumerate(gone):
+        (kept / name).rename(aside / str(number))
+    try:
+        yield
+    finally:
+        for number, name in reversed(list(enumerate(gone))):
+            (aside / str(number)).rename(kept / name)
+        aside.rmdir()
+        ranges.unlink()
+
+
+def words_of(goal: str, paths: Paths) -> list[str]:
+    """Return what is named on the command line: rules, and files of those with parts."""
+    if goal == "all":
+        return ["all"]
+    return [str(PRODUCTS[name](paths)) if "{" in name_of_output(name) else name for name in GOALS[goal]]
+
+
+def name_of_output(product: str) -> str:
+    """Return the outputs of a product's rule as the workflow writes them."""
+    return RULES[product.split()[0]].partition("output:")[2].partition("log:")[0]
+
+
+def altered_by(key: str, run: WorkflowFolder) -> set[str]:
+    """Return what a change makes another thing, at the point where a run is."""
+    altered = ALTERED.get(key, set()) | (set(RUN) if key in EXPERIMENTS else SHOWN)
+    is_trained = (run.run_folder / "train" / "done.json").exists()
+    return altered | (set() if is_trained else ALTERED_BEFORE_TRAINING_ENDS.get(key, set()))
+
+
+def wrong_after(run: WorkflowFolder, goal: str, key: str, value: object) -> list[str]:
+    """Return what of a goal is not there or is another thing after a change, and a run would not make it, either."""
+    config = {"fork": f"{run.run_folder.name}@2", "run": "forked"} if goal == "fork_checkpoint" else {}
+    changed = WorkflowFolder(run.folder, run.store, run.settings | ({key: value} if "." in key else {}))
+    earlier, now = (paths_of(folder, config) for folder in (run, changed))
+    # The number of nodes chooses files, so it is no override, and no path has it.
+    choice = config | ({} if "." in key else {key: str(value)})
+    words = changed.command(*words_of(goal, now), config=choice, options=["-n"])[5:]
     code, output = forked_snakemake()(run.folder, *words)
     assert code == 0, output
-    is_there = (run.run_folder / TARGETS[target]).exists()
-    return "" if is_there or RULE_OF.get(target, target) in jobs_of(output) else f"{target} after {key}={value}"
+    planned, altered = jobs_of(output), altered_by(key, run)
+
+    def holds(name: str) -> bool:
+        before, after = (PRODUCTS[name](paths) for paths in (earlier, now))
+        return name.split()[0] in planned or (after.exists() and (name not in altered or before != after))
+
+    return [f"{name} after {key}={value}" for name in GOALS[goal] if not holds(name)]
+
+
+def paths_of(run: WorkflowFolder, config: dict[str, str]) -> Paths:
+    """Return where the files lie of a run that the command line describes."""
+    words = run.command(config=config)
+    choice = dict(word.split("=", 1) for word in words[words.index("--config") + 1 :])
+    return Paths(resolve({"model": "tiny", "site": "local", **choice}, CONFIG_DIR))
+
+
+def cases(run: WorkflowFolder) -> Iterator[tuple[str, str, object]]:
+    """Yield (goal, key, value) of all that is to be asked; the store and other runs are the same in every state."""
+    is_begun, is_finished = ((run.run_folder / name).exists() for name in ("train", "summary.json"))
+    for goal in GOALS:
+        if (goal == "fork_checkpoint" and not is_begun) or (goal == "store" and not is_finished):
+            continue
+        yield from ((goal, *change) for change in CHANGES.items())
+        if goal in ("store", "all") and is_finished:
+            yield from ((goal, *change) for change in EXPERIMENTS.items())
+
+
+def test_every_rule_with_outputs_and_every_section_has_a_case() -> None:
+    made = {name.split()[0] for name in PRODUCTS}
+    assert (RULES.keys() - ANSWERS) ^ made == RULES_LEFT_OUT.keys()
+    assert {name for names in GOALS.values() for name in names} == PRODUCTS.keys()
+    sections = {field.name for field in dataclasses.fields(Config)}
+    changed = [key.split(".")[0] for key in CHANGES | EXPERIMENTS]
+    assert sections ^ set(changed) == SECTIONS_LEFT_OUT.keys()
+    assert {key.split(".")[0] for key in EXPERIMENTS} == set(EXPERIMENT_SECTIONS)
+    keys = CHANGES.keys() | EXPERIMENTS.keys()
+    assert ALTERED.keys() | ALTERED_BEFORE_TRAINING_ENDS.keys() <= keys
 
 
 @pytest.mark.parametrize("key", DECIDING)
-def test_what_is_named_and_not_there_is_planned(run_at: WorkflowFolder, key: str) -> None:
-    targets = ("train_grpo", "finalize_export_hf", "evaluation/after.json", "all")
-    assert [found for target in targets if (found := missing_after(run_at, target, key, CHANGES[key]))] == []
+def test_what_is_named_is_there_or_planned(run_at: WorkflowFolder, key: str) -> None:
+    targets = ("train_grpo", "finalize_export_hf", "evaluate", "all")
+    assert [found for target in targets for found in wrong_after(run_at, target, key, CHANGES[key])] == []
 
 
 @pytest.mark.faults("answers")
-def test_what_is_named_and_not_there_is_planned_for_all_targets_and_sections(run_at: WorkflowFolder) -> None:
-    pairs = [(target, *change) for target in TARGETS for change in CHANGES.items()]
-    assert [found for pair in pairs if (found := missing_after(run_at, *pair))] == []
+def test_what_is_named_is_there_or_planned_for_all_targets_and_sections(run_at: WorkflowFolder) -> None:
+    assert [found for case in cases(run_at) for found in wrong_after(run_at, *case)] == []
 
 
 def test_it_is_made(undisturbed: WorkflowFolder, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 # Loads and checks the configuration, and names paths. Wrong input ends here, before any rule, with every problem listed.
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 from snakemake.logging import logger
 
 from posttrain import artifacts
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, receipt_of
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
@@ -95,13 +96,25 @@ ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
 # Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.
 IN_IMAGE = prefix_of_jobs(CFG)
 ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else IN_IMAGE
-PARTS = range(CFG.convert.num_parts)
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.
 if CFG.export.checkpoint_folder:
     RESULTS = [receipt_of(PATHS.hf_export)]
 else:
     RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
+
+
+def parts_of(folder, num_parts):
+    """Return a folder's parts: a finished one keeps those it was made in, whatever split is asked for now.
+
+    Parts of two splits do not fit together, and Snakemake's records of the first may lie in somebody else's folder.
+    """
+    made = sorted(part_receipt_of(folder, 0).parent.glob("*.receipt.json")) if receipt_of(folder).exists() else []
+    for receipt in made:
+        # A damaged one is told of by the step that reads it.
+        with contextlib.suppress(CheckpointError):
+            return range(read_receipt(receipt).settings["num_parts"])
+    return range(num_parts)
 
 
 def tell(state):

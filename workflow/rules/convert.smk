@@ -1,5 +1,7 @@
 # Hub checkpoint to Megatron torch_dist, in independent parts that need no GPU and no model.
 
+TORCH_DIST_PARTS = parts_of(PATHS.torch_dist, CFG.convert.num_parts)
+
 
 rule convert_hf_to_torch_dist:
     input:
@@ -15,7 +17,7 @@ rule convert_hf_to_torch_dist:
         architecture=ARCHITECTURE,
         source=PATHS.hf_patched,
         folder=PATHS.torch_dist,
-        num_parts=len(PARTS),
+        num_parts=len(TORCH_DIST_PARTS),
     message:
         f"convert part {{wildcards.part}} of {{params.num_parts}} to torch_dist{NEEDS.message('convert_hf_to_torch_dist')}"
     shell:
@@ -27,7 +29,7 @@ rule convert_hf_to_torch_dist:
 rule finalize_torch_dist:
     input:
         source=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.torch_dist, part) for part in PARTS],
+        parts=[part_receipt_of(PATHS.torch_dist, part) for part in TORCH_DIST_PARTS],
     output:
         update(receipt_of(PATHS.torch_dist)),
     log:

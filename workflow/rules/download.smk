@@ -31,11 +31,7 @@ if CFG.model.source.kind == "made":
             " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
 
 
-# A finished download keeps the parts that it was made in: another split is no reason to read terabytes again.
-HF_PARTS_MADE = (
-    list(part_receipt_of(PATHS.hf, 0).parent.glob("*.receipt.json")) if receipt_of(PATHS.hf).exists() else []
-)
-HF_PARTS = range(len(HF_PARTS_MADE) or CFG.download.num_parts)
+HF_PARTS = parts_of(PATHS.hf, CFG.download.num_parts)
 
 
 rule list_hf_checkpoint:

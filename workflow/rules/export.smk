@@ -4,6 +4,7 @@
 # Another trainer's checkpoint has no receipt; what identifies it is its own metadata.
 OTHER_TRAINED = CFG.export.checkpoint_folder
 TRAINED = {} if OTHER_TRAINED else {"train": PATHS.train_done}
+EXPORT_PARTS = parts_of(PATHS.hf_export, CFG.convert.num_parts)
 TRAIN_RECEIPT = "" if OTHER_TRAINED else " --train-receipt {input.train:q}"
 
 
@@ -23,7 +24,7 @@ rule export_hf:
         run_folder=OTHER_TRAINED or PATHS.train,
         origin=PATHS.hf_patched,
         destination=PATHS.hf_export,
-        num_parts=len(PARTS),
+        num_parts=len(EXPORT_PARTS),
     message:
         f"export part {{wildcards.part}} of {{params.num_parts}} of the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
@@ -36,7 +37,7 @@ rule export_hf:
 rule finalize_export_hf:
     input:
         origin=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.hf_export, part) for part in PARTS],
+        parts=[part_receipt_of(PATHS.hf_export, part) for part in EXPORT_PARTS],
     output:
         receipt_of(PATHS.hf_export),
     log:

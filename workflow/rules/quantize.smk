@@ -1,6 +1,9 @@
 # Weights in the format that the engines serve, made once for all nodes; and, on demand, in others.
 FP8_SETTINGS = json.dumps(fp8_settings(CFG))
 SERVING_SETTINGS = json.dumps(serving_settings(CFG))
+FP8_PARTS, SERVING_PARTS, BF16_PARTS = (
+    parts_of(folder, CFG.convert.num_parts) for folder in (PATHS.rollout_fp8, PATHS.serving, PATHS.bf16)
+)
 
 
 rule quantize_rollout_fp8:
@@ -17,7 +20,7 @@ rule quantize_rollout_fp8:
         source=PATHS.hf_patched,
         folder=PATHS.rollout_fp8,
         settings=FP8_SETTINGS,
-        num_parts=len(PARTS),
+        num_parts=len(FP8_PARTS),
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8, a scale per {CFG.quantize.strategy}{NEEDS.message('quantize_rollout_fp8')}"
     shell:
@@ -29,7 +32,7 @@ rule quantize_rollout_fp8:
 rule finalize_rollout_fp8:
     input:
         source=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.rollout_fp8, part) for part in PARTS],
+        parts=[part_receipt_of(PATHS.rollout_fp8, part) for part in FP8_PARTS],
     output:
         update(receipt_of(PATHS.rollout_fp8)),
     log:
@@ -83,7 +86,7 @@ rule quantize_serving:
         source=PATHS.hf_patched,
         folder=PATHS.serving,
         settings=SERVING_SETTINGS,
-        num_parts=len(PARTS),
+        num_parts=len(SERVING_PARTS),
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to {CFG.serving.format}"
     shell:
@@ -95,7 +98,7 @@ rule quantize_serving:
 rule finalize_serving:
     input:
         source=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.serving, part) for part in PARTS],
+        parts=[part_receipt_of(PATHS.serving, part) for part in SERVING_PARTS],
         calibration=CFG.serving.calibration,
     output:
         update(receipt_of(PATHS.serving)),
@@ -128,7 +131,7 @@ rule cast_to_bf16:
         format_version=FORMAT_VERSIONS["cast_to_bf16"],
         source=PATHS.hf,
         folder=PATHS.bf16,
-        num_parts=len(PARTS),
+        num_parts=len(BF16_PARTS),
     message:
         "cast part {wildcards.part} of {params.num_parts} of the quantised source to BF16"
     shell:
@@ -140,7 +143,7 @@ rule cast_to_bf16:
 rule finalize_bf16:
     input:
         source=receipt_of(PATHS.hf),
-        parts=[part_receipt_of(PATHS.bf16, part) for part in PARTS],
+        parts=[part_receipt_of(PATHS.bf16, part) for part in BF16_PARTS],
     output:
         update(receipt_of(PATHS.bf16)),
     log:
