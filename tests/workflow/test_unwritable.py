@@ -52,21 +52,23 @@ def last_words(output: str) -> str:
 
 def test_a_working_folder_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path, "size=1m") as disk:
-        workflow = WorkflowFolder(disk / "work", tmp_path / "store")
-        workflow.folder.mkdir()
+        here = WorkflowFolder(disk / "work", tmp_path / "store")
+        here.folder.mkdir()
         with full(disk, 0):
-            for targets, options, first in (
-                (["resolve_config"], [], f"{disk}/work: the disk is full"),
-                (["resolve_config"], ["-n"], f"{disk}/work: the disk is full"),
+            elsewhere = WorkflowFolder(disk / "work", tmp_path / "store", FAST | {"site.results": tmp_path / "results"})
+            for workflow, target, options, first in (
+                (elsewhere, "resolve_config", [], f"{disk}/work: the disk is full"),
+                (here, "resolve_config", ["-n"], f"{disk}/work: the disk is full"),
                 # It makes nothing that a later step needs, so it begins; it cannot write its log.
-                (["plan"], [], "plan failed: it was ended from outside, or ended without a word"),
+                (here, "plan", [], "plan failed: it was ended from outside, or ended without a word"),
             ):
-                code, output = workflow.attempt(*targets, options=options)
+                code, output = workflow.attempt(target, options=options)
                 words = last_words(output).splitlines()
                 assert (code, words[0]) == (1, first), output
                 assert "the disk is full" in "".join(words)
                 assert words[-1].startswith("  remedy: free some space there"), output
-            code, output = workflow.attempt("status")
+            assert not (tmp_path / "results").exists(), "no job has begun"
+            code, output = here.attempt("status")
             assert code == 0, output
             assert "no run in" in output
             last_words(output)
