@@ -1,7 +1,11 @@
 # End-to-end RL post-training: the table of contents. Each include is one phase, in the order in which data flows.
+import logging
+
 from snakemake.utils import min_version
 
 min_version("9.27")
+# Snakemake's own log on a full disk must not bury what the terminal shows under tracebacks; it speaks from here on.
+logging.raiseExceptions = False
 
 
 configfile: f"{workflow.basedir}/config/workflow.yaml"

@@ -19,11 +19,14 @@ onstart:
     if words := refused():
         ENDING.add(lambda: words)
         sys.exit(1)
-    outputs = [path for job in workflow.dag.needrun_jobs() for path in job.output]
+    jobs = list(workflow.dag.needrun_jobs())
+    outputs = [path for job in jobs for path in job.output]
+    records = [workflow.persistence.path / "any", *(path for job in jobs for path in job.log)]
     try:
         make_shared_roots(CFG)
         share_store(PATHS.store, CFG.site.store_group, outputs)
-        require_writable(outputs)
+        # Who only looks, or frees space, may do so on a full disk.
+        require_writable([*outputs, *records] if outputs else [])
     except OSError as error:
         words = explain(error) or str(error)
         ENDING.add(lambda: words)

@@ -8,10 +8,12 @@ Snakemake's log, leaves out what says nothing to a user, and repeats the steps' 
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,9 @@ from rich.console import Console
 from rich.text import Text
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from posttrain.errors import explain
 from posttrain.observability.logging import clear_line
+from posttrain.preflight.storage import require_writable
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +89,14 @@ class Ending(logging.Filter):
             self._failed.append(FailedStep(str(getattr(record, "rule_name", "")), Path(logs[0]) if logs else None))
             if not self._shows_commands:
                 record.shellcmd = None
+        # Where Snakemake itself could not write, it shows its own traceback.
+        error = sys.exc_info()[1] if event == LogEvent.ERROR else None
+        if refused := refusal_of(error):
+            self.add(lambda: refused)
         if self._shows_commands:
             return True
+        if refused and isinstance(error, OSError):
+            return False
         is_of_a_command = event == LogEvent.ERROR and getattr(record, "exception", "") in _OF_A_COMMAND
         return not (is_of_a_command or "no backup found" in str(record.msg) or str(record.msg).startswith(_OF_ITSELF))
 
@@ -129,10 +139,26 @@ def notify(command: Sequence[str], run: Path, state: str, words: str) -> None:
         log.warning("site.end_command ended with %d", done.returncode)
 
 
+def refusal_of(error: BaseException | None) -> str:
+    """Tell with a remedy what the machine refused to Snakemake; "" when an error has another reason."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    if error is None:
+        return ""
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        # A failed write names no file.
+        error.filename = str(Path.cwd())
+    error.add_note("Snakemake keeps its records where it is started: another folder may be named with `--directory`")
+    return explain(error)
+
+
 def message_of(log: Path | None) -> str:
-    """Return a failed step's own words, the last error in its log, and where the log is."""
+    """Return a failed step's own words, the last error in its log, and where the log is.
+
+    A step that could not write its log has no words: then what its disk refuses now is told, with a remedy.
+    """
     if log is None or not log.exists():
-        return "it left no log"
+        return "it left no log" + (_refusal_of_disk(log) if log else "")
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LONGEST_LOG_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
@@ -141,7 +167,7 @@ def message_of(log: Path | None) -> str:
     ]
     if not errors:
         last = f"; the last line of its log: {lines[-1]}" if lines else ""
-        return f"it was ended from outside, or ended without a word{last}\n  log: {log}"
+        return f"it was ended from outside, or ended without a word{last}\n  log: {log}{_refusal_of_disk(log)}"
     start, text = errors[-1]
     said = [text]
     for line in lines[start + 1 :]:
@@ -151,3 +177,11 @@ def message_of(log: Path | None) -> str:
     if any(line.startswith("Traceback") for line in said):
         said = [said[0], f"  {said[-1]}", "  this is a defect of ours: the whole traceback is in the log"]
     return "\n".join([*said, f"  log: {log}"])
+
+
+def _refusal_of_disk(log: Path) -> str:
+    try:
+        require_writable([log])
+    except OSError as error:
+        return f"\n{explain(error) or error}"
+    return ""

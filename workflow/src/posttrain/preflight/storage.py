@@ -16,6 +16,8 @@ from posttrain.preflight.report import Finding, failed, ok
 
 # Room that logs, datasets, persisted rollouts and file headers may take beside the tensors.
 SPARE_BYTES = 1 << 30
+# Some file systems make an empty file however full they are. As much as a step's log and Snakemake's own records take.
+TRIED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,20 @@ def check_writable(key: str, folder: Path) -> Finding:
 
 
 def require_writable(outputs: Iterable[str | Path]) -> None:
-    """Make sure that the folders of what is about to be made can be written; those that are not there yet can be made.
+    """Make sure that the folders of what is about to be made can be written, and are not full.
+
+    Those that are not there yet can be made.
 
     Raises:
         OSError: Naming the folder.
     """
     for folder in sorted({nearest_existing(Path(output).parent) for output in outputs}):
         try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                written = file.write(bytes(TRIED_BYTES))
+                # The last part of a write says why the rest did not fit; a network file system only when it is synced.
+                file.write(bytes(TRIED_BYTES - written))
+                os.fsync(file.fileno())
         except OSError as error:
             error.filename = str(folder)
             raise
