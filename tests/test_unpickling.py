@@ -46,7 +46,7 @@ UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict"
 HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv")
 # Call -> what holds it safe.
 PLACES = {
-    ("checkpoint/torch_dist_format.py", "_FormatUnpickler(file).load"): "the list of the format's classes",
+    ("checkpoint/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/torch_dist_format.py", "torch.load"): "weights_only",
     ("checkpoint/torch_dist_reader.py", "torch.load"): "weights_only",
     ("megatron_backend/checkpoint.py", "dist_checkpointing.load"): "SafeLoad and NothingInCommon",

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.slow
 
 # File that unpickles and its function -> what it reads.
 PLACES = {
-    "posttrain/checkpoint/torch_dist_format.py:read_metadata": "checkpoints, by an unpickler of our own",
-    "torch/distributed/distributed_c10d.py:_tensor_to_object": "messages between ranks",
+    "posttrain/checkpoint/torch_dist_format.py:find_class": "checkpoints, and what ranks send, by lists of classes",
 }
 
 

@@ -1,26 +1,22 @@
 """Notes, in every Python process of a workflow, who unpickles what: put this folder into PYTHONPATH.
 
 Python tells when an unpickler looks a class or function up, which it must before a pickle can run anything. A line is
-`{file that unpickles}:{function} {what was looked up}`; each process writes each of its lines once.
+`{file that unpickles}:{function} {what was looked up}`, the function being `find_class` where an unpickler has a list
+of its own; each process writes each of its lines once.
 """
 
 import os
 import sys
-from types import CodeType
 
 LOG = os.environ.get("UNPICKLED_LOG", "")
 _seen = set()
-
-
-def _is_unpickler(code: CodeType) -> bool:
-    return os.path.basename(code.co_filename) == "pickle.py" or code.co_name == "find_class"
 
 
 def _note(event: str, arguments: tuple) -> None:
     if event != "pickle.find_class":
         return
     frame = sys._getframe(1)
-    while frame.f_back and _is_unpickler(frame.f_code):
+    while frame.f_back and os.path.basename(frame.f_code.co_filename) == "pickle.py":
         frame = frame.f_back
     line = f"{frame.f_code.co_filename}:{frame.f_code.co_name} {arguments[0]}.{arguments[1]}\n"
     if line not in _seen:

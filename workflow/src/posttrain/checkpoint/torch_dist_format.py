@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ WRONG_PICKLE = (
     struct.error,
 )
 _FORMAT = "torch.distributed.checkpoint."
-_FORMAT_CLASSES = {
+FORMAT_CLASSES = {
     f"{_FORMAT}metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -74,7 +74,7 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA_NAME
     try:
         with open(path, "rb") as file:
-            metadata = _FormatUnpickler(file).load()
+            metadata = FormatUnpickler(file).load()
         wrong = next(_misfits(metadata), "")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; not a torch_dist checkpoint") from error
@@ -135,8 +135,10 @@ def _is_shape(numbers: Any, count: int) -> bool:
     return is_whole and len(numbers) == count
 
 
-class _FormatUnpickler(pickle.Unpickler):
+class FormatUnpickler(pickle.Unpickler):
     """Unpickles nothing but the classes of torch's checkpoint format."""
+
+    CLASSES: Mapping[str, Set[str]] = FORMAT_CLASSES
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the format.
@@ -144,7 +146,7 @@ class _FormatUnpickler(pickle.Unpickler):
         Raises:
             UnpicklingError: For anything else.
         """
-        if name in _FORMAT_CLASSES.get(module, ()):
+        if name in self.CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

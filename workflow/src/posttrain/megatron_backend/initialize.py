@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
+from posttrain.megatron_backend.messages import read_messages_by_list
 from posttrain.rendezvous import join_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -61,6 +62,7 @@ def initialize(config: Config) -> None:
             torch.set_num_threads(config.trainer.num_threads)
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    read_messages_by_list()
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", COLLECTIVE_TIMEOUT)
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
