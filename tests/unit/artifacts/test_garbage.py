@@ -391,28 +391,3 @@ def test_several_makers_are_all_named(store: Path) -> None:
         first, second = find(store, NAMES[3]).builder.split("; ")
         assert first.startswith(f"process {os.getpid()} on ")
         assert second.startswith(f"process {os.getpid()} on ")
-
-
-def test_only_dead_references_are_forgotten(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "results/alive").mkdir(parents=True)
-    kept = [refer(store, tmp_path / "results/alive", []), refer(store, tmp_path / "results/new", [], time.time())]
-    dead = refer(store, tmp_path / "results/gone", [])
-    delete_unused(store, DAYS)
-    assert [path.exists() for path in (*kept, dead)] == [True, True, False]
-
-
-def test_a_reference_that_another_gc_forgets_meanwhile_is_no_error(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "results").mkdir()
-    refer(store, tmp_path / "results/gone", [])
-    unlink = Path.unlink
-
-    def slower(path: Path, *more: object, **options: object) -> None:
-        if path.parent == references_folder(store):
-            os.unlink(path)
-        unlink(path, *more, **options)
-
-    monkeypatch.setattr(Path, "unlink", slower)
-    assert delete_unused(store, DAYS)[1] == []
-    assert list(references_folder(store).iterdir()) == []

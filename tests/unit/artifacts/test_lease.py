@@ -158,3 +158,15 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     with Lease(tmp_path, tmp_path / "lease") as lease:
         assert lease.epoch == 2
     holder.communicate()
+
+
+def test_the_first_lease_of_a_run_makes_its_folders(tmp_path: Path) -> None:
+    with Lease(tmp_path, tmp_path / "results" / "run" / "lease") as lease:
+        check_epoch(lease.folder, 1)
+
+
+def test_a_heartbeat_keeps_no_process_alive(tmp_path: Path) -> None:
+    """One that ends without giving its lease back, as by an error in another thread."""
+    program = "import sys; from pathlib import Path; from posttrain.artifacts.lease import Lease\n"
+    program += "Lease(Path(sys.argv[1]), Path(sys.argv[1])).__enter__()"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=30)

@@ -16,6 +16,7 @@ import pytest
 
 from posttrain.artifacts import Paths, write_json
 from posttrain.artifacts import references as references_module
+from posttrain.artifacts.garbage import delete_unused
 from posttrain.artifacts.references import Reference, is_gone, read_references, references_folder, register_run
 from posttrain.config.load import digest8
 from posttrain.errors import CheckpointError
@@ -26,6 +27,7 @@ STARTED = 1_000_000_000
 # As another user: is a run kept, and is its folder seen?
 LOOK = """
 import os, sys
+from posttrain.artifacts.garbage import delete_unused
 from posttrain.artifacts.references import Reference
 os.setgroups([]), os.setgid(54321), os.setuid(54321)
 for run in sys.argv[1:]:
@@ -162,3 +164,38 @@ def test_a_reference_that_goes_while_it_is_read_was_not_there(tmp_path: Path, mo
     (references_folder(tmp_path) / "a.json").unlink()
     monkeypatch.setattr(os, "listdir", lambda folder: names)
     assert [path.name for path in read_references(tmp_path)] == ["b.json"]
+
+
+# ---- forgetting ----
+
+
+def refer(store: Path, run: Path, started: float = 0.0) -> Path:
+    """Leave a reference; returns its file."""
+    path = references_folder(store) / f"{run.name}.json"
+    write_json(path, dataclasses.asdict(reference(run, last_start_unix=started)))
+    return path
+
+
+def test_only_dead_references_are_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "results/alive").mkdir(parents=True)
+    kept = [refer(tmp_path, tmp_path / "results/alive"), refer(tmp_path, tmp_path / "results/new", time.time())]
+    dead = refer(tmp_path, tmp_path / "results/gone")
+    delete_unused(tmp_path, 14)
+    assert [path.exists() for path in (*kept, dead)] == [True, True, False]
+
+
+def test_a_reference_that_another_gc_forgets_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    refer(tmp_path, tmp_path / "results/gone")
+    unlink = Path.unlink
+
+    def slower(path: Path, *more: object, **options: object) -> None:
+        if path.parent == references_folder(tmp_path):
+            os.unlink(path)
+        unlink(path, *more, **options)
+
+    monkeypatch.setattr(Path, "unlink", slower)
+    assert delete_unused(tmp_path, 14)[1] == []
+    assert list(references_folder(tmp_path).iterdir()) == []
