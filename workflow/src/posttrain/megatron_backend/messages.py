@@ -19,7 +19,7 @@ _MESSAGE_CLASSES = {
     f"{_FORMAT}filesystem": {"_StoragePrefix"},
     f"{_FORMAT}planner": {"LoadItemType", "LoadPlan", "ReadItem"},
     f"{_FORMAT}storage": {"WriteResult"},
-    "megatron.core.dist_checkpointing.mapping": {"ShardedTensor"},
+    "megatron.core.dist_checkpointing.mapping": {"ShardedObject", "ShardedTensor"},
     "traceback": {"FrameSummary", "StackSummary"},
 }
 # Whose exceptions are made anew from what a message says; those of others may do anything when they are made.
