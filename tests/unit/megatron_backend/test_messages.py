@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -50,7 +54,12 @@ def test_a_message_that_would_run_code_is_refused_by_name(tmp_path: Path) -> Non
 def test_why_another_rank_failed_arrives() -> None:
     from posttrain.errors import CheckpointError
 
-    for failure in (OSError(28, "no space", "a/file"), CheckpointError("tensor w is missing"), KeyError("w")):
+    failures = (
+        *(OSError(28, "no space", "a/file"), CheckpointError("tensor w is missing"), KeyError("w")),
+        *(pickle.UnpicklingError("not allowed"), json.JSONDecodeError("no value", "{", 1), struct.error("too short")),
+        *(zipfile.BadZipFile("no zip"), zlib.error("cut off")),
+    )
+    for failure in failures:
         try:
             raise failure
         except Exception as error:

@@ -21,6 +21,12 @@ _MESSAGE_CLASSES = {
     f"{_FORMAT}storage": {"WriteResult"},
     "megatron.core.dist_checkpointing.mapping": {"ShardedObject", "ShardedTensor"},
     "traceback": {"FrameSummary", "StackSummary"},
+    # What reading and writing a checkpoint raises, besides the exceptions below.
+    "_pickle": {"PicklingError", "UnpicklingError"},
+    "json.decoder": {"JSONDecodeError"},
+    "struct": {"error"},
+    "zipfile": {"BadZipFile", "LargeZipFile"},
+    "zlib": {"error"},
 }
 # Whose exceptions are made anew from what a message says; those of others may do anything when they are made.
 _RAISED_BY = ("builtins", "megatron", "posttrain", "torch")
