@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +42,11 @@ def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     return subprocess.Popen(command, shell=True, cwd=workflow.folder, env=environment, start_new_session=True)
 
 
-def test_status_tells_where_a_living_run_stands_and_touches_nothing(workflow: WorkflowFolder) -> None:
+def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path, tmp_path: Path) -> None:
+    # Of its own: in the shared one other tests are at work.
+    at_work = shutil.ignore_patterns("users", "*.lease", "*.tmp")
+    shutil.copytree(store, tmp_path / "store", symlinks=True, ignore=at_work)
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
     driver = start(workflow, "train_grpo")
     driver.wait_for_file(FIRST_CHECKPOINT)
     processes = processes_of(workflow)
