@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import grp
 import os
 import shutil
@@ -11,6 +12,8 @@ import pytest
 from tests.interruptions import check_claims, files_made, start
 from tests.workflow.branches import jobs_of
 from tests.workflow_runs import FAST, WorkflowFolder
+
+from posttrain.artifacts import read_receipt, write_receipt
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +63,10 @@ def test_another_split_spoils_nothing_that_is_finished(tmp_path: Path, store: Pa
     output = workflow.dry_run(*TARGETS)
     assert makers & jobs_of(output) == {"convert_hf_to_torch_dist"}
     assert "convert part 1 of 2 " in output
+    (other,) = workflow.store.glob("tiny/*/torch_dist-????????.parts/0.receipt.json")
+    for split in ({}, {"num_parts": "2"}, {"num_parts": 0}):
+        write_receipt(other, dataclasses.replace(read_receipt(other), settings={"part": 0, **split}))
+        assert "convert part 2 of 3 " in workflow.dry_run(*TARGETS), "one that says none stands for none"
 
 
 def test_a_failed_step_does_not_get_its_old_receipt_back(tmp_path: Path) -> None:

@@ -52,13 +52,13 @@ def last_words(output: str) -> str:
 
 def test_a_working_folder_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path, "size=1m") as disk:
-        here = WorkflowFolder(disk / "work", tmp_path / "store")
+        here = WorkflowFolder(disk / "here", tmp_path / "store")
         here.folder.mkdir()
         with full(disk, 0):
-            elsewhere = WorkflowFolder(disk / "work", tmp_path / "store", FAST | {"site.results": tmp_path / "results"})
+            elsewhere = WorkflowFolder(disk / "here", tmp_path / "store", FAST | {"site.results": tmp_path / "results"})
             for workflow, target, options, first in (
-                (elsewhere, "resolve_config", [], f"{disk}/work: the disk is full"),
-                (here, "resolve_config", ["-n"], f"{disk}/work: the disk is full"),
+                (elsewhere, "resolve_config", [], f"{disk}/here: the disk is full"),
+                (here, "resolve_config", ["-n"], f"{disk}/here: the disk is full"),
                 # It makes nothing that a later step needs, so it begins; it cannot write its log.
                 (here, "plan", [], "plan failed: it was ended from outside, or ended without a word"),
             ):
@@ -76,12 +76,12 @@ def test_a_working_folder_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_read_only_working_folder(tmp_path: Path) -> None:
     with small_disk(tmp_path, "size=1m") as disk:
-        workflow = WorkflowFolder(disk / "work", tmp_path / "store")
+        workflow = WorkflowFolder(disk / "here", tmp_path / "store")
         workflow.folder.mkdir()
         remount(disk, "ro")
         code, output = workflow.attempt("resolve_config")
         first, note, remedy = last_words(output).splitlines()
-        assert (code, first) == (1, f"{disk}/work/.snakemake: the file system is read-only")
+        assert (code, first) == (1, f"{disk}/here/.snakemake: the file system is read-only")
         assert "`--directory`" in note
         assert remedy.startswith("  remedy: have it mounted for writing")
 

@@ -113,7 +113,9 @@ def parts_of(folder, num_parts):
     for receipt in made:
         # A damaged one is told of by the step that reads it.
         with contextlib.suppress(CheckpointError):
-            return range(read_receipt(receipt).settings["num_parts"])
+            found = read_receipt(receipt).settings.get("num_parts")
+            if isinstance(found, int) and found > 0:
+                return range(found)
     return range(num_parts)
 
 
