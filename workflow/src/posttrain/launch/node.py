@@ -208,7 +208,9 @@ class NodeSupervisor:
             if begins or time.monotonic() > next_news:
                 next_news, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
                 self._head.tell("positions", ranks=positions)
-            self._report([*_ended_engines(engines), *filter(None, (rank.ending() for rank in ranks))])
+            self._report([*_ended_engines(engines), *_ended_ranks(ranks)])
+        # One that has failed since the last look is no success.
+        self._report(_ended_ranks(ranks))
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         self._wait_for_the_end()
 
@@ -235,6 +237,10 @@ def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
 def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return dict(zip([rank.rank for rank in ranks], pool.map(RankProcess.stack, ranks), strict=True))
+
+
+def _ended_ranks(ranks: Sequence[RankProcess]) -> list[Ending]:
+    return [ending for rank in ranks if (ending := rank.ending())]
 
 
 def _ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
