@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tests.payload import Payload
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from posttrain.checkpoint.torch_dist_format import METADATA_NAME, read_common, read_metadata
 from posttrain.checkpoint.torch_dist_reader import TorchDistReader
@@ -39,6 +41,40 @@ def test_what_torch_wrote_is_read(folder):
     metadata = read_metadata(folder)
     assert metadata.state_dict_metadata["matrix"].size == (6, 4)
     assert {index.fqn for index in metadata.storage_data} == {"matrix", "step"}
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [lambda one, _: (getattr, (type(one), one.name)), lambda one, _: (type(one), (one.value,))],
+    ids=["python 3.11.0 to 3.11.3", "others"],
+)
+def test_what_another_python_wrote_is_read(tmp_path, monkeypatch, reduce):
+    """They differ in how they pickle the member of an enumeration, and a store may be older than an environment."""
+    with monkeypatch.context() as other:
+        other.setattr(enum.Enum, "__reduce_ex__", reduce)
+        torch_save({"matrix": torch.ones(6, 4)}, storage_writer=FileSystemWriter(tmp_path / "it"), no_dist=True)
+    properties = read_metadata(tmp_path / "it").state_dict_metadata["matrix"].properties
+    assert properties.memory_format is torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (7, "real")],
+)
+def test_nothing_but_members_of_enumerations_is_an_attribute(tmp_path, kind, name):
+    (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(Attribute(kind, name)))
+    with pytest.raises(CheckpointError, match=f"'{name}' of .* has no place in it"):
+        read_metadata(tmp_path)
+
+
+class Attribute:
+    """What an unpickler asks `getattr` for."""
+
+    def __init__(self, kind: object, name: str):
+        self._words = kind, name
+
+    def __reduce__(self):
+        return getattr, self._words
 
 
 def test_a_pickle_that_runs_code_is_refused_by_what_it_names(tmp_path):

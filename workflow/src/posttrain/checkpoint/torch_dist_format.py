@@ -7,6 +7,7 @@ loads a checkpoint loads what was read here: the file is not opened a second tim
 
 from __future__ import annotations
 
+import enum
 import pickle
 import struct
 from collections.abc import Iterator, Mapping, Set
@@ -150,4 +151,14 @@ class FormatUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as an attribute of its class.
+            return _member_of
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def _member_of(kind: Any, name: Any) -> enum.Enum:
+    """Return the member of an enumeration; anything else has no attributes here."""
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"{name!r:.100} of {kind!r:.100} has no place in it")
+    return kind.__members__[name]
