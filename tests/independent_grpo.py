@@ -87,7 +87,7 @@ class IndependentGrpo:
             "grad_norm": float(norm),
             "num_tokens": len(ratio),
             "importance_ratio_mean": ratio.mean(),
-            "ratio_max_abs_deviation": np.abs(ratio - 1).max(),
+            "first_update_ratio_max_abs_deviation": np.abs(ratio - 1).max(),
             "clip_fraction": np.where(signs > 0, ratio > high, (signs < 0) & (ratio < low)).mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),
         }

@@ -55,6 +55,7 @@ def small_batches(config: Config, ranks: int) -> Config:
 def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> dict[str, object]:
     from megatron.core import parallel_state
 
+    from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
     from posttrain.megatron_backend.initialize import initialize
@@ -71,10 +72,10 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     exact = digest((name, t) for name, t in weights.gather())
     is_source = digest((name, tensors[name]) for name in weights.names)
 
-    groups = make_groups(config.model.architecture.vocab_size)
-    (update,) = make_updates(config, groups, parallel_state.get_data_parallel_rank())
+    grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
+    (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
-    statistics = train_step.update(policy, update.micro_batches(), lr=1e-3)
+    statistics = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
     mine = {}
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for batch, row in zip(update.batches, update.old_logprobs, strict=False):
@@ -93,13 +94,13 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     restored = dict(weights.gather(dtype=torch.float32))
     state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
     bad_buffers = count_bad_gradients(policy)
-    again = train_step.update(policy, update.micro_batches(), lr=1e-3)
+    again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
         "round_trip_exact": exact == is_source,
-        "statistics": dataclasses.asdict(statistics),
-        "second": dataclasses.asdict(again),
+        "statistics": flat(statistics),
+        "second": flat(again),
         "bad_buffers": bad_buffers,
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
@@ -111,6 +112,11 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
     dist.destroy_process_group()
     return result
+
+
+def flat(statistics) -> dict[str, object]:
+    row = dataclasses.asdict(statistics)
+    return row | row.pop("named")
 
 
 def count_bad_gradients(policy) -> int:

@@ -12,9 +12,9 @@ FUNCTIONS = {
 }
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
-    "algorithm/policy_loss": (f"{UNIT}/algorithm/test_policy_loss.py",),
-    "algorithm/advantage": (f"{UNIT}/algorithm/test_advantage.py",),
-    "algorithm/aggregation": (f"{UNIT}/algorithm/test_aggregation.py",),
+    "algorithm/policy_gradient": (f"{UNIT}/algorithm",),
+    "algorithm/advantage/grpo": (f"{UNIT}/algorithm/test_advantage.py",),
+    "algorithm/clip/decoupled": (f"{UNIT}/algorithm/test_decoupled_clip.py",),
     "algorithm/logprobs": (f"{UNIT}/algorithm/test_logprobs.py",),
     "batching/packing": (f"{UNIT}/batching/test_packing.py",),
     "batching/packed_batch": (f"{UNIT}/batching/test_packed_batch.py",),

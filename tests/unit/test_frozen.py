@@ -8,8 +8,8 @@ from pathlib import Path
 LIBRARY = Path(__file__).parents[2] / "workflow" / "src" / "posttrain"
 # What counts, waits, or is under way.
 MUTABLE = {
-    *("Counters", "Head", "HangWatch", "Member", "PackedSequences", "Policy", "RankProcess", "Response"),
-    *("TimeToSave", "WeightUpdate", "Work"),
+    *("Counters", "HangWatch", "Member", "PackedSequences", "Policy", "RankProcess", "Response"),
+    *("TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
 }
 
 

@@ -3,8 +3,9 @@ import warnings
 
 import pytest
 import torch
+from tests.algorithms import objective, settings
 
-from posttrain.algorithm.advantage import group_advantages, grpo_advantages
+from posttrain.algorithm.advantage import grpo
 from posttrain.types import Prompt, Sample, SampleGroup
 
 
@@ -12,6 +13,14 @@ def _group(prompt_id: int, rewards: list[float], sample_prompt_id: int | None = 
     owner = prompt_id if sample_prompt_id is None else sample_prompt_id
     samples = tuple(Sample(owner, i, (1, 2), (3,), (-0.5,), "stop", 0, reward) for i, reward in enumerate(rewards))
     return SampleGroup(Prompt(prompt_id, ({"role": "user", "content": "?"},), "label"), samples)
+
+
+def grpo_advantages(rewards: torch.Tensor, normalize_by_std: bool) -> torch.Tensor:
+    return grpo.advantages(rewards, torch.ones_like(rewards), settings(normalize_by_std=normalize_by_std))
+
+
+def group_advantages(groups: list[SampleGroup], normalize_by_std: bool) -> torch.Tensor:
+    return objective(normalize_by_std=normalize_by_std).advantages(groups)
 
 
 # Worked out by hand: mean, sample standard deviation (divisor n - 1), 1e-6 added to it.
@@ -71,9 +80,9 @@ def test_shift_and_scale_of_the_rewards_do_not_matter():
 
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match=r"finite, got \[inf\]$"):
-        grpo_advantages(torch.tensor([[1.0, float("inf")]]), True)
+        group_advantages([_group(1, [1.0, float("inf")])], True)
     with pytest.raises(ValueError, match=r"got \[nan(, nan){4}\]$"):
-        grpo_advantages(torch.full((2, 4), float("nan")), True)
+        group_advantages([_group(i, [float("nan")] * 4) for i in range(2)], True)
 
 
 def test_groups_of_samples_equal_their_rewards():
@@ -81,14 +90,14 @@ def test_groups_of_samples_equal_their_rewards():
     groups = [_group(i, row) for i, row in enumerate(rewards)]
     random.Random(0).shuffle(groups)
     expected = grpo_advantages(torch.tensor([rewards[group.prompt.prompt_id] for group in groups]), True)
-    assert torch.equal(group_advantages(groups, True), expected)
+    assert torch.equal(group_advantages(groups, True), expected.flatten())
 
 
 def test_a_group_of_one_and_whole_numbers_as_rewards():
-    assert group_advantages([_group(1, [3])], True).tolist() == [[0.0]]
+    assert group_advantages([_group(1, [3])], True).tolist() == [0.0]
     advantages = group_advantages([_group(1, [1, 0])], False)
     assert advantages.dtype == torch.float32
-    assert advantages.tolist() == [[0.5, -0.5]]
+    assert advantages.tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.algorithms import objective
+from tests.algorithms import settings as algorithm
 
-from posttrain.algorithm.aggregation import token_weights
-from posttrain.algorithm.policy_loss import clipped_policy_loss
+from posttrain.algorithm.clip.decoupled import token_losses
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
 from posttrain.types import Sample
 
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
+
+
+def token_weights(lengths: list[int], aggregation: str, longest: int) -> torch.Tensor:
+    """Of one micro-batch that holds all samples."""
+    return objective(longest=longest, loss_aggregation=aggregation).token_weights(lengths, [range(len(lengths))])
 
 
 def test_hand_table():
@@ -85,7 +91,8 @@ def _split_loss(
     features, old = _token_values(samples, 0), _token_values(samples, 1)
     for batch in rows:
         logprobs = -1 + 0.3 * parameter * _place(batch, features)
-        losses, _ = clipped_policy_loss(logprobs, -1 + 0.1 * _place(batch, old), batch.spread(advantages), 0.2, 0.28)
+        log_ratio = logprobs - (-1 + 0.1 * _place(batch, old))
+        losses, _ = token_losses(log_ratio, logprobs, batch.spread(advantages), algorithm())
         weighted = losses * batch.spread(weights)
         # Each context-parallel rank holds some positions of the row and adds only those.
         total = total + sum(weighted[rank::cp_size].sum() for rank in range(cp_size))

@@ -1,27 +1,68 @@
-"""Loss and gradients of a whole update against TRL's GRPOTrainer, an independent implementation.
+"""Five rollouts with two updates each, against TRL's trainers: an independent implementation of whole steps.
 
-TRL's own `_compute_loss` runs on a real two-layer model, log-probabilities included. Ours gets the same tokens packed,
-one micro-batch per sample. Compared are the loss and the gradient of every weight.
+TRL's own code makes rewards to advantages, compares with the engine's log-probabilities and computes the loss, on a
+real two-layer model that AdamW moves; only its generation is replaced, by responses that both sides get. Ours sees them
+packed, in two micro-batches. The second update of a rollout has ratios that clips decide.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from tests.algorithms import objective
 
-from posttrain.algorithm.aggregation import token_weights
 from posttrain.algorithm.logprobs import chunked_logprobs
-from posttrain.algorithm.policy_loss import clipped_policy_loss
-from posttrain.batching.packed_batch import build_packed_batch
-from posttrain.types import Sample
+from posttrain.algorithm.objective import Objective, TokenBatch
+from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
+from posttrain.types import Prompt, Sample, SampleGroup
 
-LOW, HIGH, TEMPERATURE, LONGEST = 0.2, 0.28, 0.8, 6
-PROMPT_LENGTH, RESPONSE_LENGTHS = 3, (1, 3, 6, 4)
-TRL_LOSS = {"sample_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}
+NUM_ROLLOUTS, UPDATES_PER_ROLLOUT = 5, 2
+TEMPERATURE, LONGEST = 0.8, 6
+# Gradients far below eps are rounding, which Adam would make as large as any other.
+ADAMW = {"lr": 5e-3, "eps": 1e-3}
+PROMPT_LENGTH, RESPONSE_LENGTHS, GROUP = 3, (1, 3, 6, 4, 2, 5, 5, 6), 4
+MICRO_BATCHES = ((0, 2, 3, 5), (1, 4, 6, 7))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm in both implementations.
+
+    Args:
+        preset: Line of `config/algorithms.yaml`.
+        ours: Keys of the section `algorithm` that differ from it.
+        theirs: Arguments of TRL's configuration.
+        trainer: "GRPO" or "RLOO".
+        corrects: TRL corrects for the engine, too.
+        reward_scale: TRL adds 1e-4 to a standard deviation, we 1e-6: beside large rewards neither counts.
+    """
+
+    preset: str
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+    trainer: str = "GRPO"
+    corrects: bool = False
+    reward_scale: float = 1e4
+
+
+BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.28}
+CASES = {
+    "grpo": Case("grpo", BOUNDS, {"loss_type": "grpo", **EPSILONS}),
+    "dr_grpo": Case("dr_grpo", BOUNDS, {"loss_type": "dr_grpo", "scale_rewards": "none", **EPSILONS}, reward_scale=1.0),
+    "dapo": Case("dapo", BOUNDS, {"loss_type": "dapo", **EPSILONS}),
+}
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def start() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -37,118 +78,155 @@ def model() -> torch.nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    generator = torch.Generator().manual_seed(1)
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts (one per group), responses, rewards, and what the engine said of its tokens."""
+
+    prompts: list[tuple[int, ...]]
+    responses: list[tuple[int, ...]]
+    rewards: list[float]
+    engine_noise: list[torch.Tensor]
+
+
+def make_rollout(number: int, scale: float) -> Rollout:
+    generator = torch.Generator().manual_seed(100 + number)
 
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 64, (count,), generator=generator).tolist())
 
-    return [
-        Sample(i, 0, draw(PROMPT_LENGTH), draw(length), (-1.0,) * length, "stop", 0, 0.0)
-        for i, length in enumerate(RESPONSE_LENGTHS)
-    ]
+    prompts = [draw(PROMPT_LENGTH) for _ in range(len(RESPONSE_LENGTHS) // GROUP)]
+    rewards = (scale * torch.rand(len(RESPONSE_LENGTHS), generator=generator)).tolist()
+    noise = [0.4 * torch.randn(length, generator=generator) for length in RESPONSE_LENGTHS]
+    return Rollout(prompts, [draw(length) for length in RESPONSE_LENGTHS], rewards, noise)
 
 
-ADVANTAGES = torch.tensor([1.3, -0.7, 0.4, -1.1])
+# ---- ours ----
 
 
-@pytest.fixture(scope="module")
-def old_logprobs(model, samples) -> list[torch.Tensor]:
-    """Log-probabilities of the policy before the update: the present ones, moved so that some tokens are clipped."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        return [
-            _logprobs(model, sample) + 0.4 * torch.randn(len(sample.response_tokens), generator=generator)
-            for sample in samples
+def logprobs_of(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Return the log-probability of every target of a row; its sequences do not see each other."""
+    rows = zip(batch.tokens.split(batch.lengths), batch.position_ids.split(batch.lengths), strict=True)
+    hidden = [model.model(input_ids=t[None], position_ids=p[None]).last_hidden_state[0] for t, p in rows]
+    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, TEMPERATURE, chunk_size=4)
+
+
+def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list[float]:
+    """Train the model in place; returns the share of clipped tokens of each update."""
+    optimizer, clipped = torch.optim.AdamW(model.parameters(), **ADAMW), []
+    for number in range(NUM_ROLLOUTS):
+        rollout = make_rollout(number, case.reward_scale)
+        samples = [
+            Sample(i // GROUP, i % GROUP, rollout.prompts[i // GROUP], response, (-1.0,) * len(response), "stop", 0, r)
+            for i, (response, r) in enumerate(zip(rollout.responses, rollout.rewards, strict=True))
         ]
+        groups = [SampleGroup(Prompt(i, (), ""), tuple(samples[i * GROUP :][:GROUP])) for i in range(2)]
+        advantages = objective.advantages(groups)
+        weights = objective.token_weights(RESPONSE_LENGTHS, MICRO_BATCHES)
+        rows = [build_packed_batch(samples, indices, multiple_of=8) for indices in MICRO_BATCHES]
+        batches = [make_batch(model, row, advantages, weights, rollout.engine_noise) for row in rows]
+        for _ in range(UPDATES_PER_ROLLOUT):
+            optimizer.zero_grad()
+            share = 0.0
+            for row, batch in zip(rows, batches, strict=True):
+                losses, statistics = objective.token_losses(logprobs_of(model, row), batch)
+                (losses * batch.weights).sum().backward()
+                share += float(statistics["clip_fraction"][batch.is_response].sum()) / sum(RESPONSE_LENGTHS)
+            optimizer.step()
+            clipped.append(share)
+    return clipped
 
 
-def _logprobs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
-    batch = build_packed_batch([sample], [0])
-    hidden = model.model(input_ids=batch.tokens[None], position_ids=batch.position_ids[None]).last_hidden_state[0]
-    logprobs = chunked_logprobs(hidden, model.lm_head.weight, batch.targets, TEMPERATURE, chunk_size=4)
-    return batch.response_values(logprobs)[0]
+def make_batch(model, row: PackedBatch, advantages, weights, noise: Sequence[torch.Tensor]) -> TokenBatch:
+    is_response = row.loss_mask > 0
+    with torch.no_grad():
+        old = logprobs_of(model, row)
+    engine = old.clone()
+    engine[is_response] += torch.cat([noise[index] for index in row.sample_indices])
+    spread = (row.spread(advantages), row.spread(weights))
+    return TokenBatch(row.lengths, is_response, *spread, old_logprobs=old, engine_logprobs=engine)
 
 
-def _ours(model, samples, old_logprobs, aggregation: str) -> tuple[float, dict[str, torch.Tensor], float]:
-    model.zero_grad()
-    weights = token_weights(RESPONSE_LENGTHS, aggregation, LONGEST)
-    total, clipped_tokens = 0.0, 0
-    for i, sample in enumerate(samples):
-        logprobs = _logprobs(model, sample)
-        advantages = ADVANTAGES[i].expand(len(logprobs))
-        losses, clipped = clipped_policy_loss(logprobs, old_logprobs[i], advantages, LOW, HIGH)
-        loss = (weights[i] * losses).sum()
-        loss.backward()
-        total += loss.item()
-        clipped_tokens += int(clipped.sum())
-    return total, _gradients(model), clipped_tokens / sum(RESPONSE_LENGTHS)
+# ---- theirs ----
 
 
-def _trl(model, samples, old_logprobs, aggregation: str, folder) -> tuple[float, dict[str, torch.Tensor], float]:
+def train_theirs(model: torch.nn.Module, case: Case, folder: Path) -> None:
+    trainer = make_trainer(model, case, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for number in range(NUM_ROLLOUTS):
+        rollout = make_rollout(number, case.reward_scale)
+        trainer._generate = partial(generated, model, trainer, case, rollout)
+        trainer.reward_funcs = [lambda completions, rewards=rollout.rewards, **_: rewards]
+        trainer._current_train_step_time = 0.0
+        prompts = [{"prompt": str(i)} for i in range(len(rollout.prompts)) for _ in range(GROUP)]
+        inputs = trainer._generate_and_score_completions(prompts)
+        for _ in range(UPDATES_PER_ROLLOUT):
+            optimizer.zero_grad()
+            trainer._compute_loss(model, inputs).backward()
+            optimizer.step()
+
+
+def make_trainer(model: torch.nn.Module, case: Case, folder: Path) -> Any:
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
 
-    config = GRPOConfig(
+    config: Callable[..., Any] = getattr(trl, f"{case.trainer}Config")
+    arguments = config(
         output_dir=str(folder),
-        loss_type=TRL_LOSS[aggregation],
-        epsilon=LOW,
-        epsilon_high=HIGH,
         beta=0.0,
         temperature=TEMPERATURE,
         max_completion_length=LONGEST,
-        num_generations=len(samples),
-        per_device_train_batch_size=len(samples),
+        num_generations=GROUP,
+        num_iterations=UPDATES_PER_ROLLOUT,
+        per_device_train_batch_size=len(RESPONSE_LENGTHS),
         report_to=[],
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
+        **case.theirs,
     )
-    trainer = GRPOTrainer(
+    trainer = getattr(trl, f"{case.trainer}Trainer")(
         model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=config,
+        args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["1"]}),
         processing_class=make_tokenizer(64),
     )
     trainer.current_gradient_accumulation_steps = 1
+    # With it set beforehand, TRL would look for a server.
+    trainer.use_vllm = case.corrects
     model.train()
-    model.zero_grad()
-    loss = trainer._compute_loss(model, _trl_inputs(samples, old_logprobs))
-    loss.backward()
-    return loss.item(), _gradients(model), trainer._metrics["train"]["clip_ratio/region_mean"][0]
+    return trainer
 
 
-def _trl_inputs(samples: list[Sample], old_logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    def pad(rows: list) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
-
-    mask = pad([torch.ones(len(sample.response_tokens), dtype=torch.long) for sample in samples])
-    prompts = torch.tensor([sample.prompt_tokens for sample in samples])
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": pad([sample.response_tokens for sample in samples]),
-        "completion_mask": mask,
-        "advantages": ADVANTAGES,
-        "old_per_token_logps": pad(old_logprobs),
-        "num_items_in_batch": mask.sum(),
-    }
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+def generated(model, trainer, case: Case, rollout: Rollout, prompts: list) -> tuple:
+    """Return what TRL's generation would: these responses, with the engine's log-probabilities."""
+    prompt_ids = [list(prompt) for prompt in rollout.prompts for _ in range(GROUP)]
+    responses = [list(response) for response in rollout.responses]
+    if case.trainer == "RLOO":
+        return prompt_ids, responses, [""] * len(responses)
+    said = None
+    if case.corrects:
+        said = []
+        for prompt, response, noise in zip(prompt_ids, responses, rollout.engine_noise, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            rows = torch.log_softmax(logits, -1)[range(len(response)), response]
+            said.append((rows + noise).tolist())
+    return prompt_ids, responses, None, [""] * len(responses), said, {}, None, []
 
 
-@pytest.mark.parametrize("aggregation", list(TRL_LOSS))
-def test_loss_gradients_and_clip_fraction_equal_trl(model, samples, old_logprobs, aggregation, tmp_path):
-    theirs = _trl(model, samples, old_logprobs, aggregation, tmp_path)
-    ours = _ours(model, samples, old_logprobs, aggregation)
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-    assert 0 < ours[2] < 1
-    assert ours[2] == pytest.approx(theirs[2], rel=1e-6)
-    for name, gradient in theirs[1].items():
-        assert torch.allclose(ours[1][name], gradient, rtol=1e-4, atol=1e-6), name
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_parameter_moves_as_in_trl(start, name: str, tmp_path) -> None:
+    case = CASES[name]
+    theirs, ours = copy.deepcopy(start), copy.deepcopy(start)
+    train_theirs(theirs, case, tmp_path)
+    clipped = train_ours(ours, case, objective(case.preset, LONGEST, **case.ours))
+    assert max(clipped) > 0.05, "nothing is shown where nothing is clipped"
+    before = dict(start.named_parameters())
+    expected = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        move = expected[key] - before[key]
+        assert move.norm() > 0.01 * before[key].norm(), key
+        assert (parameter - expected[key]).norm() <= 1e-5 * move.norm(), key

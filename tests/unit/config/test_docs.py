@@ -30,8 +30,8 @@ def test_every_key_stands_in_it_once():
         ("trainer.save_interval", "| Steps between checkpoints | whole number | `20` | ≥ 1 |"),
         ("hardware.device", "| Where tensors live | text | set in `hardware/` | `cuda`, `cpu` |"),
         (
-            "algorithm.entropy_coef",
-            "| Weight of the entropy bonus | number | `0.0` in `base.yaml` | only 0 |",
+            "algorithm.loss_aggregation",
+            "| Denominator of the loss | text | set in `algorithms.yaml` | `constant`, ",
         ),
         ("data.label_key", '| Column with the label | text | `"label"` |  |'),
     ],
@@ -51,9 +51,11 @@ def test_every_section_and_field_is_described():
 def test_where_values_come_from(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "base.yaml").write_text("optimizer: {lr: 0.5}\n")
+    (tmp_path / "algorithms.yaml").write_text("one: {clip: dual}\n")
     (tmp_path / "models" / "a.yaml").write_text("optimizer: {lr: 1.0, eps: 1.0}\n")
     assert values_by_layer(tmp_path) == {
         "nodes": "the model's `defaults.nodes`",
         "optimizer.lr": "`0.5` in `base.yaml`",
         "optimizer.eps": "set in `models/`",
+        "algorithm.clip": "set in `algorithms.yaml`",
     }

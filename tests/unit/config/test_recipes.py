@@ -86,11 +86,13 @@ def test_the_experiment(model, nodes):
     config = recipe(model, nodes).config
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     assert (algorithm.advantage_estimator, algorithm.clip_ratio_low, algorithm.clip_ratio_high) == ("grpo", 0.2, 0.28)
-    assert (algorithm.kl_coef, algorithm.entropy_coef) == (0, 0)
+    assert (algorithm.preset, algorithm.ratio_level, algorithm.clip, algorithm.correction) == (
+        *("grpo", "token", "decoupled", "none"),
+    )
     assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (1e-6, 0.9, 0.98, 0.1)
     assert optimizer.lr_warmup_steps == 0
     assert (rollout.rollout_batch_size, rollout.num_samples_per_prompt) == (8, 8)
-    assert (rollout.temperature, rollout.top_p) == (1, 1)
+    assert rollout.temperature == 1
     # The 4-layer model runs as the source's debug mode, with 100; of the 20-layer model none is longer than a
     # micro-batch, where the source lets a sample exceed it.
     longest = {"glm5_4layer": 100, "glm5_20layer": 2048}.get(model, 32768)

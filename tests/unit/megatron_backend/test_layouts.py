@@ -93,4 +93,4 @@ def test_a_state_goes_through_another_layout_unchanged(run_layout, name: str) ->
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_first_ratio_is_exactly_one(run_layout, name: str) -> None:
-    assert run_layout(name)["statistics"]["ratio_max_abs_deviation"] == 0.0
+    assert run_layout(name)["statistics"]["first_update_ratio_max_abs_deviation"] == 0.0

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.algorithms import objective
 from tests.independent_grpo import IndependentGrpo, Settings, advantages
 from tests.megatron_single import test_config
 from tests.unit.megatron_backend.conftest import ARCHITECTURE
@@ -62,6 +63,20 @@ def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
     return groups
 
 
+def objective_of(policy):
+    from posttrain.algorithm.policy_gradient import PolicyGradient
+
+    return PolicyGradient(policy.config.algorithm, policy.config.rollout.max_response_tokens)
+
+
+def apply(policy, update, lr: float):
+    """Make an update as the trainer does."""
+    from posttrain.megatron_backend import train_step
+
+    objective = objective_of(policy)
+    return train_step.update(policy, objective, update.micro_batches(objective.needs), lr)
+
+
 def weights_of(policy) -> dict[str, torch.Tensor]:
     from posttrain.megatron_backend.weights import HubWeights
 
@@ -73,7 +88,7 @@ def updates_of(policy, step: int):
     from posttrain.megatron_backend import train_step
     from posttrain.training.batch import make_updates
 
-    updates = make_updates(policy.config, rollout(step), dp_rank=0)
+    updates = make_updates(policy.config, objective_of(policy), rollout(step), dp_rank=0)
     return [update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches)) for update in updates]
 
 
@@ -107,9 +122,9 @@ def trained(make_policy, make_reference) -> Trained:
             for batch, row in zip(update.batches, update.old_logprobs, strict=True):
                 result.old_logprobs += [(v, old[part][i]) for i, v in batch.response_values(row).items()]
             learning_rate = train_step.learning_rate(policy.config, step)
-            mine = train_step.update(policy, update.micro_batches(), learning_rate)
+            mine = dataclasses.asdict(apply(policy, update, learning_rate))
             theirs = other.update(samples[part], old[part], values[part], lr)
-            result.statistics.append((dataclasses.asdict(mine), theirs))
+            result.statistics.append((mine | mine.pop("named"), theirs))
     result.ours, result.theirs = weights_of(policy), other.weights()
     return result
 
@@ -146,13 +161,14 @@ def test_old_log_probabilities_equal_transformers(trained: Trained) -> None:
 def test_statistics_equal_numpy(trained: Trained) -> None:
     assert len(trained.statistics) == len(LEARNING_RATES) * UPDATES_PER_STEP
     for number, (ours, theirs) in enumerate(trained.statistics):
-        assert ours.pop("applied") is True
+        assert ours.pop("outcome") == "applied"
         assert ours.keys() == theirs.keys()
         assert ours["num_tokens"] == theirs["num_tokens"]
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (number, name)
         is_first = number % UPDATES_PER_STEP == 0
-        assert (ours["ratio_max_abs_deviation"] == 0.0) == is_first, "the first update on a rollout starts from it"
+        starts_from_it = ours["first_update_ratio_max_abs_deviation"] == 0.0
+        assert starts_from_it == is_first, "the first update on a rollout starts from its policy"
         assert ours["grad_norm"] > SETTINGS.max_norm, "or clipping is not tested"
         assert is_first or 0.2 < ours["clip_fraction"] < 0.8
         assert is_first or abs(ours["loss"]) > 1e-2
@@ -160,31 +176,61 @@ def test_statistics_equal_numpy(trained: Trained) -> None:
 
 def test_the_sums_of_a_micro_batch_by_hand() -> None:
     """Prompt (5, 9), response (7, 1, 3), padding; the log ratios of the response are -1, 0 and 1/4."""
-    from posttrain.batching.packed_batch import build_packed_batch
-    from posttrain.megatron_backend.train_step import TrainingMicroBatch, _loss
+    from posttrain.algorithm.objective import TokenBatch
+    from posttrain.megatron_backend.train_step import _loss, _names
 
-    packed = build_packed_batch([Sample(0, 0, (5, 9), (7, 1, 3), (-1.0,) * 3, "stop", 0, 0.0)], [0], multiple_of=6)
     old = torch.tensor([-1.0, -2.0, -1.5, -3.0, -1.0, -1.0])
     logprobs = old + torch.tensor([2.0, -1.0, 0.0, 0.25, 2.0, 2.0])
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
-    batch = TrainingMicroBatch(packed, -2 * mask, mask / 4, old)
-    algorithm = dataclasses.replace(test_config(ARCHITECTURE).algorithm, clip_ratio_low=0.2, clip_ratio_high=0.28)
-    loss, _, sums = _loss(logprobs, batch, algorithm)
+    batch = TokenBatch((5, 1), mask > 0, -2 * mask, mask / 4, old)
+    grpo = objective(clip_ratio_low=0.2, clip_ratio_high=0.28)
+    loss, _, sums = _loss(logprobs, batch, grpo)
     # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
     less, more = math.exp(-1), math.exp(0.25)
     assert loss.item() == pytest.approx((1.6 + 2 + 2 * more) / 4)
     assert sums[0] == pytest.approx(loss.item())
-    expected = [3, less + 1 + more, 1, (less - 1 + 1) + 0 + (more - 1 - 0.25), 0, 1 - less]
-    assert sums[1:].tolist() == pytest.approx(expected, rel=1e-13)
+    expected = {
+        "num_tokens": 3,
+        "non_finite": 0,
+        "importance_ratio_mean": less + 1 + more,
+        "first_update_ratio_max_abs_deviation": 1 - less,
+        "clip_fraction": 1,
+        "approx_kl": (less - 1 + 1) + 0 + (more - 1 - 0.25),
+    }
+    named = dict(zip(_names(grpo), sums.tolist(), strict=True))
+    assert {name: named[name] for name in expected} == pytest.approx(expected, rel=1e-13)
+    assert named.keys() == expected.keys() | {"loss"}
     assert sums.dtype == torch.float64
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
-    assert _loss(logprobs, batch, algorithm)[2][5] == 1
+    assert _loss(logprobs, batch, grpo)[2][_names(grpo).index("non_finite")] == 1
 
 
 def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
-    from posttrain.megatron_backend.train_step import _add_up
+    from posttrain.megatron_backend.train_step import _add_up, _names
 
-    assert _add_up([]).tolist() == [0.0] * 7
+    assert _add_up([], objective()) == dict.fromkeys(_names(objective()), 0.0)
+
+
+def test_an_update_without_signal_moves_no_weight_but_by_choice(make_policy) -> None:
+    """Momentum and weight decay would: the update before it had a signal."""
+    from posttrain.megatron_backend import train_step
+
+    policy = make_policy(trained_config())
+    first, second = updates_of(policy, 0)
+    assert first.has_signal
+    assert apply(policy, first, LR).outcome == "applied"
+    silent = dataclasses.replace(second, advantages=torch.zeros_like(second.advantages))
+    assert not silent.has_signal
+    before = weights_of(policy)
+    grpo = objective_of(policy)
+    said = train_step.update(policy, grpo, silent.micro_batches(grpo.needs), LR, has_signal=False)
+    assert (said.outcome, said.loss, said.grad_norm) == ("no_signal", 0.0, 0.0)
+    assert said.named["importance_ratio_mean"] != 1.0, "it is measured all the same"
+    after = weights_of(policy)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert apply(policy, silent, LR).outcome == "applied"
+    moved = weights_of(policy)
+    assert any(not torch.equal(moved[name], before[name]) for name in before)
 
 
 def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_are_not_trained(make_policy) -> None:
@@ -192,11 +238,11 @@ def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_ar
     from posttrain.training.batch import make_updates
 
     policy = make_policy(trained_config())
-    update = make_updates(policy.config, rollout(0), dp_rank=0)[0]
+    update = make_updates(policy.config, objective_of(policy), rollout(0), dp_rank=0)[0]
     with pytest.raises(AssertionError, match="old log-probabilities"):
-        train_step.update(policy, update.micro_batches(), LR)
+        apply(policy, update, LR)
     with pytest.raises(AssertionError, match="cannot be trained"):
-        train_step.update(dataclasses.replace(policy, optimizer=None), [], LR)
+        train_step.update(dataclasses.replace(policy, optimizer=None), objective(), [], LR)
 
 
 def test_the_learning_rate_rises_from_its_first_part_to_the_whole() -> None:
@@ -220,12 +266,13 @@ def disturbed(make_policy):
     not.
     """
     policy = make_policy(trained_config())
-    good = updates_of(policy, 0)[0].micro_batches()
+    good = updates_of(policy, 0)[0].micro_batches(objective_of(policy).needs)
     bad = list(good)
-    place = int((bad[1].advantages < 0).nonzero()[0])
-    old = bad[1].old_logprobs.clone()
+    tokens = bad[1].tokens
+    place = int((tokens.advantages < 0).nonzero()[0])
+    old = tokens.old_logprobs.clone()
     old[place] -= 95
-    bad[1] = dataclasses.replace(bad[1], old_logprobs=old)
+    bad[1] = dataclasses.replace(bad[1], tokens=dataclasses.replace(tokens, old_logprobs=old))
     return policy, good, bad
 
 
@@ -236,7 +283,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(distur
     policy.wrapped.eval()
     before = weights_of(policy)
     with pytest.raises(RuntimeError, match=r"^1 non-finite values in log-probabilities or gradients; the weights are"):
-        train_step.update(policy, bad, LR)
+        train_step.update(policy, objective_of(policy), bad, LR)
     after = weights_of(policy)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert policy.wrapped.training, "every pass recomputes as training does"
@@ -245,7 +292,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(distur
     weight.data[7, 3] = math.nan
     num_tokens = sum(int(batch.packed.loss_mask.sum()) for batch in good)
     with pytest.raises(RuntimeError, match=f"^{num_tokens + 1} non-finite values"):
-        train_step.update(policy, good, LR)
+        train_step.update(policy, objective_of(policy), good, LR)
 
 
 def test_a_skipped_step_leaves_no_trace(disturbed, make_policy) -> None:
@@ -254,11 +301,12 @@ def test_a_skipped_step_leaves_no_trace(disturbed, make_policy) -> None:
     policy, good, bad = disturbed
     fresh = make_policy(trained_config())
     policy = dataclasses.replace(policy, config=trained_config(non_finite="skip_step"))
-    skipped = train_step.update(policy, bad, LR)
-    assert (skipped.applied, skipped.grad_norm) == (False, 0.0)
+    skipped = train_step.update(policy, objective_of(policy), bad, LR)
+    assert (skipped.outcome, skipped.grad_norm) == ("non_finite", 0.0)
     assert skipped.loss == math.inf
     assert skipped.num_tokens == sum(int(batch.packed.loss_mask.sum()) for batch in good)
-    assert train_step.update(policy, good, LR) == train_step.update(fresh, good, LR)
+    both = [train_step.update(one, objective_of(one), good, LR) for one in (policy, fresh)]
+    assert both[0] == both[1]
     after, expected = weights_of(policy), weights_of(fresh)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
 

@@ -50,6 +50,7 @@ def measure(config: Config) -> dict[str, object]:
     from megatron.core import parallel_state
     from tests.megatron_layouts import make_groups, optimizer_tensors
 
+    from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.initialize import initialize, shut_down
     from posttrain.megatron_backend.model import build_policy
@@ -64,10 +65,11 @@ def measure(config: Config) -> dict[str, object]:
         parameter.data.normal_(0, 0.05, generator=generator)
     policy.optimizer.reload_model_params()
     groups = make_groups(config.model.architecture.vocab_size)
-    (update,) = make_updates(config, groups, parallel_state.get_data_parallel_rank())
+    grpo = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
+    (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     saved = _SavedTensors(policy)
-    train_step.update(policy, update.micro_batches(), lr=1e-4)
+    train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-4)
     buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
     lengths = (update.batches[0].cu_seqlens[1:] - update.batches[0].cu_seqlens[:-1]).tolist()
     result = {

@@ -2,6 +2,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.algorithms import objective
 
 from posttrain.config.derived import data_parallel_size
 from posttrain.config.load import resolve
@@ -39,7 +40,8 @@ def recipe():
 def test_rows_of_the_recipe_hold_little_padding(recipe, seed):
     lengths = lengths_of_math_responses(64, seed)
     ranks = range(data_parallel_size(recipe))
-    rows = [batch for rank in ranks for batch in make_updates(recipe, groups_of(recipe, lengths), rank)[0].batches]
+    updates = [make_updates(recipe, objective(), groups_of(recipe, lengths), rank)[0] for rank in ranks]
+    rows = [batch for update in updates for batch in update.batches]
     padding, tokens = sum(row.num_padding for row in rows), sum(len(row.tokens) for row in rows)
     assert tokens - padding == sum(lengths) + 100 * len(lengths)
     assert padding <= 0.05 * tokens
@@ -51,7 +53,7 @@ def test_rows_of_the_recipe_hold_little_padding(recipe, seed):
 
 def test_every_sample_is_in_one_row_of_one_rank_and_no_row_exceeds_the_budget(recipe):
     groups = groups_of(recipe, lengths_of_math_responses(64, seed=7))
-    updates = [make_updates(recipe, groups, rank)[0] for rank in range(data_parallel_size(recipe))]
+    updates = [make_updates(recipe, objective(), groups, rank)[0] for rank in range(data_parallel_size(recipe))]
     seen = [index for update in updates for batch in update.batches for index in batch.sample_indices]
     assert sorted(seen) == list(range(64))
     budget = recipe.trainer.max_tokens_per_gpu * recipe.parallel.context_parallel_size

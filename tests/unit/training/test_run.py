@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import resolve
-from posttrain.training.run import open_run
+from posttrain.training.assembly import open_run
 
 ROOT = Path(__file__).parents[3]
 

@@ -47,6 +47,11 @@ class PackedBatch:
         """Share of the row that is padding."""
         return self.num_padding / len(self.tokens)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence of the row, padding included."""
+        return tuple((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist())
+
     def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
         """Return a value per sample [number of samples] as a value per token [T]; 0 outside responses."""
         lengths = self.cu_seqlens[1:] - self.cu_seqlens[:-1]

@@ -16,6 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from posttrain.config import schema
+from posttrain.config.load import read_yaml
+from posttrain.config.presets import PRESETS
 from posttrain.config.request import WORKFLOW_KEYS
 
 INTRODUCTION = """\
@@ -28,14 +30,15 @@ later ones win:
 
 1. the schema's defaults, for engineering knobs
 2. `base.yaml`: the experiment, the same for all node counts
-3. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
-4. `recipes/{recipe}.yaml`, if one is asked for with `recipe=`: another batch than the model's
-5. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
-6. `hardware/{hardware}.yaml`
-7. `sites/{site}.yaml`: what belongs to a cluster
-8. sections in a file of your own, `--configfile my.yaml`: `optimizer: {lr: 1e-4}`. One that changes a model's,
+3. the line of `algorithms.yaml` that `algorithm.preset` names, which any layer may choose
+4. `models/{model}.yaml`: source, dimensions, what this model needs; default node count and hardware
+5. `recipes/{recipe}.yaml`, if one is asked for with `recipe=`: another batch than the model's
+6. `nodes/{model}_{nodes}.yaml`, if there is one: the layout for this number of nodes of 8 GPUs
+7. `hardware/{hardware}.yaml`
+8. `sites/{site}.yaml`: what belongs to a cluster
+9. sections in a file of your own, `--configfile my.yaml`: `optimizer: {lr: 1e-4}`. One that changes a model's,
    hardware's or site's file says which with its `name`
-9. `set='key=value key=value'` on the command line
+10. `set='key=value key=value'` on the command line
 
 `workflow.yaml` and `--config` choose among them; they know the keys %(workflow_keys)s.
 Files of your own need not lie here: `configs=/my/folder` names a folder with `models/`, `recipes/`, `nodes/`,
@@ -122,6 +125,8 @@ def values_by_layer(config_dir: Path) -> dict[str, str]:
     A value of base.yaml is given; for keys that only chosen files set, their folder is named.
     """
     found = {"nodes": "the model's `defaults.nodes`"}
+    for line in read_yaml(config_dir / PRESETS).values():
+        found |= {f"algorithm.{key}": f"set in `{PRESETS}`" for key in line}
     for folder in ("sites", "hardware", "nodes", "recipes", "models"):
         for path in sorted((config_dir / folder).glob("*.yaml")):
             found |= {key: f"set in `{folder}/`" for key, _ in _leaves(path)}
@@ -162,8 +167,6 @@ def _default(field: dataclasses.Field[Any], origin: str) -> str:
 def _allowed(metadata: Mapping[str, Any]) -> str:
     if "choices" in metadata:
         return ", ".join(f"`{choice}`" for choice in metadata["choices"])
-    if metadata.get("minimum") is not None and metadata.get("minimum") == metadata.get("maximum"):
-        return f"only {metadata['minimum']}"
     words = {"minimum": "≥", "exclusive_minimum": ">", "maximum": "≤"}
     return ", ".join(f"{sign} {metadata[name]}" for name, sign in words.items() if name in metadata)
 

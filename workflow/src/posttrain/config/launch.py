@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.config.document import _doc
+from posttrain.document import _doc
 
 
 @dataclass(frozen=True)

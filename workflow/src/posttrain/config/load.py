@@ -1,10 +1,10 @@
 """From YAML layers to one frozen `Config`, with the origin of every value. With `fields`, the only user of OmegaConf.
 
-Layers, later wins: schema defaults -> base.yaml -> models/{model}.yaml -> recipes/{recipe}.yaml, if one is asked for ->
-nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml -> sites/{site}.yaml -> sections of
-`--configfile` -> `set=`. Named files are looked for in the user's own folder (`configs=`), too. Every key and value of
-every layer is checked against the schema on its own, so that all mistakes are reported at once, each with the file it
-stands in.
+Layers, later wins: schema defaults -> base.yaml -> a line of algorithms.yaml -> models/{model}.yaml ->
+recipes/{recipe}.yaml, if one is asked for -> nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml
+-> sites/{site}.yaml -> sections of `--configfile` -> `set=`. Named files are looked for in the user's own folder
+(`configs=`), too. Every key and value of every layer is checked against the schema on its own, so that all mistakes are
+reported at once, each with the file it stands in.
 """
 
 from __future__ import annotations
@@ -21,16 +21,29 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from posttrain.config import schema
 from posttrain.config.families import dimensions
-from posttrain.config.fields import TYPE_NAMES, build, check_ranges, did_you_mean, leaf_types, typed, unknown_key
+from posttrain.config.fields import (
+    TYPE_NAMES,
+    build,
+    check_ranges,
+    did_you_mean,
+    leaf_types,
+    typed,
+    unknown_key,
+)
+from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
+from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
+# Keys that experiments of version 0.1 had.
+GONE_KEYS = {"algorithm": {"kl_coef": 0.0, "entropy_coef": 0.0}, "rollout": {"top_p": 1.0}}
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -44,12 +57,14 @@ class Resolved:
         origins: Dotted key -> the layer that set it ("schema default", "config/base.yaml", "set=", ...).
         run: Name of the run: `{model}-{digest8 of the experiment, and of the fork}` unless the user gave one.
         fork: The state of another run that this one begins with, `RUN@STEP`; empty: it begins with the model's.
+        algorithm: What its combination of parts is called.
     """
 
     config: schema.Config
     origins: Mapping[str, str]
     run: str
     fork: str = ""
+    algorithm: str = ""
 
     @property
     def experiment(self) -> dict[str, Any]:
@@ -106,17 +121,30 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     merger.add_choice("sites", "site", names.get("site"))
     merger.add_tree(request.sections, "--configfile")
     merger.add_overrides(names.get("set"))
+    merger.add_preset()
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    return Resolved(config, dict(merger.origins), _run_name(names, config), str(names.get("fork") or ""))
+    name = algorithm_name(config.algorithm, merger.presets)
+    return Resolved(config, dict(merger.origins), _run_name(names, config), str(names.get("fork") or ""), name)
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
-    """Return the sections that define what is learned, as plain types."""
-    sections = {name: dataclasses.asdict(getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+    """Return the sections that define what is learned, as plain types.
+
+    A run keeps its name when the schema grows: what a key's declaration calls `unnamed` is left out, and keys that are
+    gone stay with the one value that they could have.
+    """
+    sections = {name: _named(getattr(config, name)) | GONE_KEYS.get(name, {}) for name in schema.EXPERIMENT_SECTIONS}
     sections["model"]["architecture"] = dimensions(config.model.architecture)
     return sections
+
+
+def _named(section: Any) -> dict[str, Any]:
+    """Return a section without the values that no experiment is told apart by."""
+    unnamed = {f.name: f.metadata["unnamed"] for f in dataclasses.fields(section) if "unnamed" in f.metadata}
+    values = dataclasses.asdict(section)
+    return {key: value for key, value in values.items() if unnamed.get(key, ...) not in (value, ANY)}
 
 
 def digest8(content: Any) -> str:
@@ -132,8 +160,21 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read what `dump_yaml` wrote."""
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
+    return parse_yaml(path.read_text(encoding="utf-8"))
+
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """Return the content of what `dump_yaml` returned.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.create(text))
+    except YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"a {type(content).__name__} instead of keys")
     return {str(key): value for key, value in content.items()}
 
 
@@ -195,6 +236,26 @@ class _Merger:
             self.add_file(name)
             return True
         return False
+
+    @property
+    def presets(self) -> dict[Any, Any]:
+        """The lines of `algorithms.yaml`."""
+        return self._read(PRESETS)
+
+    def add_preset(self) -> None:
+        """Add the line of `algorithms.yaml` that `algorithm.preset` names, below all layers but `base.yaml`."""
+        lines, name = self.presets, self.get("algorithm.preset")
+        if name not in lines:
+            remedy = did_you_mean(str(name), lines) or "choose one, and set its parts with set='algorithm....'"
+            self.problems.append(Problem("algorithm.preset", repr(name), f"one of {', '.join(lines)}", remedy))
+            self._lacks_a_layer = True
+            return
+        beneath = (None, f"{self._dir.name}/base.yaml")
+        chosen = {key for key, origin in self.origins.items() if origin not in beneath}
+        for key, value in lines[name].items():
+            if f"algorithm.{key}" not in chosen:
+                self.add_value(f"algorithm.{key}", value, f"{self._dir.name}/{PRESETS}: {name}")
+        self.problems += unused_numbers(self._values, chosen)
 
     def add_chosen(self, choose_layout: ChooseLayout) -> None:
         """Add the planner's layout; called last, because it depends on everything that the other layers set."""

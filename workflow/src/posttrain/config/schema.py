@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from posttrain.algorithm.settings import Algorithm
 from posttrain.config.cluster import Container, Kubernetes
-from posttrain.config.document import _doc
 from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
 from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.stage import Stage
+from posttrain.document import _doc
 
 
 @dataclass(frozen=True)
@@ -129,29 +130,6 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """GRPO and its decoupled clip."""
-
-    advantage_estimator: str = _doc("How rewards become advantages", choices=("grpo",))
-    normalize_by_std: bool = _doc("Divide the group's advantages by its standard deviation (off: Dr. GRPO)")
-    clip_ratio_low: float = _doc("The importance ratio is clipped below 1 - this", minimum=0, maximum=1)
-    clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0)
-    kl_coef: float = _doc(
-        "Weight of the KL loss against the reference; 0 needs no reference model", minimum=0, maximum=0
-    )
-    entropy_coef: float = _doc("Weight of the entropy bonus", minimum=0, maximum=0)
-    loss_aggregation: str = _doc(
-        "Denominator of the loss: sample_mean, token_mean, or constant (the longest response)",
-        choices=("sample_mean", "token_mean", "constant"),
-    )
-    non_finite: str = _doc(
-        "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "
-        "weights alone (skip_step)",
-        choices=("abort", "skip_step"),
-    )
-
-
-@dataclass(frozen=True)
 class Rollout:
     """Sampling of responses."""
 
@@ -159,7 +137,6 @@ class Rollout:
     num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
-    top_p: float = _doc("Nucleus sampling; other values than 1 bias the log-probabilities", minimum=1, maximum=1)
     fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
 
 

@@ -41,8 +41,8 @@ def main() -> None:
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
+    from posttrain.training.assembly import open_run
     from posttrain.training.loop import train
-    from posttrain.training.run import open_run
 
     may_commit = partial(check_epoch, arguments.lease_folder, arguments.epoch) if arguments.lease_folder else _always
     with open_run(

@@ -1,12 +1,13 @@
 """Forward and backward passes of a step on Megatron's schedules: log-probabilities, and one optimizer update.
 
-Shapes: T tokens of a packed micro-batch. Only ranks of the last pipeline stage see log-probabilities; the others return
-nothing from the first function and zeros in the statistics before they are added up over ranks.
+Which loss is minimised is the `Objective`'s; here its token losses are weighted, added up and differentiated. Shapes: T
+tokens of a packed micro-batch. Only ranks of the last pipeline stage see log-probabilities; the others return nothing
+from the first function and zeros in the statistics before they are added up over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,28 +16,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from posttrain.algorithm.policy_loss import approximate_kl, clipped_policy_loss, count_non_finite
+from posttrain.algorithm.objective import Objective, TokenBatch
+from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
-from posttrain.config.schema import Algorithm, Config
+from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.packed import PackedSequences
+
+# What becomes of an update.
+APPLIED, NON_FINITE, NO_SIGNAL = "applied", "non_finite", "no_signal"
 
 
 @dataclass(frozen=True)
 class TrainingMicroBatch:
-    """A packed micro-batch with what the loss needs, one value per token.
-
-    Args:
-        packed: Tokens, targets and loss mask.
-        advantages: [T] fp32, the advantage of the token's sample.
-        weights: [T] fp32, the token's share in the loss of the global batch; zero outside responses.
-        old_logprobs: [T] fp32, of the policy before the update; None on ranks that see no log-probabilities.
-    """
+    """A packed micro-batch: what the model reads, and what the objective does."""
 
     packed: PackedBatch
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logprobs: torch.Tensor | None
+    tokens: TokenBatch
 
 
 @dataclass(frozen=True)
@@ -45,23 +41,17 @@ class UpdateStatistics:
 
     Args:
         loss: The objective that was minimised.
-        grad_norm: Global gradient norm before clipping.
+        grad_norm: Global gradient norm before clipping; 0 where nothing was applied.
         num_tokens: Response tokens trained on.
-        importance_ratio_mean: Mean of exp(logprobs - old_logprobs) over them.
-        ratio_max_abs_deviation: Largest |ratio - 1|; exactly 0 in the first update on a rollout.
-        clip_fraction: Share of tokens whose clipped objective was the larger.
-        approx_kl: Mean of ratio - 1 - log ratio (k3), an estimate of KL(old || new).
-        applied: False when a non-finite gradient left the weights as they were.
+        named: The objective's own statistics, by their names in `algorithm.statistics`.
+        outcome: "applied"; "non_finite" or "no_signal" (all advantages are zero) where the weights stayed as they were.
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
-    importance_ratio_mean: float
-    ratio_max_abs_deviation: float
-    clip_fraction: float
-    approx_kl: float
-    applied: bool
+    named: Mapping[str, float]
+    outcome: str
 
 
 @torch.no_grad()
@@ -78,16 +68,20 @@ def compute_logprobs(policy: Policy, batches: Sequence[PackedBatch]) -> list[tor
     Returns:
         [T] fp32 per micro-batch on ranks of the last pipeline stage; an empty list elsewhere.
     """
-    return _run_schedule(policy, [(batch, None) for batch in batches], forward_only=True)
+    return _run_schedule(policy, [(batch, None) for batch in batches], objective=None)
 
 
-def update(policy: Policy, batches: Sequence[TrainingMicroBatch], lr: float) -> UpdateStatistics:
-    """Minimise the clipped policy loss of one global batch.
+def update(
+    policy: Policy, objective: Objective, batches: Sequence[TrainingMicroBatch], lr: float, has_signal: bool = True
+) -> UpdateStatistics:
+    """Minimise the objective on one global batch.
 
     Args:
         policy: Model and optimizer.
+        objective: What is trained.
         batches: Micro-batches of this data-parallel rank; every rank has the same number.
         lr: Learning rate of this update.
+        has_signal: Without it, the weights stay as they are: decay and momentum would move them, and no sample asks.
 
     Raises:
         RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
@@ -95,15 +89,21 @@ def update(policy: Policy, batches: Sequence[TrainingMicroBatch], lr: float) -> 
     assert policy.optimizer is not None, "this policy cannot be trained"
     policy.wrapped.zero_grad_buffer()
     policy.optimizer.zero_grad()
-    sums = _add_up(_run_schedule(policy, [(batch.packed, batch) for batch in batches], forward_only=False))
-    num_bad = _count_non_finite_gradients(policy) + int(sums[_NON_FINITE])
+    sums = _add_up(_run_schedule(policy, [(batch.packed, batch) for batch in batches], objective), objective)
+    num_bad = _count_non_finite_gradients(policy) + int(sums["non_finite"])
     if num_bad and policy.config.algorithm.non_finite == "abort":
         raise RuntimeError(
             f"{num_bad} non-finite values in log-probabilities or gradients; the weights are those before the step. "
             "Set algorithm.non_finite=skip_step to count such steps and go on"
         )
-    grad_norm = 0.0 if num_bad else _apply(policy, lr)
-    return _statistics(sums, grad_norm, applied=not num_bad)
+    outcome = NON_FINITE if num_bad else APPLIED if has_signal else NO_SIGNAL
+    return UpdateStatistics(
+        loss=sums["loss"],
+        grad_norm=_apply(policy, lr) if outcome == APPLIED else 0.0,
+        num_tokens=int(sums["num_tokens"]),
+        named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in objective.statistics},
+        outcome=outcome,
+    )
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -117,25 +117,27 @@ def learning_rate(config: Config, step: int) -> float:
     return config.optimizer.lr * min(1.0, (step + 1) / max(1, config.optimizer.lr_warmup_steps))
 
 
-# Places in the vector of sums that a micro-batch reports.
-_LOSS, _TOKENS, _RATIO, _CLIPPED, _KL, _NON_FINITE, _MAX_DEVIATION = range(7)
-
-
 def _run_schedule(
-    policy: Policy, batches: Sequence[tuple[PackedBatch, TrainingMicroBatch | None]], forward_only: bool
+    policy: Policy, batches: Sequence[tuple[PackedBatch, TrainingMicroBatch | None]], objective: Objective | None
 ) -> list[torch.Tensor]:
-    """Run Megatron's schedule over the micro-batches; returns what the last stage computed for each."""
+    """Run Megatron's schedule over the micro-batches; returns what the last stage computed for each.
+
+    Args:
+        policy: Model to run.
+        batches: What each forward pass reads, with what its loss needs.
+        objective: Whose loss is differentiated; None for the forward pass alone, which gives log-probabilities.
+    """
     policy.wrapped.train()
     device = next(policy.model.parameters()).device
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, device=device, algorithm=policy.config.algorithm),
+        forward_step_func=partial(_forward_step, device=device, objective=objective),
         data_iterator=iter(batches),
         model=[policy.wrapped],
         num_microbatches=len(batches),
         seq_length=max(len(packed.tokens) for packed, _ in batches),
         micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
+        forward_only=objective is None,
+        collect_non_loss_data=objective is None,
     )
 
 
@@ -143,7 +145,7 @@ def _forward_step(
     batches: Iterator[tuple[PackedBatch, TrainingMicroBatch | None]],
     model: torch.nn.Module,
     device: torch.device,
-    algorithm: Algorithm,
+    objective: Objective | None,
 ) -> tuple[torch.Tensor, Callable]:
     packed, training = next(batches)
     output = model(
@@ -153,7 +155,7 @@ def _forward_step(
         labels=packed.targets[None].to(device),
         packed_seq_params=PackedSequences.from_boundaries(packed.cu_seqlens.to(device)),
     )
-    return output, partial(_loss, batch=training, algorithm=algorithm) if training else _keep
+    return output, partial(_loss, batch=training.tokens, objective=objective) if training else _keep
 
 
 def _keep(logprobs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
@@ -162,54 +164,59 @@ def _keep(logprobs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
 
 
 def _loss(
-    logprobs: torch.Tensor, batch: TrainingMicroBatch, algorithm: Algorithm
+    logprobs: torch.Tensor, batch: TokenBatch, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weighted loss, a token count of zero (nothing is divided behind it), and the sums to report."""
-    assert batch.old_logprobs is not None, "the last stage has computed the old log-probabilities"
-    token_loss, clipped = clipped_policy_loss(
-        logprobs, batch.old_logprobs, batch.advantages, algorithm.clip_ratio_low, algorithm.clip_ratio_high
-    )
-    loss = (token_loss * batch.weights).sum()
-    return loss, torch.zeros([], dtype=torch.int), _report(loss, logprobs, batch, clipped)
+    """Return the weighted loss, a token count of zero (nothing is divided behind it), and what there is to report."""
+    batch = batch.to(logprobs.device)
+    losses, statistics = objective.token_losses(logprobs, batch)
+    loss = (losses * batch.weights).sum()
+    return loss, torch.zeros([], dtype=torch.int), _report(loss, logprobs, batch, statistics, objective)
 
 
 @torch.no_grad()
 def _report(
-    loss: torch.Tensor, logprobs: torch.Tensor, batch: TrainingMicroBatch, clipped: torch.Tensor
+    loss: torch.Tensor,
+    logprobs: torch.Tensor,
+    batch: TokenBatch,
+    statistics: Mapping[str, torch.Tensor],
+    objective: Objective,
 ) -> torch.Tensor:
-    trained = batch.packed.loss_mask.to(logprobs.device) > 0
-    now, old = logprobs[trained].double(), batch.old_logprobs[trained]
-    ratio = (now - old).exp()
-    return torch.stack(  # in FP64, as what follows from `now` is
-        [
-            loss,
-            trained.sum(),
-            ratio.sum(),
-            clipped[trained].sum(),
-            approximate_kl(now, old).sum(),
-            ratio.new_tensor(count_non_finite(now)),
-            (ratio - 1).abs().max(),
-        ]
-    )
+    """Return the values of `_names(objective)` for this micro-batch, in FP64."""
+    trained = batch.is_response
+    values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
+    for name in objective.statistics:
+        mine = statistics[name][trained].double()
+        values.append(mine.sum() if _is_mean(name) else mine.max())
+    return torch.stack([value.double() for value in values])
 
 
-def _add_up(reports: list[torch.Tensor]) -> torch.Tensor:
-    """Add the reports of all micro-batches and data-parallel ranks, and tell every pipeline stage."""
-    rows = torch.stack(reports) if reports else torch.zeros(1, 7, dtype=torch.float64)
-    total, largest = rows.sum(0), rows[:, _MAX_DEVIATION].max()
+def _names(objective: Objective) -> tuple[str, ...]:
+    return ("loss", "num_tokens", "non_finite", *objective.statistics)
+
+
+def _is_mean(name: str) -> bool:
+    return STATISTICS[name].over_tokens == MEAN
+
+
+def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, float]:
+    """Return the sums, or the largest, over all micro-batches and data-parallel ranks, on every pipeline stage."""
+    names = _names(objective)
+    is_largest = torch.tensor([name in STATISTICS and not _is_mean(name) for name in names])
+    rows = torch.stack(reports) if reports else torch.zeros(1, len(names), dtype=torch.float64)
+    total, largest = rows.sum(0), rows.amax(0)
     if torch.cuda.is_available():
-        total, largest = total.cuda(), largest.cuda()
+        total, largest, is_largest = total.cuda(), largest.cuda(), is_largest.cuda()
     # Tensor-parallel ranks report the same; a data-parallel group therefore counts every token once.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(total, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    total[_MAX_DEVIATION] = largest
+    total = torch.where(is_largest, largest, total)
     dist.broadcast(
         total,
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    return total.cpu()
+    return dict(zip(names, total.tolist(), strict=True))
 
 
 def _count_non_finite_gradients(policy: Policy) -> int:
@@ -230,17 +237,3 @@ def _apply(policy: Policy, lr: float) -> float:
     successful, grad_norm, _ = policy.optimizer.step()
     assert successful, "the optimizer refused a finite gradient"
     return float(grad_norm)
-
-
-def _statistics(sums: torch.Tensor, grad_norm: float, applied: bool) -> UpdateStatistics:
-    tokens = float(sums[_TOKENS])
-    return UpdateStatistics(
-        loss=float(sums[_LOSS]),
-        grad_norm=grad_norm,
-        num_tokens=int(sums[_TOKENS]),
-        importance_ratio_mean=float(sums[_RATIO]) / tokens,
-        ratio_max_abs_deviation=float(sums[_MAX_DEVIATION]),
-        clip_fraction=float(sums[_CLIPPED]) / tokens,
-        approx_kl=float(sums[_KL]) / tokens,
-        applied=applied,
-    )

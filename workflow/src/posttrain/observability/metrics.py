@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from posttrain.algorithm.statistics import STATISTICS
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -40,17 +42,12 @@ METRICS: Mapping[str, Metric] = {
     "train/loss": Metric("Policy loss, averaged over the step's updates"),
     "train/grad_norm": Metric("Global gradient norm before clipping"),
     "train/lr": Metric("Learning rate of the step's last update"),
-    "train/importance_ratio_mean": Metric("Mean of exp(logprobs - old_logprobs) over response tokens"),
-    "train/first_update_ratio_max_abs_deviation": Metric(
-        "Largest |importance ratio - 1| of the step's first update: 0 when old and new log-probabilities "
-        "come from the same weights and the same computation"
-    ),
-    "train/clip_fraction": Metric("Share of response tokens whose clipped loss is the larger one"),
-    "train/approx_kl": Metric("k3 estimate of KL(old policy || new policy) over response tokens", "nats"),
+    **{f"train/{name}": Metric(known.doc, known.unit) for name, known in STATISTICS.items()},
     "train/num_tokens": Metric("Tokens trained on, prompts included, padding not", "tokens"),
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
+    "train/zero_advantage_updates": Metric("Updates of the step whose advantages were all zero", "updates"),
     # ---- trainer against engine, on the same tokens ----
     "mismatch/abs_diff_mean": Metric(
         "Mean |trainer - engine| log-probability on the very weights the engine serves, dequantised", "nats"

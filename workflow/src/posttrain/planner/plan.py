@@ -70,6 +70,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
     layouts = propose_layouts(config)
     return {
         "run": resolved.run,
+        "algorithm": resolved.algorithm,
         "model": _model_part(config),
         "parallelism": _parallelism_part(config),
         "layouts": _layouts_part(config, layouts, served),
@@ -113,8 +114,8 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
 
 def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
     """Return the content of `plan.json` for a configuration that did not resolve: the problems only."""
-    parts = ("run", "model", "parallelism", "layouts", "trainer", "engine", "storage", "durations_seconds", "rules")
-    empty = dict.fromkeys((*parts, "flags"))
+    parts = ("run", "algorithm", "model", "parallelism", "layouts", "trainer", "engine", "storage")
+    empty = dict.fromkeys((*parts, "durations_seconds", "rules", "flags"))
     return {
         **empty,
         "problems": [problem.as_dict() for problem in problems],

@@ -38,6 +38,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
     model, layout, engine, storage = plan["model"], plan["parallelism"], plan["engine"], plan["storage"]
     table = Table("", plan["run"], show_edge=False, header_style="bold")
     table.add_row("parameters", f"{model['num_parameters']:,} ({model['num_active_parameters']:,} active)")
+    table.add_row("algorithm", plan["algorithm"])
     table.add_row("layout", _layout(layout))
     table.add_row("layers per stage", " ".join(map(str, layout["layers_per_stage"])))
     table.add_row(

@@ -109,7 +109,6 @@ class RolloutCoordinator:
                 sampling_seed=sampling_seed(self._config.training.seed, step, place, index),
                 max_new_tokens=rollout.max_response_tokens,
                 temperature=rollout.temperature,
-                top_p=rollout.top_p,
             )
             for index in range(rollout.num_samples_per_prompt)
         ]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from posttrain.algorithm.advantage import group_advantages
-from posttrain.algorithm.aggregation import token_weights
+from posttrain.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
 from posttrain.config.derived import data_parallel_size
@@ -44,33 +43,58 @@ class Update:
         """Return the update with the log-probabilities before it."""
         return replace(self, old_logprobs=tuple(old_logprobs))
 
-    def micro_batches(self) -> list[TrainingMicroBatch]:
-        """Return what the trainer's schedule consumes."""
+    @property
+    def has_signal(self) -> bool:
+        """An advantage is not zero: some token is to become more likely, or less."""
+        return bool(self.advantages.any())
+
+    def micro_batches(self, needs: Needs) -> list[TrainingMicroBatch]:
+        """Return what the trainer's schedule consumes, with the log-probabilities that the objective needs."""
         old = self.old_logprobs or (None,) * len(self.batches)
         return [
-            TrainingMicroBatch(batch, batch.spread(self.advantages), batch.spread(self.weights), logprobs)
+            TrainingMicroBatch(
+                batch,
+                TokenBatch(
+                    lengths=batch.lengths,
+                    is_response=batch.loss_mask > 0,
+                    advantages=batch.spread(self.advantages),
+                    weights=batch.spread(self.weights),
+                    old_logprobs=logprobs if needs.old_logprobs else None,
+                    engine_logprobs=self._engine_logprobs(batch) if needs.engine_logprobs else None,
+                ),
+            )
             for batch, logprobs in zip(self.batches, old, strict=True)
         ]
 
+    def _engine_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the engine's log-probability at each response token of a row [T], 0 elsewhere."""
+        row = torch.zeros(len(batch.tokens))
+        values = [value for index in batch.sample_indices for value in self.samples[index].rollout_logprobs]
+        row[batch.loss_mask > 0] = torch.tensor(values)
+        return row
 
-def make_updates(config: Config, groups: Sequence[SampleGroup], dp_rank: int) -> list[Update]:
+
+def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGroup], dp_rank: int) -> list[Update]:
     """Cut a rollout into optimizer updates and pack each for one data-parallel rank.
 
     Args:
         config: The resolved configuration.
+        objective: What is trained.
         groups: The rollout, in prompt order.
         dp_rank: The rank that the micro-batches are for.
     """
-    advantages = group_advantages(groups, config.algorithm.normalize_by_std).flatten()
+    advantages = objective.advantages(groups)
     samples = [sample for group in groups for sample in group.samples]
     size = config.training.global_batch_size
     return [
-        _make_update(config, samples[start : start + size], advantages[start : start + size], dp_rank)
+        _make_update(config, objective, samples[start : start + size], advantages[start : start + size], dp_rank)
         for start in range(0, len(samples), size)
     ]
 
 
-def _make_update(config: Config, samples: list[Sample], advantages: torch.Tensor, dp_rank: int) -> Update:
+def _make_update(
+    config: Config, objective: Objective, samples: list[Sample], advantages: torch.Tensor, dp_rank: int
+) -> Update:
     parallel = config.parallel
     budget = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
     # Sequence parallelism splits a row over TP ranks; two chunks per rank balance causal context parallelism.
@@ -84,9 +108,8 @@ def _make_update(config: Config, samples: list[Sample], advantages: torch.Tensor
         batches=tuple(build_packed_batch(samples, indices, multiple) for indices in plan[dp_rank]),
         num_micro_batches=sum(len(batches) for batches in plan),
         advantages=advantages,
-        weights=token_weights(
+        weights=objective.token_weights(
             [len(sample.response_tokens) for sample in samples],
-            config.algorithm.loss_aggregation,
-            config.rollout.max_response_tokens,
+            [indices for micro_batches in plan for indices in micro_batches],
         ),
     )

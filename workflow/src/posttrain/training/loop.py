@@ -1,4 +1,4 @@
-"""GRPO on one page: rollout, old log-probabilities, mismatch, update, weight sync, checkpoint.
+"""A step on one page: rollout, old log-probabilities, mismatch, update, weight sync, checkpoint.
 
 Every rank runs this loop. Rank 0 also talks to the engines, writes metrics and commits checkpoints. All that a step
 depends on is the weights and the step's number, so a run that was killed anywhere continues with the same bits.
@@ -37,7 +37,7 @@ def train(run: TrainingRun) -> bool:
             metrics = train_step(run, finished)
             finished += 1
             bar.advance(1, note=progress_note(metrics))
-    finish_checkpoint(run, PhaseClock(finished))
+    run.state.finish_save(PhaseClock(finished))
     if run.ends_early:
         log.info("asked to end: step %d is saved", finished)
     return not run.ends_early
@@ -48,25 +48,25 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     clock = PhaseClock(step)
     run.reseed(step)
     with clock.phase("rollout"):
-        rollout = run.collect(step)
-    finish_checkpoint(run, clock)
+        rollout = run.source.collect(step)
+    run.state.finish_save(clock)
     run.find_slow_ranks()  # while engines rest, and nothing is written
     updates = run.make_updates(rollout.groups)
     with clock.phase("old_logprobs"):
         updates = [run.with_old_logprobs(update) for update in updates]
     with clock.phase("mismatch"):
-        mismatch = run.measure_mismatch(step, updates)
+        mismatch = run.comparison.measure(step, updates)
     with clock.phase("train"):
         statistics = [run.update(update, learning_rate(run.config, step)) for update in updates]
     finished = step + 1
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:
-            run.publish(finished)
+            run.publisher.publish(finished)
         is_due = run.checkpoint_is_due(finished)
     metrics = run.log_step(step, rollout, updates, statistics, mismatch, clock)
     if is_due:
         report_progress(step, BEGIN_SAVE)
-        run.checkpoint_writer.begin(finished)
+        run.state.begin_save(finished)
     return metrics
 
 
@@ -74,10 +74,3 @@ def progress_note(metrics: Mapping[str, float]) -> str:
     """Return what stands behind the progress bar; loud where samples are not the policy's."""
     note, share = f"reward {metrics.get('rollout/reward_mean', 0):.3f}", metrics.get("mismatch/share_of_limit", 0.0)
     return note if share <= 1 else f"{note}, MISMATCH {share:.3g} x its limit"
-
-
-def finish_checkpoint(run: TrainingRun, clock: PhaseClock) -> None:
-    """Wait until the checkpoint that is being written, if any, is committed: what follows changes the state."""
-    if run.checkpoint_writer.is_writing:
-        with clock.phase("save"):
-            run.checkpoint_writer.finish()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.algorithm.mismatch import Mismatch
-from posttrain.megatron_backend.train_step import UpdateStatistics
+from posttrain.algorithm.statistics import MEAN, STATISTICS
+from posttrain.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.training.phases import PhaseClock
 
@@ -54,13 +55,17 @@ def _rollout_metrics(rollout: RolloutResult) -> dict[str, float]:
 def _update_metrics(statistics: Sequence[UpdateStatistics]) -> dict[str, float]:
     """Average over the updates of a step, weighted by tokens where the number is a mean over tokens."""
     tokens = sum(s.num_tokens for s in statistics)
+    named = {
+        f"train/{name}": sum(s.named[name] * s.num_tokens for s in statistics) / tokens
+        if STATISTICS[name].over_tokens == MEAN
+        else first
+        for name, first in statistics[0].named.items()
+    }
     return {
         "train/loss": sum(s.loss for s in statistics) / len(statistics),
         "train/grad_norm": sum(s.grad_norm for s in statistics) / len(statistics),
-        "train/importance_ratio_mean": sum(s.importance_ratio_mean * s.num_tokens for s in statistics) / tokens,
-        "train/first_update_ratio_max_abs_deviation": statistics[0].ratio_max_abs_deviation,
-        "train/clip_fraction": sum(s.clip_fraction * s.num_tokens for s in statistics) / tokens,
-        "train/approx_kl": sum(s.approx_kl * s.num_tokens for s in statistics) / tokens,
+        "train/zero_advantage_updates": sum(s.outcome == NO_SIGNAL for s in statistics),
+        **named,
     }
 
 

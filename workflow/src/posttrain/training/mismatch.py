@@ -6,17 +6,72 @@ Far apart, the samples are not the policy's: an engine has other weights than it
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from posttrain.algorithm.mismatch import Mismatch
+import torch
+
+from posttrain.algorithm.mismatch import Mismatch, compare_logprobs
 from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
+from posttrain.megatron_backend.model import Policy
+from posttrain.megatron_backend.plain_data import gather_tensors
+from posttrain.megatron_backend.ranks import is_first_of_tensor_parallel
+from posttrain.megatron_backend.train_step import compute_logprobs
+from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.rank_progress import leave_last_words
+from posttrain.training.batch import Update
+from posttrain.weight_sync.publish import served_format, served_values
 
 log = logging.getLogger(__name__)
 
 
 class MismatchError(RuntimeError):
     """Trainer and engine are too far apart, and `trainer.mismatch.action` is stop."""
+
+
+class EngineComparison:
+    """Compares the trainer's log-probabilities with the engine's; collective.
+
+    Args:
+        config: The resolved configuration.
+        policy: What is trained.
+        weights: Its weights under Hub names.
+    """
+
+    def __init__(self, config: Config, policy: Policy, weights: HubWeights):
+        self._config, self._policy, self._weights = config, policy, weights
+
+    def measure(self, step: int, updates: Sequence[Update]) -> tuple[Mismatch, Mismatch | None]:
+        """Compare with the trainer's own weights, and with the very weights that were served.
+
+        Args:
+            step: From 0; the second comparison is made every `trainer.mismatch_interval` steps.
+            updates: With their old log-probabilities, before any of them is applied.
+
+        Raises:
+            MismatchError: They are too far apart, on every rank alike.
+        """
+        own, served = _compare(updates, [update.old_logprobs for update in updates]), None
+        interval = self._config.trainer.mismatch_interval
+        if interval and step % interval == 0:
+            backup = self._weights.transform(served_values(self._weights, served_format(self._config)))
+            logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
+            self._weights.restore(backup)
+            served = _compare(updates, logprobs)
+        heed_mismatch(self._config, step, own, served)
+        return own, served
+
+
+def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
+    """Compare log-probabilities with those of the engine over all response tokens of all ranks."""
+    own, engine = [torch.empty(0)], [torch.empty(0)]
+    # Tensor-parallel ranks hold the same values: one of them reports.
+    for update, rows in zip(updates, logprobs, strict=True) if is_first_of_tensor_parallel() else ():
+        for batch, row in zip(update.batches, rows, strict=False):
+            for index, values in batch.response_values(row.cpu()).items():
+                own.append(values)
+                engine.append(torch.tensor(update.samples[index].rollout_logprobs))
+    return compare_logprobs(*(torch.cat(gather_tensors(torch.cat(values))) for values in (own, engine)))
 
 
 def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:

@@ -1,4 +1,10 @@
-"""How a field of the schema is declared."""
+"""How a field of the configuration is declared.
+
+Besides a range (`minimum`, `exclusive_minimum`, `maximum`) or `choices`, a field may have
+
+- `unnamed`: a value with which it is left out of the experiment, so that runs from before the key keep their names
+- `used_by`: {key of a part: its values that use this one}; set beside another, it is refused
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,9 @@ from dataclasses import field
 from typing import Any
 
 from omegaconf import MISSING
+
+# As `unnamed`: whatever the value is.
+ANY = object()
 
 
 def _doc(text: str, default: Any = MISSING, **limits: Any) -> Any:

@@ -1,0 +1,105 @@
+"""`algorithm.preset`, the table of presets in the configuration and in the docs, and the names of older experiments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.load import read_yaml, resolve
+from posttrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG_DIR = ROOT / "config"
+PRESETS = read_yaml(CONFIG_DIR / "algorithms.yaml")
+# What version 0.1 called these runs, printed by its `resolve`.
+NAMES = {
+    "glm4.5_air": "glm4.5_air-e4d953ec",
+    "glm5.1": "glm5.1-06346fae",
+    "glm5": "glm5-62e2cddc",
+    "glm5_20layer": "glm5_20layer-0fc5bb4c",
+    "glm5_4layer": "glm5_4layer-1e660218",
+    "qwen3_30b_a3b": "qwen3_30b_a3b-a97c1e6a",
+    "qwen3_4b": "qwen3_4b-8bf5fed2",
+    "tiny": "tiny-508c9f64",
+}
+DR_GRPO = "tiny-ff68398a"
+
+
+def resolved(words: str = "", model: str = "tiny"):
+    return resolve({"model": model, "site": "local", "set": words}, CONFIG_DIR)
+
+
+def problem_of(words: str):
+    with pytest.raises(ConfigError) as caught:
+        resolved(words)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Return preset -> {column: cell} of the page."""
+    lines = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    columns = [cell.strip("`") for cell in rows[0]]
+    found = {}
+    for row in rows[2:]:
+        if len(row) != len(columns):
+            break
+        found[row[0].strip("`")] = dict(zip(columns[1:], row[1:], strict=True))
+    return found
+
+
+def test_the_page_has_the_table_of_the_configuration() -> None:
+    page = table()
+    assert list(page) == list(PRESETS)
+    for name, parts in PRESETS.items():
+        told = " ".join(page[name].values())
+        for key, value in parts.items():
+            if key in page[name]:
+                assert page[name][key].startswith(f"`{value}`"), (name, key)
+            elif key == "normalize_by_std":
+                assert ("`normalize_by_std: false`" in told) is not value
+            else:
+                assert f"`{key}: {value}`" in told, (name, key)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_stands_beneath_what_is_set(name: str) -> None:
+    chosen = resolved(f"algorithm.preset={name}")
+    for key, value in PRESETS[name].items():
+        assert getattr(chosen.config.algorithm, key) == value
+        assert chosen.origins[f"algorithm.{key}"] == f"config/algorithms.yaml: {name}"
+    other = resolved(f"algorithm.loss_aggregation=token_mean algorithm.preset={name}")
+    assert other.config.algorithm.loss_aggregation == "token_mean"
+    assert other.origins["algorithm.loss_aggregation"] == "set="
+
+
+def test_what_no_part_uses_and_what_no_line_is_called_are_refused() -> None:
+    unused = problem_of("algorithm.correction_level=token")
+    assert unused.key == "algorithm.correction_level"
+    assert "algorithm.correction=none" in unused.allowed
+    unknown = problem_of("algorithm.preset=gpro")
+    assert unknown.remedy == "did you mean 'grpo'?"
+    for name in PRESETS:
+        assert name in unknown.allowed
+
+
+def test_what_an_algorithm_is_called() -> None:
+    assert resolved().algorithm == "grpo"
+    assert resolved("algorithm.clip_ratio_high=0.3").algorithm == "grpo", "a number is no part"
+    by_hand = "algorithm.normalize_by_std=false algorithm.loss_aggregation=constant"
+    assert resolved(by_hand).algorithm == "dr_grpo"
+    own = "grpo with loss_aggregation=constant: no published combination"
+    assert resolved("algorithm.loss_aggregation=constant").algorithm == own
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_experiments_of_the_first_version_keep_their_names(model: str) -> None:
+    assert resolved(model=model).run == NAMES[model]
+
+
+def test_an_experiment_is_named_by_its_parts_however_they_were_chosen() -> None:
+    by_hand = "algorithm.normalize_by_std=false algorithm.loss_aggregation=constant"
+    assert resolved(by_hand).run == resolved("algorithm.preset=dr_grpo").run == DR_GRPO
+    assert resolved("algorithm.zero_advantages=update").run != NAMES["tiny"]

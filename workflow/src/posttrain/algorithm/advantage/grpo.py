@@ -1,0 +1,45 @@
+"""Group-relative advantages: a response is compared with the others to the same prompt.
+
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+
+`std` is the sample standard deviation (divisor n - 1). Without the division this is Dr. GRPO's estimator. A group whose
+rewards are all equal teaches nothing, and a group of one has nobody to be compared with: its advantages are exactly 0.
+
+Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; Dr. GRPO (arXiv 2503.20783), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.algorithm.settings import Algorithm
+
+STD_EPSILON = 1e-6
+
+
+def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm) -> torch.Tensor:
+    """Return the advantage of each sample in its group.
+
+    Args:
+        rewards: [G, n] fp32, one row per prompt.
+        lengths: [G, n] int64, response tokens; not used.
+        settings: `normalize_by_std` is used.
+
+    Returns:
+        [G, n] fp32.
+
+    Example:
+        Rewards (1, 0, 0, 1) give (0.5, -0.5, -0.5, 0.5) / (0.57735 + 1e-6) = (0.866, -0.866, -0.866, 0.866).
+    """
+    values = centered(rewards)
+    if settings.normalize_by_std and rewards.shape[1] > 1:
+        values = values / (rewards.std(dim=1, keepdim=True) + STD_EPSILON)
+    return values
+
+
+def centered(rewards: torch.Tensor) -> torch.Tensor:
+    """Return the difference from the group's mean [G, n], exactly 0 where all rewards of a group are equal."""
+    values = rewards - rewards.mean(dim=1, keepdim=True)
+    # Rounding may move the mean of equal rewards away from them: the rewards tell, not the difference.
+    all_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
+    return values.masked_fill(all_equal, 0.0)

@@ -1,0 +1,52 @@
+"""The configuration's section `algorithm`: which parts, and their numbers. Read at every dry run, so without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.algorithm.parts import part_names
+from posttrain.document import ANY, _doc
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How the policy learns from rewards: five parts that any value of the others goes with."""
+
+    preset: str = _doc(
+        "Line of `config/algorithms.yaml`: what it says stands between `base.yaml` and the model's file", unnamed=ANY
+    )
+    advantage_estimator: str = _doc("How rewards become advantages", choices=part_names("advantage"))
+    normalize_by_std: bool = _doc(
+        "Divide the group's advantages by its standard deviation (off: Dr. GRPO)",
+        used_by={"algorithm.advantage_estimator": ("grpo",)},
+    )
+    ratio_level: str = _doc(
+        "What has one importance ratio: each token, a sequence (the product of its tokens' ratios), or a sequence by "
+        "their geometric mean (GSPO)",
+        choices=part_names("level"),
+        unnamed="token",
+    )
+    clip: str = _doc("How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled")
+    clip_ratio_low: float = _doc("The importance ratio is clipped below 1 - this", minimum=0, maximum=1)
+    clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0)
+    loss_aggregation: str = _doc("Denominator of the loss", choices=part_names("aggregation"))
+    correction: str = _doc(
+        "How the difference between trainer and engine is corrected", choices=part_names("correction"), unnamed="none"
+    )
+    correction_level: str = _doc(
+        "What has one factor of the correction",
+        choices=part_names("level"),
+        unnamed="token",
+        used_by={"algorithm.correction": ("mask", "truncate")},
+    )
+    zero_advantages: str = _doc(
+        "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
+        "weight decay move them (update)",
+        choices=("skip", "update"),
+        unnamed="skip",
+    )
+    non_finite: str = _doc(
+        "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "
+        "weights alone (skip_step)",
+        choices=("abort", "skip_step"),
+    )

@@ -1,0 +1,41 @@
+"""Algorithms by name: the lines of `algorithms.yaml`, and what a section `algorithm` is called.
+
+No part knows another, so any combination works; one that no line has is called so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from posttrain.algorithm.settings import Algorithm
+from posttrain.config import schema
+from posttrain.config.fields import fields_of
+from posttrain.errors import Problem
+
+PRESETS = "algorithms.yaml"
+
+
+def algorithm_name(algorithm: Algorithm, presets: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the preset that has these parts, the chosen one first; otherwise what differs from the chosen one."""
+    chosen = presets[algorithm.preset]
+    for name, line in {algorithm.preset: chosen, **presets}.items():
+        if all(getattr(algorithm, key) == value for key, value in line.items()):
+            return name
+    changed = [f"{key}={mine}" for key, value in chosen.items() if (mine := getattr(algorithm, key)) != value]
+    return f"{algorithm.preset} with {', '.join(changed)}: no published combination"
+
+
+def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterator[Problem]:
+    """Yield what was set and no chosen part uses.
+
+    Args:
+        values: Dotted key -> value.
+        chosen: Keys that the user, or a file of his, has set.
+    """
+    for key, _, limits in fields_of(schema.Config):
+        for part, users in limits.get("used_by", {}).items():
+            if key in chosen and values.get(part) not in users:
+                allowed = f"no value with {part}={values.get(part)}, which does not use it"
+                remedy = f"leave it out, or set {part} to {' or '.join(users)}"
+                yield Problem(key, repr(values.get(key)), allowed, remedy)

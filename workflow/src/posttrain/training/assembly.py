@@ -1,0 +1,108 @@
+"""Puts a `TrainingRun` together on every rank: joins the ranks, builds the policy, opens what a step needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from posttrain.algorithm.policy_gradient import PolicyGradient
+from posttrain.config.load import experiment_of
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset import load_prompts
+from posttrain.engines.client import EngineClient
+from posttrain.megatron_backend.initialize import joined_ranks
+from posttrain.megatron_backend.model import build_policy
+from posttrain.megatron_backend.plain_data import share_plain
+from posttrain.megatron_backend.weights import HubWeights
+from posttrain.observability.sinks import MetricSinks
+from posttrain.planner.storage import storage
+from posttrain.reward.graders import GraderPool
+from posttrain.rollout.coordinator import RolloutCoordinator
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.rollout.source import SynchronousSource
+from posttrain.training.checkpoint_writer import CheckpointWriter
+from posttrain.training.checkpoints import CheckpointFolder
+from posttrain.training.mismatch import EngineComparison
+from posttrain.training.run import TrainingRun
+from posttrain.training.saved_state import CheckpointToLoad, SavedState
+from posttrain.weight_sync.publish import WeightPublisher
+
+
+@contextmanager
+def open_run(
+    config: Config,
+    run_name: str,
+    run_folder: Path,
+    torch_dist: Path,
+    model_folder: Path,
+    dataset: Path,
+    engine_urls: Sequence[str],
+    engine_secret: str,
+    may_commit: Callable[[], None],
+    finished: int | None = None,
+) -> Iterator[TrainingRun]:
+    """Join the ranks, build the policy, and open everything that the loop needs; closes it all at the end.
+
+    Args:
+        config: The resolved configuration.
+        run_name: Name of the run in W&B.
+        run_folder: Checkpoints, rollouts, metrics.
+        torch_dist: Initial weights.
+        model_folder: Checkpoint in Hub layout, with the tokenizer.
+        dataset: Folder with `train.jsonl`.
+        engine_urls: Engines, ready or about to be.
+        engine_secret: What they want to be shown.
+        may_commit: See `CheckpointFolder`.
+        finished: See `CheckpointToLoad`.
+
+    Raises:
+        RuntimeError: This node sees a newer checkpoint.
+    """
+    checkpoints = CheckpointFolder(run_folder / "checkpoints", config.trainer.keep_checkpoints, may_commit)
+    to_load = CheckpointToLoad(checkpoints, finished)
+    with ExitStack() as stack:
+        stack.enter_context(joined_ranks(config))
+        runner = stack.enter_context(asyncio.Runner())
+        policy = build_policy(config)
+        weights = HubWeights(policy.model, config.model.architecture)
+        store = RolloutStore(run_folder / "rollouts")
+        client, coordinator, sinks = None, None, None
+        if dist.get_rank() == 0:
+            client = _open_client(config, engine_urls, engine_secret, runner, stack)
+            prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
+            graders = stack.enter_context(GraderPool())
+            coordinator = RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
+            last_step, experiment = to_load.finished or None, experiment_of(config)
+            sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last_step, experiment))
+        share = share_plain if dist.get_world_size() > 1 else None
+        writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, store.forget_before)
+        yield TrainingRun(
+            config=config,
+            policy=policy,
+            objective=PolicyGradient(config.algorithm, config.rollout.max_response_tokens),
+            source=SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, coordinator),
+            comparison=EngineComparison(config, policy, weights),
+            publisher=WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder),
+            state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
+            sinks=sinks,
+        )
+
+
+def _open_client(
+    config: Config, engine_urls: Sequence[str], secret: str, runner: asyncio.Runner, stack: ExitStack
+) -> EngineClient:
+    client = EngineClient(
+        engine_urls,
+        secret,
+        config.engine.request_timeout_seconds,
+        ranks_per_engine=config.engine.gpus_per_engine,
+        vocab_size=config.model.architecture.vocab_size,
+    )
+    opened = AsyncExitStack()
+    stack.callback(lambda: runner.run(opened.aclose()))
+    return runner.run(opened.enter_async_context(client))
