@@ -58,6 +58,11 @@ CASES = {
     "grpo": Case("grpo", BOUNDS, {"loss_type": "grpo", **EPSILONS}),
     "dr_grpo": Case("dr_grpo", BOUNDS, {"loss_type": "dr_grpo", "scale_rewards": "none", **EPSILONS}, reward_scale=1.0),
     "dapo": Case("dapo", BOUNDS, {"loss_type": "dapo", **EPSILONS}),
+    "gspo": Case(
+        "gspo",
+        {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+    ),
 }
 
 

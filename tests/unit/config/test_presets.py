@@ -79,8 +79,8 @@ def test_what_no_part_uses_and_what_no_line_is_called_are_refused() -> None:
     unused = problem_of("algorithm.correction_level=token")
     assert unused.key == "algorithm.correction_level"
     assert "algorithm.correction=none" in unused.allowed
-    unknown = problem_of("algorithm.preset=gpro")
-    assert unknown.remedy == "did you mean 'grpo'?"
+    unknown = problem_of("algorithm.preset=dapoo")
+    assert unknown.remedy == "did you mean 'dapo'?"
     for name in PRESETS:
         assert name in unknown.allowed
 
