@@ -42,6 +42,7 @@ class Case:
         trainer: "GRPO" or "RLOO".
         corrects: TRL corrects for the engine, too.
         reward_scale: TRL adds 1e-4 to a standard deviation, we 1e-6: beside large rewards neither counts.
+        micro_batches: Samples of ours.
     """
 
     preset: str
@@ -50,6 +51,7 @@ class Case:
     trainer: str = "GRPO"
     corrects: bool = False
     reward_scale: float = 1e4
+    micro_batches: tuple[tuple[int, ...], ...] = MICRO_BATCHES
 
 
 BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -63,6 +65,7 @@ CASES = {
         {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
     ),
+    "bnpo": Case("bnpo", BOUNDS, {"loss_type": "bnpo", **EPSILONS}, micro_batches=(tuple(range(8)),)),
 }
 
 
@@ -126,8 +129,8 @@ def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list
         ]
         groups = [SampleGroup(Prompt(i, (), ""), tuple(samples[i * GROUP :][:GROUP])) for i in range(2)]
         advantages = objective.advantages(groups)
-        weights = objective.token_weights(RESPONSE_LENGTHS, MICRO_BATCHES)
-        rows = [build_packed_batch(samples, indices, multiple_of=8) for indices in MICRO_BATCHES]
+        weights = objective.token_weights(RESPONSE_LENGTHS, case.micro_batches)
+        rows = [build_packed_batch(samples, indices, multiple_of=8) for indices in case.micro_batches]
         batches = [make_batch(model, row, advantages, weights, rollout.engine_noise) for row in rows]
         for _ in range(UPDATES_PER_ROLLOUT):
             optimizer.zero_grad()
