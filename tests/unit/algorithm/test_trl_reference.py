@@ -66,6 +66,7 @@ CASES = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
     ),
     "bnpo": Case("bnpo", BOUNDS, {"loss_type": "bnpo", **EPSILONS}, micro_batches=(tuple(range(8)),)),
+    "cispo": Case("cispo", {"clip_ratio_high": 0.28}, {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 1.28}),
 }
 
 
