@@ -68,6 +68,7 @@ CASES = {
     "bnpo": Case("bnpo", BOUNDS, {"loss_type": "bnpo", **EPSILONS}, micro_batches=(tuple(range(8)),)),
     "cispo": Case("cispo", {"clip_ratio_high": 0.28}, {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 1.28}),
     "rloo": Case("rloo", BOUNDS, EPSILONS, trainer="RLOO", reward_scale=1.0),
+    "dual_clip": Case("dual_clip", BOUNDS | {"clip_ratio_dual": 1.4}, {"loss_type": "grpo", "delta": 1.4, **EPSILONS}),
 }
 
 

@@ -29,6 +29,12 @@ class Algorithm:
     clip: str = _doc("How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled")
     clip_ratio_low: float = _doc("The importance ratio is clipped below 1 - this", minimum=0, maximum=1)
     clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0)
+    clip_ratio_dual: float = _doc(
+        "Where the advantage is negative, a ratio above this counts as this",
+        exclusive_minimum=1,
+        unnamed=3.0,
+        used_by={"algorithm.clip": ("dual",)},
+    )
     loss_aggregation: str = _doc("Denominator of the loss", choices=part_names("aggregation"))
     correction: str = _doc(
         "How the difference between trainer and engine is corrected", choices=part_names("correction"), unnamed="none"
