@@ -56,6 +56,7 @@ class Case:
 
 BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.28}
+IS = {"loss_type": "grpo", "vllm_importance_sampling_clip_max": 1.2, **EPSILONS}
 CASES = {
     "grpo": Case("grpo", BOUNDS, {"loss_type": "grpo", **EPSILONS}),
     "dr_grpo": Case("dr_grpo", BOUNDS, {"loss_type": "dr_grpo", "scale_rewards": "none", **EPSILONS}, reward_scale=1.0),
@@ -69,6 +70,18 @@ CASES = {
     "cispo": Case("cispo", {"clip_ratio_high": 0.28}, {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 1.28}),
     "rloo": Case("rloo", BOUNDS, EPSILONS, trainer="RLOO", reward_scale=1.0),
     "dual_clip": Case("dual_clip", BOUNDS | {"clip_ratio_dual": 1.4}, {"loss_type": "grpo", "delta": 1.4, **EPSILONS}),
+    "tis": Case(
+        "tis",
+        BOUNDS | {"correction_high": 1.2},
+        IS | {"vllm_importance_sampling_mode": "token_truncate"},
+        corrects=True,
+    ),
+    "tis of sequences": Case(
+        "tis",
+        BOUNDS | {"correction_high": 1.2, "correction_level": "sequence"},
+        IS | {"vllm_importance_sampling_mode": "sequence_truncate"},
+        corrects=True,
+    ),
 }
 
 

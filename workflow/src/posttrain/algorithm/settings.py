@@ -45,6 +45,12 @@ class Algorithm:
         unnamed="token",
         used_by={"algorithm.correction": ("mask", "truncate")},
     )
+    correction_high: float = _doc(
+        "Largest factor of the correction",
+        exclusive_minimum=0,
+        unnamed=2.0,
+        used_by={"algorithm.correction": ("mask", "truncate")},
+    )
     zero_advantages: str = _doc(
         "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
         "weight decay move them (update)",

@@ -36,4 +36,6 @@ STATISTICS: Mapping[str, Statistic] = {
     ),
     "clip_fraction": Statistic("Share of response tokens whose clipped loss is the larger one"),
     "approx_kl": Statistic("k3 estimate of KL(old policy || new policy) over response tokens", unit="nats"),
+    "correction_mean": Statistic("Mean factor that corrects a token's loss for the engine"),
+    "correction_zero_fraction": Statistic("Share of response tokens that the correction leaves out"),
 }
