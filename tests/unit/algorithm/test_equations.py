@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.algorithms import objective, settings
+from tests.algorithms import objective, settings, token_batch
 
 
 def test_tokens_of_one_micro_batch_share_what_it_weighs() -> None:
@@ -39,3 +39,56 @@ def test_reinforce_plus_plus_learns_nothing_from_rewards_that_are_all_equal() ->
 
     rewards = torch.full((2, 7), 0.1)
     assert not advantages(rewards, torch.arange(1, 15).reshape(2, 7), settings()).any()
+
+
+LENGTHS = (2, 3, 1)
+OLD = np.array([-1.0, -2.0, -1.5, -0.5, -3.0, -1.0])
+ENGINE = OLD - np.log([0.4, 1.5, 0.9, 1.1, 1.3, 6.0])
+
+
+@pytest.mark.parametrize(
+    ("level", "reduce"), [("token", None), ("sequence", np.prod), ("geometric", lambda r: np.prod(r) ** (1 / len(r)))]
+)
+def test_a_mask_keeps_ratios_within_its_bounds_at_each_level(level: str, reduce) -> None:
+    """And what it leaves out has no gradient, even where the policy's own ratio overflows."""
+    low, high = 0.5, 5.0
+    ratio = np.exp(OLD - ENGINE)
+    rows = np.split(ratio, np.cumsum(LENGTHS)[:-1])
+    at_level = ratio if reduce is None else np.concatenate([np.full(len(row), reduce(row)) for row in rows])
+    factors = np.where((at_level >= low) & (at_level <= high), at_level, 0.0)
+    logprobs = torch.tensor(OLD, dtype=torch.float32)
+    logprobs[5] += 95
+    logprobs.requires_grad_()
+    old, engine = (torch.tensor(values, dtype=torch.float32) for values in (OLD, ENGINE))
+    batch = token_batch(LENGTHS, [1.0, -0.5, -2.0], old, engine)
+    masked = objective("icepop", correction_level=level)
+    assert masked.needs.engine_logprobs
+    losses, statistics = masked.token_losses(logprobs, batch)
+    losses.sum().backward()
+    expected = np.repeat([-1.0, 0.5, 2.0], LENGTHS) * factors
+    np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-5)
+    # A ratio of 1 has the loss as its gradient; the last token is left out at every level.
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(statistics["correction_mean"].numpy(), factors, rtol=1e-5)
+    assert statistics["correction_zero_fraction"].tolist() == (factors == 0).tolist()
+    assert 0 < (factors == 0).sum() < len(OLD)
+
+
+def test_icepop_is_a_mask_of_tokens() -> None:
+    icepop = settings("icepop")
+    assert (icepop.correction_level, icepop.correction_low, icepop.correction_high) == ("token", 0.5, 5.0)
+
+
+@pytest.mark.parametrize("clip", ["decoupled", "dual", "cispo"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_an_infinite_ratio_that_is_clipped_has_no_gradient_through_it(clip: str, level: str) -> None:
+    """e^95 overflows FP32. CISPO alone keeps a token's gradient, with the weight of its bound."""
+    advantages = [2.0, -2.0] if clip == "dual" else [2.0, 0.0]
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    batch = token_batch((1, 1), advantages, torch.full((2,), -96.0))
+    losses, statistics = objective(clip=clip, ratio_level=level).token_losses(logprobs, batch)
+    losses.sum().backward()
+    assert torch.isfinite(losses).all()
+    expected = [-1.28 * 2.0, 0.0] if clip == "cispo" else [0.0, 0.0]
+    assert logprobs.grad.tolist() == pytest.approx(expected)
+    assert statistics["clip_fraction"][0]

@@ -82,6 +82,15 @@ CASES = {
         IS | {"vllm_importance_sampling_mode": "sequence_truncate"},
         corrects=True,
     ),
+    "mis of tokens": Case(
+        "mis",
+        BOUNDS | {"correction_level": "token", "correction_low": 0.7, "correction_high": 1.2},
+        IS | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.7},
+        corrects=True,
+    ),
+    "mis": Case(
+        "mis", BOUNDS | {"correction_high": 1.2}, IS | {"vllm_importance_sampling_mode": "sequence_mask"}, corrects=True
+    ),
 }
 
 

@@ -45,6 +45,12 @@ class Algorithm:
         unnamed="token",
         used_by={"algorithm.correction": ("mask", "truncate")},
     )
+    correction_low: float = _doc(
+        "A smaller factor of the correction becomes 0",
+        minimum=0,
+        unnamed=0.0,
+        used_by={"algorithm.correction": ("mask",)},
+    )
     correction_high: float = _doc(
         "Largest factor of the correction",
         exclusive_minimum=0,
