@@ -34,7 +34,8 @@ class Sample:
         sample_index: Its place in the group, 0 .. num_samples_per_prompt - 1.
         prompt_tokens: Token ids of the rendered prompt.
         response_tokens: Token ids of the response, the end token included where the engine emitted one.
-        rollout_logprobs: Natural-log probabilities that the engine gave to `response_tokens`, one each.
+        rollout_logprobs: Natural-log probabilities that the engine gave to `response_tokens`, one each; empty for a
+            response that no engine has sampled.
         finish_reason: "stop" (end token) or "length" (cut at max_response_tokens).
         weight_version: Version of the engine's weights, None where the engine does not tell.
         reward: Score of the grader.
@@ -54,7 +55,8 @@ class Sample:
     reward: float
 
     def __post_init__(self) -> None:
-        assert len(self.response_tokens) == len(self.rollout_logprobs) > 0, (
+        assert self.response_tokens, f"prompt {self.prompt_id} sample {self.sample_index}: a response without tokens"
+        assert len(self.rollout_logprobs) in (0, len(self.response_tokens)), (
             f"prompt {self.prompt_id} sample {self.sample_index}: {len(self.response_tokens)} response tokens, "
             f"{len(self.rollout_logprobs)} log-probabilities"
         )

@@ -128,6 +128,7 @@ class RolloutCoordinator:
 
 
 def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float) -> Sample:
+    assert answer.logprobs, f"the engine sampled {len(answer.output_ids)} tokens without their log-probabilities"
     return Sample(
         prompt_id=prompt.prompt_id,
         sample_index=index,
