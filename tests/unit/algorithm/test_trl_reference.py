@@ -19,7 +19,7 @@ import torch
 from tests.algorithms import objective
 
 from posttrain.algorithm.logprobs import chunked_logprobs
-from posttrain.algorithm.objective import Objective, TokenBatch
+from posttrain.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -136,11 +136,11 @@ def make_rollout(number: int, scale: float) -> Rollout:
 # ---- ours ----
 
 
-def logprobs_of(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+def logprobs_of(model: torch.nn.Module, batch: PackedBatch, temperature: float = TEMPERATURE) -> torch.Tensor:
     """Return the log-probability of every target of a row; its sequences do not see each other."""
     rows = zip(batch.tokens.split(batch.lengths), batch.position_ids.split(batch.lengths), strict=True)
     hidden = [model.model(input_ids=t[None], position_ids=p[None]).last_hidden_state[0] for t, p in rows]
-    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, TEMPERATURE, chunk_size=4)
+    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, temperature, chunk_size=4)
 
 
 def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list[float]:
@@ -257,9 +257,66 @@ def test_every_parameter_moves_as_in_trl(start, name: str, tmp_path) -> None:
     train_theirs(theirs, case, tmp_path)
     clipped = train_ours(ours, case, objective(case.preset, LONGEST, **case.ours))
     assert max(clipped) > 0.05, "nothing is shown where nothing is clipped"
-    before = dict(start.named_parameters())
-    expected = dict(theirs.named_parameters())
+    assert_equal_moves(start, ours, theirs)
+
+
+def assert_equal_moves(start, ours, theirs) -> None:
+    before, expected = dict(start.named_parameters()), dict(theirs.named_parameters())
     for key, parameter in ours.named_parameters():
         move = expected[key] - before[key]
         assert move.norm() > 0.01 * before[key].norm(), key
         assert (parameter - expected[key]).norm() <= 1e-5 * move.norm(), key
+
+
+def test_fine_tuning_moves_every_parameter_as_in_trl(start, tmp_path) -> None:
+    """TRL's whole loop; one batch holds all samples."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from posttrain.algorithm.sft import SupervisedFineTuning
+    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+
+    rollout, num_steps = make_rollout(0, scale=1.0), 5
+    prompts = [rollout.prompts[i // GROUP] for i in range(len(rollout.responses))]
+    pairs = list(zip(prompts, rollout.responses, strict=True))
+    rows = [
+        {"input_ids": [*prompt, *response], "completion_mask": [0] * len(prompt) + [1] * len(response)}
+        for prompt, response in pairs
+    ]
+    arguments = SFTConfig(
+        output_dir=str(tmp_path),
+        completion_only_loss=True,
+        max_steps=num_steps,
+        per_device_train_batch_size=len(rows),
+        learning_rate=ADAMW["lr"],
+        adam_epsilon=ADAMW["eps"],
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    theirs, ours = copy.deepcopy(start), copy.deepcopy(start)
+    SFTTrainer(
+        theirs, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=make_tokenizer(64)
+    ).train()
+
+    objective = SupervisedFineTuning("token_mean", LONGEST)
+    assert objective.needs == Needs()
+    samples = [Sample(i, 0, prompt, response, (), "stop", None, 0.0) for i, (prompt, response) in enumerate(pairs)]
+    advantages = objective.advantages([SampleGroup(Prompt(s.prompt_id, (), ""), (s,)) for s in samples])
+    weights = objective.token_weights(RESPONSE_LENGTHS, MICRO_BATCHES)
+    optimizer = torch.optim.AdamW(ours.parameters(), weight_decay=0.0, **ADAMW)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        for indices in MICRO_BATCHES:
+            row = build_packed_batch(samples, indices, multiple_of=8)
+            batch = TokenBatch(row.lengths, row.loss_mask > 0, row.spread(advantages), row.spread(weights))
+            # The model is trained at its own temperature.
+            losses, _ = objective.token_losses(logprobs_of(ours, row, temperature=1.0), batch)
+            (losses * batch.weights).sum().backward()
+        optimizer.step()
+    assert_equal_moves(start, ours, theirs)

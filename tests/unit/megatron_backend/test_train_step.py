@@ -211,6 +211,31 @@ def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
     assert _add_up([], objective()) == dict.fromkeys(_names(objective()), 0.0)
 
 
+def test_given_responses_are_learned_without_rollout_engine_or_old_log_probabilities(make_policy, make_reference):
+    from posttrain.algorithm.sft import SupervisedFineTuning
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    policy, other = make_policy(trained_config()), IndependentGrpo(make_reference(), SETTINGS)
+    given = [
+        SampleGroup(group.prompt, (dataclasses.replace(sample, rollout_logprobs=()),))
+        for group in rollout(0)
+        for sample in group.samples
+    ]
+    sft = SupervisedFineTuning("token_mean", longest=32)
+    first, _ = make_updates(policy.config, sft, given, dp_rank=0)
+    assert first.has_signal
+    with torch.no_grad():
+        rows = [other.logprobs(sample.prompt_tokens, sample.response_tokens) for sample in first.samples]
+    said = [train_step.update(policy, sft, first.micro_batches(sft.needs), LR) for _ in range(5)]
+    assert said[0].loss == pytest.approx(-torch.cat(rows).mean().item(), rel=1e-5)
+    assert said[0].num_tokens == sum(map(len, rows))
+    losses = [one.loss for one in said]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert all((one.named, one.outcome) == ({}, "applied") for one in said)
+
+
 def test_an_update_without_signal_moves_no_weight_but_by_choice(make_policy) -> None:
     """Momentum and weight decay would: the update before it had a signal."""
     from posttrain.megatron_backend import train_step
