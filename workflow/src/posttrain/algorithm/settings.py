@@ -61,7 +61,7 @@ class Algorithm:
         "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
         "weight decay move them (update)",
         choices=("skip", "update"),
-        unnamed="skip",
+        unnamed="update",
     )
     non_finite: str = _doc(
         "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "

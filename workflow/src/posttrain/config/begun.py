@@ -6,12 +6,41 @@ nothing about the experiment: going on under it with other values would mix two 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from posttrain.config.load import Resolved, leaves_of, read_yaml
+from posttrain.config.fields import fields_of
+from posttrain.config.load import BASE, Resolved, leaves_of, read_yaml, run_name
+from posttrain.config.schema import Config
+from posttrain.document import ANY
 from posttrain.errors import Problem, raise_if_any
 
 STEPS = "training.num_steps"
+
+
+def as_begun(resolved: Resolved) -> Resolved:
+    """Return the experiment as an older version has begun it, where the run is there; otherwise what was resolved.
+
+    What `base.yaml` gives a key that the older version did not have may differ from what that version did (the key's
+    `unnamed`): its runs go on as they began.
+    """
+    older = _as_before(resolved)
+    begun = Path(older.config.site.results) / older.run / "experiment.yaml"
+    is_it = begun.exists() and leaves_of(read_yaml(begun)) == leaves_of(older.experiment)
+    return older if is_it else resolved
+
+
+def _as_before(resolved: Resolved) -> Resolved:
+    config, origins = resolved.config, dict(resolved.origins)
+    for key, _, limits in fields_of(Config):
+        if limits.get("unnamed", ANY) is not ANY and Path(origins.get(key, "")).name == BASE:
+            section, name = key.split(".")
+            changed = dataclasses.replace(getattr(config, section), **{name: limits["unnamed"]})
+            config = dataclasses.replace(config, **{section: changed})
+            origins[key] = "the run, which an older version began"
+    is_named = resolved.run != run_name(resolved.config, resolved.fork)
+    run = resolved.run if is_named else run_name(config, resolved.fork)
+    return dataclasses.replace(resolved, config=config, origins=origins, run=run)
 
 
 def refuse_other_experiment(begun: Path, resolved: Resolved) -> None:

@@ -44,6 +44,8 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 RECIPE_GPUS_PER_NODE = 8
 # Keys that experiments of version 0.1 had.
 GONE_KEYS = {"algorithm": {"kl_coef": 0.0, "entropy_coef": 0.0}, "rollout": {"top_p": 1.0}}
+# Values that are the same for all models.
+BASE = "base.yaml"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -106,7 +108,7 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     names = request.names
     merger = _Merger(config_dir, request.own_folder)
     merger.problems += request.problems
-    merger.add_file("base.yaml")
+    merger.add_file(BASE)
     merger.add_choice("models", "model", names.get("model"))
     if names.get("recipe") is not None:
         merger.add_choice("recipes", "recipe", names["recipe"])
@@ -125,8 +127,8 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    name = algorithm_name(config.algorithm, merger.presets)
-    return Resolved(config, dict(merger.origins), _run_name(names, config), str(names.get("fork") or ""), name)
+    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config.algorithm, merger.presets)
+    return Resolved(config, dict(merger.origins), str(names.get("run") or run_name(config, fork)), fork, algorithm)
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
@@ -250,8 +252,7 @@ class _Merger:
             self.problems.append(Problem("algorithm.preset", repr(name), f"one of {', '.join(lines)}", remedy))
             self._lacks_a_layer = True
             return
-        beneath = (None, f"{self._dir.name}/base.yaml")
-        chosen = {key for key, origin in self.origins.items() if origin not in beneath}
+        chosen = {key for key, origin in self.origins.items() if Path(origin).name != BASE}
         for key, value in lines[name].items():
             if f"algorithm.{key}" not in chosen:
                 self.add_value(f"algorithm.{key}", value, f"{self._dir.name}/{PRESETS}: {name}")
@@ -365,9 +366,10 @@ class _Merger:
         return any(known.startswith(f"{dotted}.") for known in self._types)
 
 
-def _run_name(names: Mapping[str, Any], config: schema.Config) -> str:
-    experiment, fork = experiment_of(config), names.get("fork")
-    return str(names.get("run") or f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}")
+def run_name(config: schema.Config, fork: str) -> str:
+    """Return the name of a run that was given none."""
+    experiment = experiment_of(config)
+    return f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}"
 
 
 def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:

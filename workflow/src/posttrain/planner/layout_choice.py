@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import load
+from posttrain.config.begun import as_begun
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
@@ -36,6 +37,8 @@ ENGINE_KEYS = ("engine.gpus_per_engine", "engine.num_engines")
 def resolve(workflow: Mapping[str, Any], config_dir: Path) -> load.Resolved:
     """Resolve a configuration; see `config.load.resolve`. Where no recipe names a layout, the planner chooses it.
 
+    A run that an older version began goes on as it began.
+
     Args:
         workflow: `config/workflow.yaml` with the user's `--config` on top.
         config_dir: The folder `config/`.
@@ -43,7 +46,7 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> load.Resolved:
     Raises:
         ConfigError: With every problem found.
     """
-    return load.resolve(workflow, config_dir, choose_layout)
+    return as_begun(load.resolve(workflow, config_dir, choose_layout))
 
 
 def choose_layout(config: Config, origins: Mapping[str, str]) -> load.Chosen:
