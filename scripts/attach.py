@@ -5,13 +5,11 @@ from __future__ import annotations
 from posttrain.artifacts import Paths
 from posttrain.cli import parse_configuration, run
 from posttrain.launch.attach import attach
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Wait, and say what comes next."""
-    arguments = parse_configuration(__doc__)
-    print(attach(Paths(resolve(arguments.workflow, arguments.config_dir))), flush=True)
+    print(attach(Paths(parse_configuration(__doc__))), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
 from posttrain.evaluation.serving import Level, format_table, measure_serving
 from posttrain.planner.evaluation import serving_on_one_node
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Serve the checkpoint, measure every concurrency, print the table and write it."""
     args = parse_arguments()
-    config = serving_on_one_node(resolve(args.workflow, args.config_dir).config)
+    config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
     rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)

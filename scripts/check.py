@@ -8,7 +8,6 @@ from pathlib import Path
 from posttrain.artifacts import Paths, write_json
 from posttrain.cli import add_configuration, run
 from posttrain.launch.cluster_check import check_cluster
-from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.checks import check_everything
 from posttrain.preflight.report import print_findings, raise_problems
 
@@ -16,7 +15,7 @@ from posttrain.preflight.report import print_findings, raise_problems
 def main() -> None:
     """Run every check, show the findings, fail with all problems at once."""
     arguments = parse_arguments()
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(arguments.resolved)
     findings = [*check_everything(paths), *check_cluster(paths.resolved.config)]
     print_findings(findings)
     raise_problems(findings)

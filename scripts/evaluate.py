@@ -14,13 +14,12 @@ from posttrain.cli import add_configuration, run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
 from posttrain.planner.evaluation import serving_on_one_node
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Check what is measured and on what, measure, write the result and its receipt."""
     args, started = parse_arguments(), time.time()
-    config = serving_on_one_node(resolve(args.workflow, args.config_dir).config)
+    config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
     prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)

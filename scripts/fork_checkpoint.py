@@ -9,7 +9,6 @@ from pathlib import Path
 from posttrain.artifacts import Paths, write_receipt
 from posttrain.cli import add_configuration, run
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.layout_choice import resolve
 from posttrain.training.fork import begin_fork
 
 
@@ -17,7 +16,7 @@ def main() -> None:
     """Take the checkpoint over, and say in a receipt whose it was."""
     arguments = parse_arguments()
     started = time.time()
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(arguments.resolved)
     if not paths.resolved.fork:
         raise ConfigError([Problem("fork", "not set", "RUN@STEP", "--config fork=RUN@STEP")])
     write_receipt(arguments.receipt, begin_fork(paths), started)

@@ -7,23 +7,16 @@ from pathlib import Path
 
 from posttrain.artifacts import write_json, write_text
 from posttrain.cli import add_configuration, run
-from posttrain.errors import ConfigError, Problem, raise_if_any
-from posttrain.planner.layout_choice import resolve
-from posttrain.planner.plan import build_plan, judge_plan, plan_of_problems, render_plan
+from posttrain.errors import Problem, raise_if_any
+from posttrain.planner.plan import build_plan, judge_plan, render_plan
 from posttrain.planner.plan_table import print_plan
 
 
 def main() -> None:
-    """Resolve, compute, write, show, and end with the problems; if nothing resolves, both files hold nothing else."""
+    """Compute, write, show, and end with the problems."""
     arguments = parse_arguments()
-    try:
-        resolved = resolve(arguments.workflow, arguments.config_dir)
-    except ConfigError as error:
-        plan = plan_of_problems(error.problems)
-        write_text(arguments.html, render_plan(plan, None))
-        write_json(arguments.json, plan)
-        raise
-    plan = build_plan(resolved, arguments.workflow, arguments.jobs_at_once)
+    resolved = arguments.resolved
+    plan = build_plan(resolved, arguments.jobs_at_once)
     write_text(arguments.html, render_plan(plan, resolved))
     write_json(arguments.json, plan)
     print_plan(plan)

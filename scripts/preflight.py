@@ -9,14 +9,12 @@ from posttrain.errors import raise_if_any
 from posttrain.launch.inspection import describe_unfit
 from posttrain.launch.preflight import look_at_nodes
 from posttrain.launch.site import find_nodes
-from posttrain.planner.layout_choice import resolve
 from posttrain.preflight.report import print_findings
 
 
 def main() -> None:
     """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
-    arguments = parse_configuration(__doc__)
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(parse_configuration(__doc__))
     config = paths.resolved.config
     raise_if_any(list(check_preflight(config)))
     found = look_at_nodes(paths, find_nodes(config, paths.train))

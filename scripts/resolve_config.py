@@ -12,16 +12,15 @@ from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.references import register_run
 from posttrain.cli import add_configuration, run
 from posttrain.config.load import dump_resolved, dump_yaml
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
-    """Resolve the configuration and write what changed of it."""
+    """Write what has changed of them."""
     arguments = parse_arguments()
-    resolved = resolve(arguments.workflow, arguments.config_dir)
+    resolved = arguments.resolved
     paths = Paths(resolved)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
-    write_if_changed(arguments.resolved, dump_resolved(resolved))
+    write_if_changed(arguments.config, dump_resolved(resolved))
     register_run(paths)
 
 
@@ -36,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_configuration(parser)
     parser.add_argument("--experiment", type=Path, required=True, help="experiment.yaml to write")
-    parser.add_argument("--resolved", type=Path, required=True, help="config.resolved.yaml to write")
+    parser.add_argument("--config", type=Path, required=True, help="config.resolved.yaml to write")
     return parser.parse_args()
 
 

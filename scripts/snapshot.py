@@ -12,13 +12,11 @@ from posttrain.observability.report import render_report
 from posttrain.observability.report_data import read_run_so_far
 from posttrain.observability.report_summary import print_summary, summarize
 from posttrain.observability.verdict import judge_run
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Read what there is and draw it; the run does not notice, and its report stays as it is."""
-    arguments = parse_configuration(__doc__)
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(parse_configuration(__doc__))
     holder = living_holder(paths.lease, job_is_alive=job_is_alive)
     so_far = read_run_so_far(paths, Path("logs"), holder.since_unix if holder else None)
     verdict, summary = judge_run(so_far), summarize(so_far)

@@ -11,13 +11,12 @@ from posttrain.checkpoint.node_local import Origin
 from posttrain.checkpoint.node_weights import NodeWeights
 from posttrain.checkpoint.testimony import write_node_record
 from posttrain.cli import run
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Check the sources, copy what is missing or wrong, write the record."""
     args = parse_arguments()
-    config = resolve(args.workflow, args.config_dir).config
+    config = args.resolved.config
     weights = NodeWeights(
         config,
         rank=config.site.node_names.index(args.node),

@@ -17,15 +17,13 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.launch.queue import QueuedJob, queued_jobs
 from posttrain.launch.status import RunStatus, find_runs, read_status
 from posttrain.observability.report_format import format_number, format_seconds
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Read every run, or the one that was named; write nothing."""
-    arguments = parse_configuration(__doc__)
-    resolved = resolve(arguments.workflow, arguments.config_dir)
+    resolved = parse_configuration(__doc__)
     results = Paths(resolved).run.parent
-    runs = choose(find_runs(results), resolved, results, is_named=bool(arguments.workflow.get("run")))
+    runs = choose(find_runs(results), resolved, results, is_named=bool(resolved.request.get("run")))
     show_runs([read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs], results)
     show_queue(queued_jobs(resolved.config.site.launcher, Path.cwd()))
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from posttrain.artifacts import Paths, write_json
 from posttrain.checkpoint.verification import prove
 from posttrain.cli import add_configuration, run
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Check everything, show it, and fail by naming whatever is not what it should be."""
     arguments = parse_arguments()
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(arguments.resolved)
     if arguments.output:
         # What was proven once may not hold any more.
         arguments.output.unlink(missing_ok=True)

@@ -7,13 +7,12 @@ import argparse
 from posttrain.artifacts import Paths
 from posttrain.checkpoint.verification import prove
 from posttrain.cli import add_configuration, run
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Check everything, show it, and fail by naming whatever is not what it should be."""
     arguments = parse_arguments()
-    paths = Paths(resolve(arguments.workflow, arguments.config_dir))
+    paths = Paths(arguments.resolved)
     prove(paths, content=not arguments.sizes_only, whole_run=False)
 
 

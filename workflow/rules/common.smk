@@ -1,16 +1,20 @@
 # Loads and checks the configuration, and names paths. Wrong input ends here, before any rule, with every problem listed.
+import atexit
 import contextlib
 import dataclasses
 import json
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
+from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
@@ -38,13 +42,32 @@ if workflow.is_main_process:
 # Short in printed commands, and right from any working directory.
 SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
 CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
-WORKFLOW = json.dumps(dict(config))
+# Where a job finds what was resolved when the command was given.
+RESOLVED_VARIABLE = "POSTTRAIN_RESOLVED"
 
 # Who asks for these knows a run by its name, and need not say what it learns.
 ONLY_LOOKS = {"status", "snapshot", "attach"} & set(sys.argv)
 
+
+def resolved_once():
+    """Return the configuration and its file: resolved where the command is given, read in its jobs."""
+    if not workflow.is_main_process:
+        path = Path(os.environ[RESOLVED_VARIABLE])
+        return read_resolved(path), str(path)
+    resolved = resolve(config, Path(CONFIG_DIR))
+    try:
+        path = write_resolved(resolved, Paths(resolved).configs)
+    except OSError:
+        # Who only looks may do so on a full disk, or in somebody else's folder; `onstart` refuses the others.
+        folder = Path(tempfile.mkdtemp(prefix="posttrain-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = write_resolved(resolved, folder)
+    os.environ[RESOLVED_VARIABLE] = str(path)
+    return resolved, str(path)
+
+
 try:
-    RESOLVED = resolve(config, Path(CONFIG_DIR))
+    RESOLVED, RESOLVED_FILE = resolved_once()
     PATHS = Paths(RESOLVED)
     announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
     if PATHS.train.exists() and not ONLY_LOOKS:
@@ -90,7 +113,7 @@ NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
-ON_PODS = f"python -m posttrain.launch.on_kubernetes --workflow {shlex.quote(WORKFLOW)} --config-dir {shlex.quote(CONFIG_DIR)}"
+ON_PODS = f"python -m posttrain.launch.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
 HAS_PODS = CFG.site.launcher == "kubernetes"
 ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
 # Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.

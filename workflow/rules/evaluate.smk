@@ -27,7 +27,7 @@ rule evaluate:
     message:
         f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training{NEEDS.message('evaluate')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/evaluate.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/evaluate.py --resolved {RESOLVED_FILE:q}"
         " --checkpoint {params.checkpoint:q}"
         " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}"
         " --when {wildcards.when} --output {output:q}"
@@ -49,6 +49,6 @@ rule benchmark_serving:
     message:
         "measure the serving speed of the trained model at several concurrencies"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/benchmark_serving.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/benchmark_serving.py --resolved {RESOLVED_FILE:q}"
         " --checkpoint {params.checkpoint:q}"
         " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {params.measured:q}"

@@ -30,12 +30,10 @@ rule status:
     log:
         PATHS.run_log("status"),
     localrule: True
-    params:
-        workflow=WORKFLOW,
     message:
         "where runs stand"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --resolved {RESOLVED_FILE:q}"
 
 
 # No output: it is drawn each time that it is asked for, while training runs and when all is done.
@@ -43,9 +41,7 @@ rule snapshot:
     log:
         PATHS.run_log("snapshot"),
     localrule: True
-    params:
-        workflow=WORKFLOW,
     message:
         f"report of {RESOLVED.run} so far"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/snapshot.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/snapshot.py --resolved {RESOLVED_FILE:q}"

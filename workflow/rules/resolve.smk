@@ -15,13 +15,12 @@ rule resolve_config:
     priority: 100
     localrule: True
     params:
-        workflow=WORKFLOW,
         content=artifacts.digest8(dataclasses.asdict(CFG)),
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/resolve_config.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
-        " --experiment {output.experiment:q} --resolved {output.resolved:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/resolve_config.py --resolved {RESOLVED_FILE:q}"
+        " --experiment {output.experiment:q} --config {output.resolved:q}"
 
 
 rule plan:
@@ -29,7 +28,6 @@ rule plan:
         PATHS.run_log("plan"),
     localrule: True
     params:
-        workflow=WORKFLOW,
         # Not outputs: who asks again wants the plan of now, and a plan with problems fails when its page is drawn.
         json=PATHS.plan.with_suffix(".json"),
         html=PATHS.plan.with_suffix(".html"),
@@ -38,7 +36,7 @@ rule plan:
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}{params.jobs_at_once}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --resolved {RESOLVED_FILE:q}{params.jobs_at_once}"
         " --json {params.json:q} --html {params.html:q}"
 
 
@@ -46,9 +44,7 @@ rule check:
     log:
         PATHS.run_log("check"),
     localrule: True
-    params:
-        workflow=WORKFLOW,
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/check.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/check.py --resolved {RESOLVED_FILE:q}"

@@ -29,7 +29,7 @@ rule stage_to_node_local:
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/stage_to_node_local.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/stage_to_node_local.py --resolved {RESOLVED_FILE:q}"
         " --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
         " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}"
         " --destination {params.destination:q} --meeting {params.meeting:q} --testimony {output:q}"

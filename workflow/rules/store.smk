@@ -7,12 +7,11 @@ rule verify:
     log:
         PATHS.run_log("verify"),
     params:
-        workflow=WORKFLOW,
         verified=PATHS.verified,
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q} --output {params.verified:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --resolved {RESOLVED_FILE:q} --output {params.verified:q}"
 
 
 # Before training, or without: the checkpoints that the run begins with.
@@ -23,12 +22,10 @@ rule verify_store:
         receipt_of(PATHS.rollout_weights),
     log:
         PATHS.run_log("verify_store"),
-    params:
-        workflow=WORKFLOW,
     message:
         "prove where every byte of the checkpoints came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_store.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_store.py --resolved {RESOLVED_FILE:q}"
 
 
 rule gc:

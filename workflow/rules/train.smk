@@ -19,8 +19,7 @@ rule fork_checkpoint:
     message:
         f"begin {RESOLVED.run} with the state of {RESOLVED.fork}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/fork_checkpoint.py --workflow {WORKFLOW:q} --config-dir {CONFIG_DIR:q}"
-        " --receipt {output:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/fork_checkpoint.py --resolved {RESOLVED_FILE:q}" " --receipt {output:q}"
 
 
 rule train_grpo:
@@ -66,12 +65,10 @@ rule preflight:
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
         **resources_of_training(CFG, None),
-    params:
-        workflow=WORKFLOW,
     message:
         f"look at the nodes of {RESOLVED.run}: {counted(nodes_with_spares(CFG), 'node')} of {CFG.hardware.name}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --resolved {RESOLVED_FILE:q}"
 
 
 # Training whose driver died may live on where a scheduler runs it.
@@ -79,9 +76,7 @@ rule attach:
     log:
         PATHS.run_log("attach"),
     localrule: True
-    params:
-        workflow=WORKFLOW,
     message:
         f"wait for the training of {RESOLVED.run} that goes on without its driver"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/attach.py --workflow {params.workflow:q} --config-dir {CONFIG_DIR:q}"
+        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/attach.py --resolved {RESOLVED_FILE:q}"

@@ -7,14 +7,14 @@ exit code 1. Everything else keeps its traceback: it is a defect of ours, and th
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from posttrain.artifacts.resolved_file import read_resolved
+from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
@@ -24,16 +24,15 @@ log = logging.getLogger(__name__)
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments from which a script resolves the configuration anew: `workflow` (a dict) and `config_dir`."""
-    parser.add_argument("--workflow", type=json.loads, required=True, help="workflow.yaml and --config, as JSON")
-    parser.add_argument("--config-dir", type=Path, required=True, help="the folder config/")
+    """Add the argument `resolved`, a `Resolved` that the workflow has written."""
+    parser.add_argument("--resolved", type=read_resolved, required=True, help="file of `artifacts.resolved_file`")
 
 
-def parse_configuration(description: str | None) -> argparse.Namespace:
-    """Return the command line of a script that takes nothing but the configuration."""
+def parse_configuration(description: str | None) -> Resolved:
+    """Return the configuration from the command line of a script that takes nothing else."""
     parser = argparse.ArgumentParser(description=description)
     add_configuration(parser)
-    return parser.parse_args()
+    return parser.parse_args().resolved
 
 
 def run(main: Callable[[], None], role: str | None = None) -> None:

@@ -60,6 +60,7 @@ class Resolved:
         run: Name of the run: `{model}-{digest8 of the experiment, and of the fork}` unless the user gave one.
         fork: The state of another run that this one begins with, `RUN@STEP`; empty: it begins with the model's.
         algorithm: What its combination of parts is called.
+        request: `config/workflow.yaml` with the user's `--configfile` and `--config` on top.
     """
 
     config: schema.Config
@@ -67,6 +68,7 @@ class Resolved:
     run: str
     fork: str = ""
     algorithm: str = ""
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def experiment(self) -> dict[str, Any]:
@@ -128,7 +130,8 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
         merger.add_chosen(choose_layout)
     config = merger.finish()
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config.algorithm, merger.presets)
-    return Resolved(config, dict(merger.origins), str(names.get("run") or run_name(config, fork)), fork, algorithm)
+    run = str(names.get("run") or run_name(config, fork))
+    return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:

@@ -18,13 +18,12 @@ from posttrain.launch.container import CLONE
 from posttrain.launch.gang_of_pods import run_to_end
 from posttrain.launch.jobset import check_mounted, render
 from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.planner.layout_choice import resolve
 
 
 def main() -> None:
     """Apply the JobSet and follow it to its end."""
     arguments = parse_arguments()
-    resolved = resolve(arguments.workflow, arguments.config_dir)
+    resolved = arguments.resolved
     config, run_folder = resolved.config, Paths(resolved).run
     raise_if_any([problem for folder in sorted({Path.cwd(), CLONE}) for problem in check_mounted(folder, config)])
     manifest = render(config, run_folder, Path(os.environ[LOG_VARIABLE]), arguments.command, arguments.num_nodes)

@@ -55,12 +55,11 @@ NOT_MODELLED = (
 )
 
 
-def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: int | None = None) -> dict[str, Any]:
+def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str, Any]:
     """Return the content of `plan.json` for a configuration that resolved.
 
     Args:
         resolved: The configuration.
-        workflow: What it was resolved from; stands in the commands.
         jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
     """
     config, paths = resolved.config, Paths(resolved)
@@ -95,7 +94,7 @@ def build_plan(resolved: Resolved, workflow: Mapping[str, Any], jobs_at_once: in
         "why_no_split": why_no_split(config),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
         "rules": needs.plan_part(
-            workflow, {f"evaluate {when}": paths.evaluation(when) for when in ("before", "after")}
+            resolved.request, {f"evaluate {when}": paths.evaluation(when) for when in ("before", "after")}
         ),
         **cost_part(
             config, [(rule.rule, needs.seconds[rule.name]) for rule in needs.chain if rule.name in needs.seconds]
