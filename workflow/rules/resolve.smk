@@ -5,8 +5,9 @@ rule resolve_config:
     input:
         lambda wildcards: refuse_beside_a_look(),
     output:
-        experiment=PATHS.experiment,
-        resolved=PATHS.config,
+        # They stay until they are replaced: what a run has begun with is never not to be seen.
+        experiment=update(PATHS.experiment),
+        resolved=update(PATHS.config),
     log:
         PATHS.run_log("resolve_config"),
     benchmark:

@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Add the argument `resolved`, a `Resolved` that the workflow has written."""
-    parser.add_argument("--resolved", type=read_resolved, required=True, help="file of `artifacts.resolved_file`")
+    parser.add_argument("--resolved", type=_resolved, required=True, help="what `artifacts.resolved_file` wrote")
+
+
+def _resolved(path: str) -> Resolved:
+    return read_resolved(Path(path))
 
 
 def parse_configuration(description: str | None) -> Resolved:

@@ -25,7 +25,10 @@ def as_begun(resolved: Resolved) -> Resolved:
     `unnamed`): its runs go on as they began.
     """
     older = _as_before(resolved)
-    begun = Path(older.config.site.results) / older.run / "experiment.yaml"
+    folder = Path(older.config.site.results) / older.run
+    if older.run != resolved.run:  # named by their experiments
+        return older if folder.exists() else resolved
+    begun = folder / "experiment.yaml"
     is_it = begun.exists() and leaves_of(read_yaml(begun)) == leaves_of(older.experiment)
     return older if is_it else resolved
 
