@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from posttrain.artifacts.resolved_file import read_resolved
 from posttrain.config.load import Resolved
