@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from posttrain.artifacts import require_files
 from posttrain.checkpoint.node_local import Origin
 from posttrain.checkpoint.node_weights import NodeWeights
 from posttrain.checkpoint.testimony import write_node_record
-from posttrain.cli import run
+from posttrain.cli import add_configuration, run
 
 
 def main() -> None:
@@ -33,8 +32,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", required=True, type=json.loads, help="what Snakemake was configured with, JSON")
-    parser.add_argument("--config-dir", required=True, type=Path)
+    add_configuration(parser)
     parser.add_argument("--torch-dist", required=True, type=Path)
     parser.add_argument("--torch-dist-receipt", required=True, type=Path)
     parser.add_argument("--rollout-weights", required=True, type=Path)

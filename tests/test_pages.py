@@ -32,7 +32,7 @@ def write_report(root: Path, folder: Path, so_far: bool = False, **arguments: An
 
 def write_plan(path: Path, **workflow: Any) -> None:
     resolved = resolve({"site": "local", **workflow}, REPOSITORY / "config")
-    path.write_text(render_plan(build_plan(resolved, workflow), resolved))
+    path.write_text(render_plan(build_plan(resolved), resolved))
 
 
 @pytest.fixture(scope="module")

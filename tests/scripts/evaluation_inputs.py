@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from tests.resolved_words import resolved_words
 from tests.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
@@ -23,9 +24,8 @@ def make_inputs(folder: Path, overrides: str) -> list[object]:
     (dataset / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in heldout))
     for step, made in (("patch_hf_config", checkpoint), ("download_dataset", dataset)):
         write_receipt(receipt_of(made), Receipt(step, record_files(made), {}, {}))
-    workflow = json.dumps({"model": "tiny", "site": "local", "set": overrides})
     return [
-        *("--workflow", workflow, "--config-dir", ROOT / "config"),
+        *resolved_words({"model": "tiny", "site": "local", "set": overrides}, folder),
         *("--checkpoint", checkpoint, "--checkpoint-receipt", receipt_of(checkpoint)),
         *("--dataset", dataset),
     ]

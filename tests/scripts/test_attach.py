@@ -1,9 +1,9 @@
-import json
 import subprocess
 import sys
 
 import pytest
 from tests.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 
@@ -14,8 +14,7 @@ SECONDS = 60
 @pytest.fixture
 def attach(tmp_path):
     def start(run):
-        workflow = json.dumps(workflow_of(tmp_path, run=run))
-        command = [sys.executable, SCRIPT, "--workflow", workflow, "--config-dir", CONFIG_DIR]
+        command = [sys.executable, SCRIPT, *resolved_words(workflow_of(tmp_path, run=run), tmp_path)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start

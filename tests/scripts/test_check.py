@@ -4,20 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.resolved_words import resolved_words
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def check(folder, overrides=""):
     roots = f"site.store={folder}/store site.results={folder}/results site.node_local={folder}/local"
-    workflow = json.dumps({"model": "tiny", "site": "local", "set": f"{roots} {overrides}"})
-    chosen = [
-        "--workflow",
-        workflow,
-        "--config-dir",
-        REPOSITORY / "config",
-        "--output",
-        folder / "check.json",
-    ]
+    workflow = {"model": "tiny", "site": "local", "set": f"{roots} {overrides}"}
+    chosen = [*resolved_words(workflow, folder), "--output", folder / "check.json"]
     command = [sys.executable, REPOSITORY / "scripts/check.py", *chosen]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

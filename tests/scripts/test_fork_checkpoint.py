@@ -1,9 +1,9 @@
-import json
 import subprocess
 import sys
 
 import pytest
 from tests.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.resolved_words import resolved_words
 
 from posttrain.artifacts import read_receipt
 
@@ -12,9 +12,8 @@ REPOSITORY = CONFIG_DIR.parent
 
 def fork_checkpoint(results, **more):
     receipt = results / "new" / "fork.receipt.json"
-    workflow = json.dumps(workflow_of(results, run="new", **more))
-    command = [sys.executable, REPOSITORY / "scripts/fork_checkpoint.py", "--workflow", workflow]
-    command += ["--config-dir", CONFIG_DIR, "--receipt", receipt]
+    words = resolved_words(workflow_of(results, run="new", **more), results.parent / "configs")
+    command = [sys.executable, REPOSITORY / "scripts/fork_checkpoint.py", *words, "--receipt", receipt]
     return subprocess.run(command, capture_output=True, text=True, check=False), receipt
 
 

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.resolved_words import resolved_words
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -10,10 +12,7 @@ def plan(folder, **workflow):
     command = [
         sys.executable,
         REPOSITORY / "scripts/plan.py",
-        "--workflow",
-        json.dumps(workflow),
-        "--config-dir",
-        REPOSITORY / "config",
+        *resolved_words(workflow, folder),
         "--json",
         folder / "plan.json",
         "--html",
@@ -42,11 +41,3 @@ def test_a_plan_that_does_not_fit_is_shown_and_fails(tmp_path):
     assert "1 problem in the configuration" in done.stderr
     assert "Traceback" not in done.stderr
     assert "<h2>This cannot run</h2>" in (tmp_path / "plan.html").read_text()
-
-
-def test_a_configuration_with_mistakes_leaves_them_in_both_files_and_fails(tmp_path):
-    done, written = plan(tmp_path, model="tiny", site="local", set="optimizer.lrr=3 rollout.fp8=perhaps")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert sorted(problem["key"] for problem in written["problems"]) == ["optimizer.lrr", "rollout.fp8"]
-    assert "optimizer.lrr" in (tmp_path / "plan.html").read_text()

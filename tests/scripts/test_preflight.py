@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.resolved_words import resolved_words
 from tests.workflow_runs import ROOT
 
 
 def preflight(folder: Path, **choice: object) -> subprocess.CompletedProcess[str]:
     roots = f"site.results={folder}/results site.node_local={folder}/local"
-    workflow = json.dumps({"model": "tiny", "site": "local", "run": "mine", "set": roots, **choice})
-    command = [sys.executable, ROOT / "scripts/preflight.py", "--workflow", workflow, "--config-dir", ROOT / "config"]
+    workflow = {"model": "tiny", "site": "local", "run": "mine", "set": roots, **choice}
+    command = [sys.executable, ROOT / "scripts/preflight.py", *resolved_words(workflow, folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.resolved_words import resolved_words
 from tests.synthetic_run import make_run, workflow_of
 from tests.workflow_runs import ROOT
 
@@ -17,10 +17,8 @@ def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None
         (workflow_of(tmp_path, 5), tmp_path / "results" / "*" / "snapshot.html", "<b>So far</b>: 0 steps of 5"),
         (finished.workflow, finished.paths.snapshot, "<h2>The model got better</h2>"),
     ):
-        command = [sys.executable, ROOT / "scripts/snapshot.py", "--config-dir", ROOT / "config"]
-        done = subprocess.run(
-            [*command, "--workflow", json.dumps(workflow)], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, ROOT / "scripts/snapshot.py", *resolved_words(workflow, tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         (found,) = Path("/").glob(str(page).lstrip("/"))
         assert words in found.read_text()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.resolved_words import resolved_words
 from tests.scripts.killing import SCRIPTS, run_killed
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt
@@ -30,7 +31,7 @@ def store(tmp_path):
 def _arguments(store: Path, node: Path) -> list[object]:
     settings = f"site.node_names=[node0,node1] stage.workers=1 site.store={store}"
     return [
-        *("--workflow", json.dumps({"model": "tiny", "site": "local", "set": settings}), "--config-dir", CONFIG_DIR),
+        *resolved_words({"model": "tiny", "site": "local", "set": settings}, store.parent),
         *("--torch-dist", store / "torch_dist-1", "--torch-dist-receipt", receipt_of(store / "torch_dist-1")),
         *("--rollout-weights", store / "rollout_fp8-1", "--rollout-receipt", receipt_of(store / "rollout_fp8-1")),
         *("--destination", node / "model" / "revision", "--node", node.name, "--meeting", store / "broadcast"),

@@ -1,9 +1,9 @@
-import json
 import os
 import subprocess
 import sys
 
 from tests.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 
@@ -11,14 +11,7 @@ SCRIPT = CONFIG_DIR.parent / "scripts/status.py"
 
 
 def status(results, **more):
-    command = [
-        sys.executable,
-        SCRIPT,
-        "--workflow",
-        json.dumps(workflow_of(results, **more)),
-        "--config-dir",
-        CONFIG_DIR,
-    ]
+    command = [sys.executable, SCRIPT, *resolved_words(workflow_of(results, **more), results.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 

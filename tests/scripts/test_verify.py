@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.resolved_words import resolved_words
 from tests.synthetic_run import make_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -15,7 +16,7 @@ def made(tmp_path):
 
 
 def verify(made, *more):
-    chosen = ["--workflow", json.dumps(made.workflow), "--config-dir", REPOSITORY / "config"]
+    chosen = resolved_words(made.workflow, made.paths.run.parent.parent)
     command = [sys.executable, REPOSITORY / "scripts/verify.py", *chosen, *more]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

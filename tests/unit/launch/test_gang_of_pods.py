@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.kubernetes_server import CUT, KubernetesServer
+from tests.resolved_words import resolved_words
 
 from posttrain.config.load import resolve
 from posttrain.launch.cluster import Cluster
@@ -246,7 +246,7 @@ def test_why_a_pod_does_not_start_is_told(
 
 def start_driver(tmp_path: Path, script: str, mounted: Path | None = None) -> subprocess.Popen[str]:
     """Start the launcher as the rule does, in a folder of the "cluster"."""
-    words = ["--workflow", json.dumps(choice(mounted or tmp_path)), "--config-dir", str(CONFIG_DIR), "--num-nodes", "1"]
+    words = [*resolved_words(choice(mounted or tmp_path), tmp_path), "--num-nodes", "1"]
     words += ["--pause-seconds", str(PAUSE_SECONDS)]
     return subprocess.Popen(
         [sys.executable, "-m", "posttrain.launch.on_kubernetes", *words, "--", "sh", "-c", script],

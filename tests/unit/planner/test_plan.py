@@ -20,7 +20,7 @@ def plan_of(resolved):
 
     @cache
     def build(model, **more):
-        return build_plan(resolved(model, **more), {"model": model, "site": "local", **more})
+        return build_plan(resolved(model, **more))
 
     return build
 
@@ -249,7 +249,7 @@ SMALL_PREFILL = "engine.gpus_per_engine=8 engine.pd.gpus_per_prefill_engine=8"
 
 def test_the_page_tells_what_its_figures_leave_out_where_they_stand(resolved):
     config = resolved("glm5")
-    known, unknown = (render_plan(build_plan(config, {}, jobs), config) for jobs in (2, None))
+    known, unknown = (render_plan(build_plan(config, jobs), config) for jobs in (2, None))
     assert POOL_BOUND in html.unescape(known).split("weights and KV cache")[1].split("</details>")[0]
     assert "Of a rule's jobs 2 at a time run side by side" in html.unescape(known)
     assert "All jobs of a rule are assumed to run side by side" in unknown

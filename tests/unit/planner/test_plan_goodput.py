@@ -13,7 +13,7 @@ from posttrain.planner.plan_table import print_plan
 @pytest.fixture(scope="module")
 def plan():
     more = {"nodes": 32}
-    return build_plan(resolve_model("glm5", **more), {"model": "glm5", "site": "local", **more})
+    return build_plan(resolve_model("glm5", **more))
 
 
 def test_failures_come_as_often_as_stated():
@@ -58,14 +58,14 @@ def test_a_state_that_is_read_before_engines_have_started_adds_nothing():
 def test_spare_nodes_are_those_that_the_site_asks_for():
     for spares in (0, 3):
         resolved = resolve_model("glm5", nodes=32, site="example_slurm", set=f"site.slurm.spare_nodes={spares}")
-        goodput = build_plan(resolved, {})["goodput"]
+        goodput = build_plan(resolved)["goodput"]
         names = [row["what"] for row in goodput["rates"][0]["features"]]
         assert goodput["spares"] == spares
         assert ("3 spare nodes in the allocation" in names) == bool(spares)
 
 
 def parts_of(resolved):
-    return build_plan(resolved, {})["goodput"]["restart_parts"]
+    return build_plan(resolved)["goodput"]["restart_parts"]
 
 
 def test_a_step_without_its_rollout_is_what_is_done_again(plan):
@@ -77,7 +77,7 @@ def test_a_step_without_its_rollout_is_what_is_done_again(plan):
 
 def test_what_a_save_takes_longer_than_a_rollout_is_missing():
     slow = resolve_model("glm5", nodes=32, set="rollout.max_response_tokens=4096")
-    plan = build_plan(slow, {})
+    plan = build_plan(slow)
     seconds, goodput = plan["durations_seconds"], plan["goodput"]
     assert goodput["waits_for_save_seconds"] > 0
     assert goodput["waits_for_save_seconds"] == pytest.approx(seconds["step_save"] - seconds["step_rollout"])
@@ -131,14 +131,14 @@ def test_the_page_the_table_and_the_chart_show_it(plan, capsys):
 
 
 def test_without_a_step_time_nothing_is_simulated(resolved):
-    plan = build_plan(resolved("tiny"), {"model": "tiny", "site": "local"})
+    plan = build_plan(resolved("tiny"))
     assert plan["goodput"] is None
     page = render_plan(plan, resolved("tiny"))
     assert f"Not simulated: {plan['why_no_step']}" in page
 
 
 def test_it_is_the_same_every_time(plan):
-    again = build_plan(resolve_model("glm5", nodes=32), {"model": "glm5", "site": "local", "nodes": 32})
+    again = build_plan(resolve_model("glm5", nodes=32))
     assert json.dumps(again["goodput"]) == json.dumps(plan["goodput"])
 
 

@@ -36,7 +36,7 @@ def test_a_duration_is_as_coarse_as_the_plan(seconds, text):
 )
 def test_a_message_says_what_the_plan_says(resolved, model, more):
     configuration = resolved(model, **more)
-    rules = build_plan(configuration, {})["rules"]
+    rules = build_plan(configuration)["rules"]
     for rule in rules:
         words = [counted(rule["nodes"], "node")]
         words += [counted(rule["gpus"], "GPU")] if rule["gpus"] else []
