@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.config.request import RESERVED_NAMES
+
 ROOT = Path(__file__).parents[1]
 # Small enough for seconds, large enough for every branch: two updates per rollout, a checkpoint in the middle.
 FAST = {
@@ -108,7 +110,7 @@ class WorkflowFolder:
     @property
     def run_folder(self) -> Path:
         """The one run below `results`."""
-        (run,) = (path for path in self.results.iterdir() if path.name != "plans")
+        (run,) = (path for path in self.results.iterdir() if path.name not in RESERVED_NAMES)
         return run
 
     @property
