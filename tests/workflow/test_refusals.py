@@ -90,7 +90,8 @@ def test_a_run_ends_before_anything_is_fetched(cores: str, tmp_path: Path) -> No
     assert seconds < 30
     assert not re.search(r"^Job \d", output, re.MULTILINE)
     assert output.rstrip().endswith("`snakemake plan` with the same --config draws all figures.")
-    assert [path.name for path in tmp_path.iterdir()] == [".snakemake"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".snakemake", "logs"]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["configs"], "what was resolved"
 
 
 def test_a_target_that_lacks_nothing_runs_where_training_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ ACCEPTED_LINTS = {
     "Specify a conda environment or container for each rule",
     # Folders of the code, as the working directory sees them: as params, a clone that moves would run all again.
     "Shell command directly uses variable SCRIPTS from outside of the rule",
-    "Shell command directly uses variable CONFIG_DIR from outside of the rule",
     # The configuration as a whole: as a param of rules that use a part of it, any change of it would run them again.
-    "Shell command directly uses variable WORKFLOW from outside of the rule",
+    "Shell command directly uses variable RESOLVED_FILE from outside of the rule",
     # This node's disk: as a param, another node would train a finished run again.
     "Shell command directly uses variable NODE_LOCAL from outside of the rule",
     # Who starts the command where: as a param, another cluster would train a finished run again.

@@ -64,7 +64,8 @@ def test_a_working_folder_on_a_full_disk(tmp_path: Path) -> None:
             ):
                 code, output = workflow.attempt(target, options=options)
                 words = last_words(output).splitlines()
-                assert (code, words[0]) == (1, first), output
+                # Snakemake's own folder is named where it is the first that could not be written to.
+                assert (code, words[0].replace("/.snakemake:", ":")) == (1, first), output
                 assert "the disk is full" in "".join(words)
                 assert words[-1].startswith("  remedy: free some space there"), output
             assert not (tmp_path / "results").exists(), "no job has begun"

@@ -49,25 +49,23 @@ RESOLVED_VARIABLE = "POSTTRAIN_RESOLVED"
 ONLY_LOOKS = {"status", "snapshot", "attach"} & set(sys.argv)
 
 
-def resolved_once():
-    """Return the configuration and its file: resolved where the command is given, read in its jobs."""
-    if not workflow.is_main_process:
-        path = Path(os.environ[RESOLVED_VARIABLE])
-        return read_resolved(path), str(path)
-    resolved = resolve(config, Path(CONFIG_DIR))
+def write_once(resolved):
+    """Write what was resolved for the jobs of this command, and return the file."""
     try:
-        path = write_resolved(resolved, Paths(resolved).configs)
+        return write_resolved(resolved, Path("logs/configs"))
     except OSError:
         # Who only looks may do so on a full disk, or in somebody else's folder; `onstart` refuses the others.
         folder = Path(tempfile.mkdtemp(prefix="posttrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        path = write_resolved(resolved, folder)
-    os.environ[RESOLVED_VARIABLE] = str(path)
-    return resolved, str(path)
+        return write_resolved(resolved, folder)
 
 
 try:
-    RESOLVED, RESOLVED_FILE = resolved_once()
+    # A job reads what was planned when the command was given, whatever has become of config/ by then.
+    if workflow.is_main_process:
+        RESOLVED = resolve(config, Path(CONFIG_DIR))
+    else:
+        RESOLVED = read_resolved(Path(os.environ[RESOLVED_VARIABLE]))
     PATHS = Paths(RESOLVED)
     announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
     if PATHS.train.exists() and not ONLY_LOOKS:
@@ -85,6 +83,9 @@ except (CheckpointError, ConfigError) as error:
     logger.error(str(error))
     sys.exit(1)
 CFG = RESOLVED.config
+if workflow.is_main_process:
+    os.environ[RESOLVED_VARIABLE] = str(write_once(RESOLVED))
+RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 
 
 def refuse_beside_a_look():

@@ -221,11 +221,6 @@ class Paths:
         return self.run / "verified.json"
 
     @property
-    def configs(self) -> Path:
-        """What commands have resolved, for their jobs; see `resolved_file`."""
-        return self.run.parent / "configs"
-
-    @property
     def plan(self) -> Path:
         """The plan of this model on these nodes, `.json` and `.html`: other counts and machines lie beside it."""
         config = self.resolved.config

@@ -24,8 +24,8 @@ SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if fi
 CHOSEN = ("model", "hardware", "site")
 # A run's name becomes a folder's.
 RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
-# Folders beside the runs'.
-RESERVED_NAMES = ("configs", "plans")
+# A folder beside the runs'.
+RESERVED_NAMES = ("plans",)
 # A run and how many of its steps stay: a step that has a checkpoint.
 FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 

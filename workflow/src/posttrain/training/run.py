@@ -72,7 +72,7 @@ class TrainingRun:
 
     def resume(self) -> int:
         """Load the state to go on from and bring the engines to it; returns the number of finished steps."""
-        finished = self.state.load()
+        finished = self.state.restore()
         self.source.wait_ready()
         if finished:
             self.publisher.publish(finished)

@@ -69,7 +69,7 @@ class SavedState:
         self._policy, self._torch_dist, self._to_load = policy, torch_dist, to_load
         self._checkpoints, self._writer = checkpoints, writer
 
-    def load(self) -> int:
+    def restore(self) -> int:
         """Load the checkpoint to go on from, or the initial weights; returns the finished steps."""
         finished = self._to_load.finished
         if finished:
