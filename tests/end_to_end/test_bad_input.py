@@ -60,7 +60,7 @@ class Refusal:
         assert "Traceback" not in self.output, self.output
         for text in texts:
             assert text in self.output, self.output
-        assert not list(self.workflow.folder.glob("logs/*/*")), "a job has run"
+        assert not list(self.workflow.folder.glob("logs/*/*.log")), "a job has run"
 
     def check(self, rule: str, *texts: str) -> None:
         """The rule that failed, what the message says, and that the store holds all it held."""

@@ -202,8 +202,9 @@ def read_records(path: Path) -> tuple[FileRecord, ...]:
 
 def record_file(folder: Path, name: str, sha256: str = "") -> FileRecord:
     """Read a file of `folder` and return its record."""
-    path = folder / RelativeName(name, folder)
-    return FileRecord(name, path.stat().st_size, hash_file(path), sha256)
+    relative = RelativeName(name, folder)
+    path = folder / relative
+    return FileRecord(relative, path.stat().st_size, hash_file(path), sha256)
 
 
 def record_files(folder: Path, names: Iterable[str] | None = None) -> tuple[FileRecord, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord
+from posttrain.artifacts import FileRecord, RelativeName
 from posttrain.checkpoint.listed_files import ListedFile
 from posttrain.checkpoint.local_folder import place_files
 from posttrain.checkpoint.param_names import by_key
@@ -65,5 +65,5 @@ def _differences(reader: TorchDistReader, arch: Architecture) -> list[str]:
 def place_torch_dist(origin: Path, folder: Path, names: list[str], num_workers: int) -> tuple[FileRecord, ...]:
     """Link or copy a checkpoint's files into `folder`; returns their records, sorted by path."""
     return place_files(
-        origin, folder, [ListedFile(name, (origin / name).stat().st_size) for name in names], num_workers
+        origin, folder, [ListedFile(RelativeName(name), (origin / name).stat().st_size) for name in names], num_workers
     )

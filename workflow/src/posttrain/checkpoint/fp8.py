@@ -337,5 +337,5 @@ def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return (bits & 0x7F800000).view(torch.float32)
 
 
-def _scaled(values: torch.Tensor, scale: torch.Tensor, largest: float | torch.Tensor = E4M3_MAX) -> torch.Tensor:
+def _scaled(values: torch.Tensor, scale: torch.Tensor, largest: Any = E4M3_MAX) -> torch.Tensor:
     return (values / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)

@@ -135,7 +135,11 @@ def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> It
     if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
         return
     full = ["full"] * layers
-    ways = {"indexer_types": [full], "index_topk_pattern": [full, "F" * layers], "index_topk_freq": [0, 1]}
+    ways: dict[str, list[Any]] = {
+        "indexer_types": [full],
+        "index_topk_pattern": [full, "F" * layers],
+        "index_topk_freq": [0, 1],
+    }
     for key, allowed in ways.items():
         if config.get(key) is not None and config[key] not in allowed:
             yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(allowed[-1]), "this variant is not supported")

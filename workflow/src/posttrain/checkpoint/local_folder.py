@@ -143,7 +143,8 @@ class LocalOrigin:
             copied = copy_file(source, target, progress)
             record, reason = verify_file(target, file)
             if record and record.xxh3_128 != copied:
-                record, reason = None, f"its copy has xxh3_128 {record.xxh3_128}, it has {copied}"
+                reason = f"its copy has xxh3_128 {record.xxh3_128}, it has {copied}"
+                record = None
         if record is None:
             self.wrong.append(f"{source}: {reason}")
             target.unlink()

@@ -278,9 +278,11 @@ def copy_task(task: CopyTask, progress: TransferProgress, reread: bool = False) 
 
 def _link_others(origin: Origin, destination: Path) -> None:
     """Put links to the origin's files where nothing lies; what lies there was copied for another share, and stays."""
+    if origin.local is None:
+        return
     folder, source = destination / origin.folder.name, origin.folder.absolute()
     changed = set()
-    for record in origin.receipt.files if origin.local is not None else ():
+    for record in origin.receipt.files:
         target = record.path.below(folder)
         if record.path in origin.local or (target.is_file() and not target.is_symlink()):
             continue

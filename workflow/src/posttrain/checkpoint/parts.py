@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from posttrain.artifacts import (
     FileRecord,
     Receipt,
+    RelativeName,
     hash_file,
     part_receipt_of,
     partial_of,
@@ -165,7 +166,7 @@ class FolderInTheMaking:
         def write(opened: BinaryIO) -> None:
             with HashingFile(opened, count) as output:
                 notes = file.write(output)
-            record = FileRecord(file.name, output.size_bytes, output.xxh3_128)
+            record = FileRecord(RelativeName(file.name), output.size_bytes, output.xxh3_128)
             made.append(Description(record, digest(file.made_from), notes))
 
         write_atomic(self.path / file.name, write)

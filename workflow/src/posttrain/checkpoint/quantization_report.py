@@ -69,6 +69,7 @@ def verify_weights(source: Path, folder: Path, num_threads: int = 1) -> dict[str
             or that are not finite.
     """
     reader, quantized = CheckpointReader(source), QuantizedCheckpoint(folder)
+    results: list[TensorError | str | None] = []
     problems = [f"{name} is missing" for name in reader.names if name not in set(quantized.names)]
     problems += [f"{name} is not in the source" for name in quantized.names if name not in reader]
     if not problems:
@@ -77,7 +78,8 @@ def verify_weights(source: Path, folder: Path, num_threads: int = 1) -> dict[str
         problems = [result for result in results if isinstance(result, str)]
     if problems:
         raise CheckpointError(f"{folder}: not what {source} gives:\n  " + "\n  ".join(problems[:20]))
-    errors = {name: result for name, result in zip(reader.names, results, strict=True) if result}
+    compared = zip(reader.names, results, strict=True)
+    errors = {name: result for name, result in compared if isinstance(result, TensorError)}
     return summarize(dict(sorted(errors.items())))
 
 

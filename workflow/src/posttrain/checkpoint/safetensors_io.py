@@ -264,7 +264,8 @@ class CheckpointReader:
         self._local = threading.local()
 
     def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:
-        headers, found = {}, []
+        headers: dict[str, dict[str, TensorInfo]] = {}
+        found = []
         for file in self.index.files:
             try:
                 headers[file] = read_header(self.folder / file)

@@ -185,7 +185,8 @@ def count_not_finite(tensor: torch.Tensor) -> int:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, without a copy where it lies so already."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:

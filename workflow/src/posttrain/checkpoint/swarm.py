@@ -65,7 +65,7 @@ class Swarm:
         # With port 0 it would listen at another one on each network.
         port = _free_port()
         places = ",".join(f"{address}:{port}" for address in self.addresses)
-        self._session = libtorrent.session({**SETTINGS, "listen_interfaces": places})
+        self._session = libtorrent.session({**SETTINGS, "listen_interfaces": places})  # type: ignore[call-overload]
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -198,7 +198,7 @@ def _hub_tensors(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
 
     transformers keeps all experts of a layer in one tensor; on the Hub each expert has its own three.
     """
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(prefix=prefix).items():
         if name.endswith("experts.gate_up_proj"):
             for expert, gate_up in enumerate(value):
@@ -215,10 +215,10 @@ def _hub_tensors(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
 
 def _mtp_tensors(layers: nn.ModuleList, first_index: int) -> dict[str, torch.Tensor]:
     """Return the MTP layers: a decoder layer each, and what joins it to the embedding and the last hidden state."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers, start=first_index):
         prefix = f"model.layers.{index}."
-        width = layer.hidden_size
+        width = int(cast(Any, layer).hidden_size)
         joint = torch.empty(width, 2 * width).normal_(std=INITIALIZER_RANGE)
         tensors |= _hub_tensors(layer, prefix)
         tensors[f"{prefix}eh_proj.weight"] = joint.bfloat16()

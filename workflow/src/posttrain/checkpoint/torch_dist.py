@@ -17,11 +17,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -142,7 +143,7 @@ def _write_chunks(reader: CheckpointReader, placements: Sequence[Placement], fil
         tensor = _require_finite(reader, placement.hf_name)
         for box, rows in placement.chunks:
             start = file.size_bytes
-            torch.save(_with_own_storage(tensor[rows].reshape(box[1])), file)
+            torch.save(_with_own_storage(tensor[rows].reshape(box[1])), cast(BinaryIO, file))
             chunks.append({**_chunk_row(placement, box), "start": start, "length": file.size_bytes - start})
     return {"chunks": chunks}
 
@@ -205,7 +206,8 @@ def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]
 
 
 def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
-    tensors, places = {}, {}
+    tensors: dict[str, STORAGE_TYPES] = {}
+    places = {}
     for key, rows in sorted(by_tensor.items()):
         properties = TensorProperties(dtype=TORCH_DTYPES[rows[0]["dtype"]])
         chunks: list[ChunkStorageMetadata] = []
@@ -221,7 +223,7 @@ def _write_common(opened: BinaryIO) -> None:
     """Write Megatron's dictionary of what is no tensor."""
     # Given a file with a name, torch.save would write that of the temporary file into it.
     with HashingFile(opened) as file:
-        torch.save(COMMON_STATE, file)
+        torch.save(COMMON_STATE, cast(BinaryIO, file))
 
 
 # ---- proof ----

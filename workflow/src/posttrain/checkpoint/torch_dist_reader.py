@@ -16,6 +16,7 @@ import zipfile
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -225,11 +226,11 @@ def _map_chunk(path: Path, info: _StorageInfo, key: str) -> _Mapped:
 def _decode(mapped: _Mapped, start: int, path: Path, key: str) -> torch.Tensor:
     """Return the tensor of a mapped chunk, after comparing the checksums in it: torch.load does not look at them."""
     try:
-        with zipfile.ZipFile(mapped) as archive:
+        with zipfile.ZipFile(cast(IO[bytes], mapped)) as archive:
             broken = archive.testzip()
         if broken is None:
             mapped.seek(start)
-            layout = torch.load(mapped, map_location="meta", weights_only=True)
+            layout = torch.load(cast(IO[bytes], mapped), map_location="meta", weights_only=True)
             return _tensor_within(mapped, start, layout)
     except (zipfile.BadZipFile, RuntimeError, *WRONG_PICKLE) as error:
         raise CheckpointError(f"{path}: corrupt: {key} cannot be decoded ({reason_of(error)})") from error
@@ -241,7 +242,7 @@ def _tensor_within(mapped: _Mapped, start: int, layout: torch.Tensor) -> torch.T
     described = layout.untyped_storage()
     if not described.nbytes():
         return torch.empty(layout.shape, dtype=layout.dtype)
-    first = start + described._checkpoint_offset
+    first = start + (described._checkpoint_offset or 0)
     stored = torch.frombuffer(mapped, dtype=torch.uint8, offset=first, count=described.nbytes())
     tensor = torch.empty(0, dtype=layout.dtype)
     return tensor.set_(stored.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())

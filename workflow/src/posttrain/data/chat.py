@@ -57,4 +57,4 @@ class ChatTokenizer:
 
     def decode(self, response_tokens: Sequence[int]) -> str:
         """Return the text of a response; end token and other special tokens leave no trace."""
-        return self.tokenizer.decode(list(response_tokens), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(response_tokens), skip_special_tokens=True))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from posttrain.artifacts import FileRecord, record_files, write_text
+from posttrain.artifacts import FileRecord, RelativeName, record_files, write_text
 from posttrain.checkpoint.file_placement import remove_half_written
 from posttrain.checkpoint.hub import FetchOptions, download
 from posttrain.checkpoint.hub_listing import HubSource
@@ -75,7 +75,9 @@ def _fetch(data: Data, folder: Path, manifest: Path, rule: RetryRule) -> tuple[F
             for name in sorted(absent)
         ]
     )
-    return tuple(FileRecord(f"{SOURCE_FOLDER}/{f.path}", f.size_bytes, f.xxh3_128, f.sha256) for f in files)
+    return tuple(
+        FileRecord(RelativeName(f"{SOURCE_FOLDER}/{f.path}"), f.size_bytes, f.xxh3_128, f.sha256) for f in files
+    )
 
 
 def _write_split(data: Data, train_file: Path, heldout_file: Path, folder: Path) -> tuple[FileRecord, ...]:

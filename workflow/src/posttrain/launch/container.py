@@ -93,7 +93,7 @@ def _mounts(config: Config, *of_the_node: str) -> list[str]:
     """Return `outside:inside` of what the workflow reads and writes, then what the site adds."""
     site, added = config.site, config.site.container.mounts
     own = (Path.cwd(), CLONE, site.store, site.results, *of_the_node, *_sources(config))
-    folders = dict.fromkeys(os.path.abspath(folder) for folder in own)
+    folders = dict.fromkeys(os.path.abspath(str(folder)) for folder in own)
     # What lies in a folder that is shown needs no mount of its own; between mounts there are no hard links.
     shown = {*folders, *added}
     widest = [folder for folder in folders if shown.isdisjoint(map(str, Path(folder).parents))]

@@ -69,7 +69,8 @@ def inspect(ask: Ask, config: Config, addresses: Mapping[str, str], folder: Path
     Raises:
         UnfitNodesError: Naming them.
     """
-    started, found = time.monotonic(), {}
+    started = time.monotonic()
+    found: dict[str, Any] = {}
     share = config.launch.preflight_min_share
     try:
         found["clocks"] = offsets = _clock_offsets(ask)

@@ -64,5 +64,7 @@ class TrainingJob:
     def from_dict(content: Mapping[str, Any]) -> TrainingJob:
         """Return what `as_dict` was made of."""
         names = [field.name for field in dataclasses.fields(TrainingJob)]
-        values = {name: tuple(content[name]) if name == "arguments" else Path(content[name]) for name in names}
+        values: dict[str, Any] = {
+            name: tuple(content[name]) if name == "arguments" else Path(content[name]) for name in names
+        }
         return TrainingJob(**values)

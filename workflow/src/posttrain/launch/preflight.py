@@ -61,7 +61,8 @@ def look_at_nodes(paths: Paths, nodes: Nodes) -> Preflight:
     Raises:
         RuntimeError: The looking itself has failed.
     """
-    names, unfit, figures = nodes.choose(nodes_with_spares(paths.resolved.config)), Unfit(), {}
+    names, unfit = nodes.choose(nodes_with_spares(paths.resolved.config)), Unfit()
+    figures: dict[str, Any] = {}
     while names:
         found, figures = _look(paths, nodes, names)
         unfit |= found

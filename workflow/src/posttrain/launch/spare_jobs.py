@@ -66,7 +66,7 @@ class SpareJobs:
             self._look()
             useless = [number for number, node in self._jobs.items() if node in lost]
             self._cancel(useless)
-            for _ in range(len(lost.intersection(self._names)) - len(self._jobs) + len(useless)):
+            for _ in range(len(lost & set(self._names)) - len(self._jobs) + len(useless)):
                 self._submit({*self._names, *self._jobs.values(), *lost} - {""})
         except RuntimeError as error:
             log.warning("a used-up spare node is not replaced through the queue: %s", error)

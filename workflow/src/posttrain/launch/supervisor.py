@@ -130,7 +130,7 @@ class _Supervision:
     def _attempt(self, names: Sequence[str]) -> None:
         """Run engines and ranks until all ranks are done; record how it went."""
         folder = artifacts.make_next_folder(self._job.run_folder / "attempts")
-        row = {
+        row: dict[str, Any] = {
             "attempt": int(folder.name),
             "epoch": self._lease.epoch,
             "started_unix": time.time(),

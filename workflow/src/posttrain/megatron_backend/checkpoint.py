@@ -268,7 +268,7 @@ def sharded_weights(model: LogprobModel) -> ShardedStateDict:
 
 def _read_counts(folder: Path) -> dict[str, int]:
     common = read_common(folder)
-    counts = {name: common.get(name) for name in ("step", "optimizer_steps")}
+    counts: dict[str, Any] = {name: common.get(name) for name in ("step", "optimizer_steps")}
     if not all(type(count) is int for count in counts.values()):
         raise CheckpointError(f"{folder / COMMON_NAME}: expected whole numbers of steps and updates, found {counts}")
     return counts

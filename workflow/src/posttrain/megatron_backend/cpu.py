@@ -71,7 +71,7 @@ def _replace_device_queries() -> None:
     stream = _Inert()
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.Event = _Inert  # type: ignore[assignment,misc]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
@@ -89,7 +89,7 @@ def _replace_random_state() -> None:
         torch.set_rng_state(state)
 
     torch.cuda.get_rng_state = get_state
-    torch.cuda.set_rng_state = set_state
+    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state

@@ -35,7 +35,7 @@ class Policy:
 
     config: Config
     model: LogprobModel
-    wrapped: torch.nn.Module
+    wrapped: DistributedDataParallel
     optimizer: MegatronOptimizer | None
 
 

@@ -155,7 +155,9 @@ def _forward_step(
         labels=packed.targets[None].to(device),
         packed_seq_params=PackedSequences.from_boundaries(packed.cu_seqlens.to(device)),
     )
-    return output, partial(_loss, batch=training.tokens, objective=objective) if training else _keep
+    if training is None or objective is None:
+        return output, _keep
+    return output, partial(_loss, batch=training.tokens, objective=objective)
 
 
 def _keep(logprobs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
@@ -231,6 +233,7 @@ def _count_non_finite_gradients(policy: Policy) -> int:
 
 def _apply(policy: Policy, lr: float) -> float:
     """Let the optimizer clip and step; returns the gradient norm before clipping."""
+    assert policy.optimizer is not None, "this policy cannot be trained"
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = policy.config.optimizer.weight_decay * group["wd_mult"]

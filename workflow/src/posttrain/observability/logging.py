@@ -33,9 +33,11 @@ def configure_logging(role: str | None = None) -> None:
         os.makedirs(os.path.dirname(log_file) or ".", exist_ok=True)
         file_handler = logging.FileHandler(log_file, encoding="utf-8")
         handlers.append(file_handler)
-        faulthandler.enable(file_handler.stream)
+        stream = file_handler.stream
+        assert stream is not None, "it was opened just now"
+        faulthandler.enable(stream)
         # The supervisor of a trainer rank asks with it where the rank is.
-        faulthandler.register(signal.SIGUSR2, file_handler.stream)
+        faulthandler.register(signal.SIGUSR2, stream)
     for handler in handlers:
         handler.setFormatter(_Printable(f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"), handlers=handlers, force=True)

@@ -135,8 +135,8 @@ def read_run_so_far(paths: Paths, logs: Path, running_since: float | None) -> Ru
         CheckpointError: When a file is damaged.
     """
     config, export = paths.config, receipt_of(paths.hf_export)
-    evaluations = [paths.evaluation(when) for when in ("before", "after")]
-    inputs = ReportInputs(config, paths.run, *evaluations, export, logs)
+    before, after = (paths.evaluation(when) for when in ("before", "after"))
+    inputs = ReportInputs(config, paths.run, before, after, export, logs)
     resolved = paths.resolved
     if config.exists():
         resolved = Resolved(load_resolved(config), read_origins(config.read_text(encoding="utf-8")), paths.run.name)

@@ -142,7 +142,8 @@ def main() -> None:
         expected = pattern((place - 1) % len(places), size)
         receiver = threading.Thread(target=receive, args=(listener, transport, incoming, expected), daemon=True)
         receiver.start()
-        with connect(*places[(place + 1) % len(places)], secret) as connection:
+        next_host, next_port = places[(place + 1) % len(places)]
+        with connect(next_host, next_port, secret) as connection:
             rate, has_arrived = send(connection, transport, size)
             print(json.dumps({"rate": rate, "has_arrived": has_arrived}), flush=True)
         receiver.join()

@@ -132,7 +132,7 @@ def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: Genera
     return Sample(
         prompt_id=prompt.prompt_id,
         sample_index=index,
-        prompt_tokens=request.input_ids,
+        prompt_tokens=tuple(request.input_ids),
         response_tokens=tuple(answer.output_ids),
         rollout_logprobs=tuple(answer.logprobs),
         finish_reason=answer.finish_reason,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -128,7 +128,7 @@ class _Batch:
 
     def _keep(self, rows: torch.Tensor) -> None:
         """Make the cache, the mask and the positions those of `rows`, which may repeat."""
-        self._cache.reorder_cache(rows)
+        self._cache.reorder_cache(cast(torch.LongTensor, rows))
         self._real, self._positions = self._real[rows], self._positions[rows]
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class ReplicatedLinear(torch.nn.Module):
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the output and, as Megatron's linear layers do, a bias; here none."""
