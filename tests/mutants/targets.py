@@ -12,7 +12,17 @@ FUNCTIONS = {
 }
 TARGETS: dict[str, tuple[str, ...]] = {
     # What is learned.
-    "algorithm/policy_gradient": (f"{UNIT}/algorithm",),
+    "algorithm/policy_gradient": tuple(f"{UNIT}/algorithm/test_{name}.py" for name in ("advantage", "equations")),
+    "algorithm/objective": (f"{UNIT}/algorithm/test_equations.py",),
+    "algorithm/aggregation/__init__": (f"{UNIT}/algorithm/test_equations.py",),
+    **{
+        f"algorithm/{part}": (f"{UNIT}/algorithm/test_equations.py",)
+        for part in (
+            *("advantage/rloo", "advantage/reinforce_plus_plus_baseline", "level/sequence", "level/geometric"),
+            *("clip/dual", "clip/cispo", "aggregation/micro_batch_mean", "aggregation/sample_mean"),
+            *("aggregation/token_mean", "aggregation/constant", "correction/truncate", "correction/mask"),
+        )
+    },
     "algorithm/advantage/grpo": (f"{UNIT}/algorithm/test_advantage.py",),
     "algorithm/clip/decoupled": (f"{UNIT}/algorithm/test_decoupled_clip.py",),
     "algorithm/logprobs": (f"{UNIT}/algorithm/test_logprobs.py",),

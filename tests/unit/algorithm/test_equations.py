@@ -92,3 +92,83 @@ def test_an_infinite_ratio_that_is_clipped_has_no_gradient_through_it(clip: str,
     expected = [-1.28 * 2.0, 0.0] if clip == "cispo" else [0.0, 0.0]
     assert logprobs.grad.tolist() == pytest.approx(expected)
     assert statistics["clip_fraction"][0]
+
+
+# ---- by hand, and far from where another reading of the equation gives the same ----
+
+
+def test_rloo_by_hand() -> None:
+    from posttrain.algorithm.advantage.rloo import advantages
+
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3], [2, -2 / 3, -2 / 3, -2 / 3]
+    ours = advantages(rewards, torch.ones(2, 4), settings("rloo"))
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-6)
+    assert advantages(torch.tensor([[5.0]]), torch.ones(1, 1), settings("rloo")).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [("token", [0.1, 0.3, -0.5]), ("sequence", [0.4, 0.4, -0.5]), ("geometric", [0.2, 0.2, -0.5])],
+)
+def test_levels_by_hand(level: str, expected: list[float]) -> None:
+    """A prompt's token and padding belong to no response, whatever stands there."""
+    from posttrain.algorithm.objective import TokenBatch
+    from posttrain.algorithm.parts import load_part
+
+    row = torch.tensor([99.0, 0.1, 0.3, -0.5, float("inf")])
+    is_response = torch.tensor([False, True, True, True, False])
+    batch = TokenBatch((3, 1, 1), is_response, row, row)
+    combined = load_part("level", level).combine(row, batch)
+    assert combined.shape == row.shape
+    assert combined[is_response].tolist() == pytest.approx(expected)
+    assert level == "token" or combined[[0, 4]].tolist() == pytest.approx([expected[0], 0.0])
+
+
+@pytest.mark.parametrize(
+    ("clip", "ratio", "advantage", "loss", "is_clipped"),
+    [
+        ("dual", 5.0, -1.0, 3.0, True),
+        ("dual", 2.9, -1.0, 2.9, False),
+        ("dual", 5.0, 1.0, -1.28, True),
+        ("dual", 0.5, -1.0, 0.8, True),
+        ("dual", 0.5, 1.0, -0.5, False),
+        ("cispo", 1.5, 1.0, 2.56, True),
+        ("cispo", 1.5, -1.0, -2.56, True),
+        ("cispo", 0.5, 1.0, 1.6, True),
+        ("cispo", 1.1, 1.0, 2.2, False),
+    ],
+)
+def test_clips_by_hand(clip: str, ratio: float, advantage: float, loss: float, is_clipped: bool) -> None:
+    from posttrain.algorithm.parts import load_part
+
+    logprobs = torch.tensor([-2.0])
+    bounds = settings(clip=clip, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=3.0)
+    log_ratio = torch.tensor([ratio]).log()
+    losses, clipped = load_part("clip", clip).token_losses(log_ratio, logprobs, torch.tensor([advantage]), bounds)
+    assert losses.item() == pytest.approx(loss, rel=1e-5)
+    assert clipped.item() is is_clipped
+
+
+def test_corrections_by_hand() -> None:
+    from posttrain.algorithm.correction import mask, truncate
+
+    log_ratio = torch.tensor([0.4, 0.5, 1.5, 5.0, 9.0]).log()
+    bounds = settings("icepop", correction_low=0.49, correction_high=5.01)
+    assert truncate.factors(log_ratio, bounds).tolist() == pytest.approx([0.4, 0.5, 1.5, 5.0, 5.01])
+    assert mask.factors(log_ratio, bounds).tolist() == pytest.approx([0.0, 0.5, 1.5, 5.0, 0.0])
+
+
+def test_denominators_by_hand() -> None:
+    from posttrain.algorithm.aggregation import token_weights
+
+    def denominators(name: str, micro_batches: list[list[int]]) -> list[float]:
+        return (1 / token_weights(name, [1, 3, 4], micro_batches, longest=10)).tolist()
+
+    together, apart = [[0, 1], [2]], [[0], [1, 2]]
+    assert denominators("micro_batch_mean", together) == pytest.approx([8, 8, 8])
+    assert denominators("micro_batch_mean", apart) == pytest.approx([2, 14, 14])
+    for name, expected in (("sample_mean", [3, 9, 12]), ("token_mean", [8, 8, 8]), ("constant", [30, 30, 30])):
+        assert denominators(name, together) == denominators(name, apart) == pytest.approx(expected)
+    with pytest.raises(AssertionError, match="without tokens"):
+        token_weights("sample_mean", [1, 0], together, longest=10)
