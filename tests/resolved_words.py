@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,5 +14,8 @@ CONFIG_DIR = Path(__file__).parents[1] / "config"
 
 
 def resolved_words(workflow: Mapping[str, Any], folder: Path) -> list[str]:
-    """Resolve as the Snakefile does, write the file below `folder`, and return the words."""
-    return ["--resolved", str(write_resolved(resolve(workflow, CONFIG_DIR), folder / "configs"))]
+    """Resolve as the Snakefile does in `folder`, write the file there, and return the words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(folder):  # runs that lie elsewhere are none of its
+        resolved = resolve(workflow, CONFIG_DIR)
+    return ["--resolved", str(write_resolved(resolved, folder / "configs"))]

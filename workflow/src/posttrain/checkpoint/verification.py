@@ -24,7 +24,6 @@ from posttrain.artifacts import MANIFEST_NAME, FileRecord, Paths, hash_file, rea
 from posttrain.checkpoint.file_placement import hash_twice
 from posttrain.checkpoint.source_check import check_source
 from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
-from posttrain.config.load import parse_yaml, read_yaml
 from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
@@ -192,7 +191,7 @@ def _unlike_run(artefact: Artefact, paths: Paths) -> Iterator[str]:
         return
     assert artefact.receipt is not None
     try:
-        if parse_yaml(str(artefact.receipt.settings.get("experiment"))) != read_yaml(paths.experiment):
+        if artefact.receipt.settings.get("experiment") != paths.experiment.read_text(encoding="utf-8"):
             yield f"{artefact.receipt_path}: trained with another experiment than {paths.experiment} states"
     except (OSError, ValueError) as error:
         yield f"{paths.experiment}: cannot be read ({error})"

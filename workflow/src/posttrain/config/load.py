@@ -21,7 +21,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from posttrain.config import schema
 from posttrain.config.families import dimensions
@@ -42,8 +41,11 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
-# Keys that experiments of version 0.1 had.
-GONE_KEYS = {"algorithm": {"kl_coef": 0.0, "entropy_coef": 0.0}, "rollout": {"top_p": 1.0}}
+# Keys that experiments of version 0.1 had, with the value that each could have, and behind which key they stood.
+GONE_KEYS = {
+    ("algorithm", "clip_ratio_high"): {"kl_coef": 0.0, "entropy_coef": 0.0},
+    ("rollout", "temperature"): {"top_p": 1.0},
+}
 # Values that are the same for all models.
 BASE = "base.yaml"
 # Origin of a value that the planner chose.
@@ -137,19 +139,22 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: Choose
 def experiment_of(config: schema.Config) -> dict[str, Any]:
     """Return the sections that define what is learned, as plain types.
 
-    A run keeps its name when the schema grows: what a key's declaration calls `unnamed` is left out, and keys that are
-    gone stay with the one value that they could have.
+    A run keeps its name, and its file its bytes, when the schema grows: what a key's declaration calls `unnamed` is
+    left out, and keys that are gone stay in their places.
     """
-    sections = {name: _named(getattr(config, name)) | GONE_KEYS.get(name, {}) for name in schema.EXPERIMENT_SECTIONS}
+    sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
     sections["model"]["architecture"] = dimensions(config.model.architecture)
     return sections
 
 
-def _named(section: Any) -> dict[str, Any]:
-    """Return a section without the values that no experiment is told apart by."""
+def _named(name: str, section: Any) -> dict[str, Any]:
+    """Return a section as the experiment has it."""
     unnamed = {f.name: f.metadata["unnamed"] for f in dataclasses.fields(section) if "unnamed" in f.metadata}
-    values = dataclasses.asdict(section)
-    return {key: value for key, value in values.items() if unnamed.get(key, ...) not in (value, ANY)}
+    found: dict[str, Any] = {}
+    for key, value in dataclasses.asdict(section).items():
+        if unnamed.get(key, ...) not in (value, ANY):
+            found |= {key: value, **GONE_KEYS.get((name, key), {})}
+    return found
 
 
 def digest8(content: Any) -> str:
@@ -165,21 +170,8 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read what `dump_yaml` wrote."""
-    return parse_yaml(path.read_text(encoding="utf-8"))
-
-
-def parse_yaml(text: str) -> dict[str, Any]:
-    """Return the content of what `dump_yaml` returned.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    try:
-        content = OmegaConf.to_container(OmegaConf.create(text))
-    except YAMLError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"a {type(content).__name__} instead of keys")
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
     return {str(key): value for key, value in content.items()}
 
 
