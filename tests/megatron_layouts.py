@@ -116,7 +116,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
 def flat(statistics) -> dict[str, object]:
     row = dataclasses.asdict(statistics)
-    return row | row.pop("named")
+    return row | row.pop("named") | {"outcome": row["outcome"] == "applied"}
 
 
 def count_bad_gradients(policy) -> int:

@@ -163,7 +163,8 @@ def test_counts_without_a_recipe_get_the_planners_layout():
 
 
 @pytest.mark.parametrize(("model", "nodes"), [("tiny", 1), ("glm5", 16)])
-def test_recipes_and_single_ranks_resolve_as_without_a_planner(model, nodes):
+def test_recipes_and_single_ranks_resolve_as_without_a_planner(tmp_path, monkeypatch, model, nodes):
+    monkeypatch.chdir(tmp_path)  # where no older run is
     workflow = {"model": model, "site": "local", "nodes": nodes}
     assert resolve(workflow, CONFIG_DIR) == load.resolve(workflow, CONFIG_DIR)
 
