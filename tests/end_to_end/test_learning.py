@@ -42,6 +42,7 @@ def without_right_answers(store: Path, folder: Path) -> dict[str, object]:
 
 def test_the_reward_teaches_and_a_constant_one_does_not(store: Path, tmp_path: Path) -> None:
     told = WorkflowFolder(tmp_path / "told", store, LEARNING)
+    told.run("download_dataset")
     untold = WorkflowFolder(tmp_path / "untold", store, LEARNING | without_right_answers(store, tmp_path / "prompts"))
     for driver in [start(workflow, "train_grpo") for workflow in (told, untold)]:
         code, output = driver.finish()
