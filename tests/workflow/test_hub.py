@@ -101,11 +101,11 @@ def test_no_secret_is_on_a_command_line(from_hub: HubRun) -> None:
     assert not [line for line in from_hub.command_lines if any(canary in line for canary in CANARIES)]
 
 
-def test_the_source_makes_no_difference(from_hub: HubRun, undisturbed: WorkflowFolder) -> None:
+def test_the_source_makes_no_difference(from_hub: HubRun, undisturbed_alone: WorkflowFolder) -> None:
     """The experiments differ in the model's source only, and its bytes are the same."""
-    assert from_hub.workflow.run_folder.name != undisturbed.run_folder.name
-    assert from_hub.workflow.metrics() == undisturbed.metrics()
-    ours, theirs = from_hub.workflow.summary, undisturbed.summary
+    assert from_hub.workflow.run_folder.name != undisturbed_alone.run_folder.name
+    assert from_hub.workflow.metrics() == undisturbed_alone.metrics()
+    ours, theirs = from_hub.workflow.summary, undisturbed_alone.summary
     assert ours["final_weights_sha256"] == theirs["final_weights_sha256"]
 
 
