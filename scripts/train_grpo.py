@@ -1,4 +1,4 @@
-"""GRPO training: one job that resumes where it was.
+"""Training: one job that resumes where it was.
 
 In a pod that is not the first of its gang: do what the first one asks for. Elsewhere:
 

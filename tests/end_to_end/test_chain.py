@@ -78,7 +78,7 @@ def test_one_step_alone_leaves_the_others_untouched(finished: WorkflowFolder) ->
     report.unlink()
     output = finished.run("render_report")
     assert report.exists()
-    assert "GRPO tiny" not in output, "the training job's message"
+    assert "train tiny" not in output, "the training job's message"
     assert receipts == {path: path.stat().st_mtime_ns for path in finished.store.rglob("*.receipt.json")}
 
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_named_is_exported_and_nothing_is_trained(
     checkpoint = undisturbed.run_folder / "train" / "checkpoints" / "step_000004"
     workflow.settings |= {"export.checkpoint_folder": checkpoint}
     output = workflow.run()
-    assert "GRPO tiny" not in output, "the training job's message"
+    assert "train tiny" not in output, "the training job's message"
     exported = workflow.run_folder / "hf"
     assert exported.parent.name.startswith("exported-")
     for shard in (undisturbed.run_folder / "hf").glob("*.safetensors"):

@@ -53,4 +53,4 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert_all_known(found, and_the_meeting, addresses=r"127\.0\.0\.1|10\.77\.0\.\d+")
     assert {"posttrain.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
     on_slurm.nodes = 2
-    assert "GRPO tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"
+    assert "train tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"

@@ -66,7 +66,7 @@ def test_training_of_a_fork_waits_for_its_checkpoint(snakemake) -> None:
     code, output = snakemake("-n", run="new", fork="old@4")
     assert code == 0, output
     assert "begin new with the state of old@4" in output
-    assert output.index("begin new with") < output.index("GRPO new: ")
+    assert output.index("begin new with") < output.index("train new with grpo: ")
     assert "fork_checkpoint" not in snakemake("-n", run="other")[1]
 
 

@@ -16,7 +16,7 @@ from posttrain import artifacts
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
-from posttrain.config.begun import refuse_other_experiment
+from posttrain.config.begun import kept_from_before, refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.layout_choice import resolve
@@ -64,8 +64,10 @@ try:
     # A job reads what was planned when the command was given, whatever has become of config/ by then.
     if workflow.is_main_process:
         RESOLVED = resolve(config, Path(CONFIG_DIR))
-    else:
+    elif RESOLVED_VARIABLE in os.environ:
         RESOLVED = read_resolved(Path(os.environ[RESOLVED_VARIABLE]))
+    else:
+        raise CheckpointError(f"{RESOLVED_VARIABLE} is not set: this executor does not hand the environment on to jobs")
     PATHS = Paths(RESOLVED)
     announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
     if PATHS.train.exists() and not ONLY_LOOKS:
@@ -84,6 +86,8 @@ except (CheckpointError, ConfigError) as error:
     sys.exit(1)
 CFG = RESOLVED.config
 if workflow.is_main_process:
+    if kept := kept_from_before(RESOLVED):
+        logger.info(f"{RESOLVED.run} goes on as an older version began it: {kept}; name another value for a new run")
     os.environ[RESOLVED_VARIABLE] = str(write_once(RESOLVED))
 RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 

@@ -1,4 +1,4 @@
-# GRPO: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
+# Training: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
 
 
 # Not params, for which a finished run would be trained again: this node's disk, and the nodes.
@@ -49,7 +49,7 @@ rule train_grpo:
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
     message:
-        f"GRPO {RESOLVED.run}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
+        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
     shell:
         "POSTTRAIN_LOG={log:q} {ON_ALL_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"

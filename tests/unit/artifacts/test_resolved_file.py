@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
+from posttrain.config.begun import kept_from_before
 from posttrain.config.load import dump_yaml, leaves_of
+from posttrain.errors import CheckpointError
 from posttrain.planner.layout_choice import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
@@ -33,9 +36,23 @@ def test_a_file_of_another_version_is_not_understood(tmp_path: Path) -> None:
     path = write_resolved(resolved(), tmp_path)
     content = json.loads(path.read_text())
     del content["config"]["algorithm"]["clip"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(RuntimeError, match=f"{path}: not a configuration of this version .*give the command again"):
+    other = json.dumps(content).encode()
+    path = path.with_name(f"{hashlib.sha256(other).hexdigest()[:16]}.json")
+    path.write_bytes(other)
+    with pytest.raises(CheckpointError, match=rf"{path}: .* \('algorithm\.clip'\); give the command again"):
         read_resolved(path)
+
+
+@pytest.mark.parametrize("spoil", ["changed", "cut off", "nested", "gone"])
+def test_what_is_not_what_was_written_is_neither_read_nor_kept(tmp_path: Path, spoil: str) -> None:
+    path = write_resolved(resolved("optimizer.lr=1e-6"), tmp_path)
+    content = path.read_bytes()
+    spoilt = {"changed": content.replace(b"1e-06", b"1e-03"), "cut off": content[:-9], "nested": b"[" * 100_000}
+    path.unlink() if spoil == "gone" else path.write_bytes(spoilt[spoil])
+    with pytest.raises(CheckpointError, match=f"{path}: not what a command has resolved .*give the command again"):
+        read_resolved(path)
+    assert write_resolved(resolved("optimizer.lr=1e-6"), tmp_path) == path
+    assert path.read_bytes() == content
 
 
 @pytest.fixture
@@ -50,6 +67,8 @@ def test_a_run_of_the_older_default_goes_on_under_its_own_name(results: Path) ->
     (results / older.run).mkdir(parents=True)
     assert (resolved().run, resolved().config) == (older.run, older.config)
     assert resolved().origins["algorithm.zero_advantages"] == "the run, which an older version began"
+    assert kept_from_before(resolved()) == OLDER
+    assert kept_from_before(older) == "", "who names it knows"
     # Who says what he wants gets it, and any other experiment is not that run.
     assert resolved("algorithm.zero_advantages=skip").run != older.run
     assert resolved("optimizer.lr=1e-3").config.algorithm.zero_advantages == "skip"

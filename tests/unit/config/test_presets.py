@@ -85,6 +85,22 @@ def test_what_no_part_uses_and_what_no_line_is_called_are_refused() -> None:
         assert name in unknown.allowed
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "allowed"),
+    [
+        ("algorithm.preset=mis algorithm.correction_low=2", "algorithm.correction_low", "correction_high=2.0"),
+        ("algorithm.preset=dual_clip algorithm.clip_ratio_dual=1.28", "algorithm.clip_ratio_dual", "1.28"),
+        ("algorithm.kl_coef=0", "algorithm.kl_coef", "a key of this version"),
+        ("rollout.top_p=0.9", "rollout.top_p", "a key of this version"),
+    ],
+)
+def test_what_could_not_work_or_is_gone_is_refused(words: str, key: str, allowed: str) -> None:
+    problem = problem_of(words)
+    assert problem.key == key
+    assert allowed in problem.allowed
+    assert "did you mean" not in problem.remedy
+
+
 def test_what_an_algorithm_is_called() -> None:
     assert resolved().algorithm == "grpo"
     assert resolved("algorithm.clip_ratio_high=0.3").algorithm == "grpo", "a number is no part"

@@ -15,15 +15,16 @@ from posttrain.artifacts.durable import write_text
 from posttrain.config import schema
 from posttrain.config.fields import build
 from posttrain.config.load import Resolved, leaves_of
+from posttrain.errors import CheckpointError
 
 
 def write_resolved(resolved: Resolved, folder: Path) -> Path:
-    """Write a configuration unless it is there; returns the file."""
-    text = json.dumps(dataclasses.asdict(resolved), indent=1) + "\n"
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if not path.exists():
+    """Write a configuration unless it is there as it should be; returns the file."""
+    content = (json.dumps(dataclasses.asdict(resolved), indent=1) + "\n").encode()
+    path = folder / _name_of(content)
+    if not path.is_file() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_text(path, content.decode())
     return path
 
 
@@ -31,11 +32,18 @@ def read_resolved(path: Path) -> Resolved:
     """Read what `write_resolved` wrote.
 
     Raises:
-        RuntimeError: Another version of this workflow has written it.
+        CheckpointError: It is not there, not what was written, or of another version of this workflow.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
     try:
-        config = build(schema.Config, leaves_of(content["config"]))
-        return Resolved(**content | {"config": config})
-    except (KeyError, TypeError) as error:
-        raise RuntimeError(f"{path}: not a configuration of this version ({error}); give the command again") from error
+        content = path.read_bytes()
+        if path.name != _name_of(content):
+            raise ValueError("it was changed after it was written")
+        values = json.loads(content)
+        config = build(schema.Config, leaves_of(values["config"]))
+        return Resolved(**values | {"config": config})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not what a command has resolved ({error}); give the command again") from error
+
+
+def _name_of(content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()[:16]}.json"

@@ -16,6 +16,8 @@ from posttrain.document import ANY
 from posttrain.errors import Problem, raise_if_any
 
 STEPS = "training.num_steps"
+# Origin of a value that is not today's default.
+OLDER = "the run, which an older version began"
 
 
 def as_begun(resolved: Resolved) -> Resolved:
@@ -33,14 +35,22 @@ def as_begun(resolved: Resolved) -> Resolved:
     return older if is_it else resolved
 
 
+def kept_from_before(resolved: Resolved) -> str:
+    """Return the settings that a run keeps from the version that began it, as for `set=`; empty for other runs."""
+    values = ((key, *key.split(".")) for key, origin in resolved.origins.items() if origin == OLDER)
+    return " ".join(f"{key}={getattr(getattr(resolved.config, section), name)}" for key, section, name in values)
+
+
 def _as_before(resolved: Resolved) -> Resolved:
     config, origins = resolved.config, dict(resolved.origins)
     for key, _, limits in fields_of(Config):
-        if limits.get("unnamed", ANY) is not ANY and Path(origins.get(key, "")).name == BASE:
-            section, name = key.split(".")
+        if limits.get("unnamed", ANY) is ANY or Path(origins.get(key, "")).name != BASE:
+            continue
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != limits["unnamed"]:
             changed = dataclasses.replace(getattr(config, section), **{name: limits["unnamed"]})
             config = dataclasses.replace(config, **{section: changed})
-            origins[key] = "the run, which an older version began"
+            origins[key] = OLDER
     is_named = resolved.run != run_name(resolved.config, resolved.fork)
     run = resolved.run if is_named else run_name(config, resolved.fork)
     return dataclasses.replace(resolved, config=config, origins=origins, run=run)

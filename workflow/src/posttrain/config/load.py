@@ -46,6 +46,7 @@ GONE_KEYS = {
     ("algorithm", "clip_ratio_high"): {"kl_coef": 0.0, "entropy_coef": 0.0},
     ("rollout", "temperature"): {"top_p": 1.0},
 }
+GONE = {f"{section}.{key}": value for (section, _), keys in GONE_KEYS.items() for key, value in keys.items()}
 # Values that are the same for all models.
 BASE = "base.yaml"
 # Origin of a value that the planner chose.
@@ -321,7 +322,10 @@ class _Merger:
     def add_value(self, key: str, value: Any, origin: str) -> None:
         """Set one leaf, after checking its name and type."""
         if key not in self._types:
-            if not any(key.startswith(f"{p.key}.") for p in self.problems):
+            if key in GONE:
+                remedy = f"leave it out; it could only be {GONE[key]}, and that is what is done"
+                self.problems.append(Problem(key, f"{value!r} ({origin})", "a key of this version", remedy))
+            elif not any(key.startswith(f"{p.key}.") for p in self.problems):
                 self.problems.append(unknown_key(key, value, origin, self._types))
             return
         try:

@@ -15,6 +15,7 @@ from posttrain.config.derived import (
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.launch_rules import LAUNCH_RULES
+from posttrain.config.presets import check_bounds
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
@@ -36,7 +37,7 @@ SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    rules = (*RULES, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES)
+    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES)
     return [problem for rule in rules for problem in rule(config)]
 
 

@@ -119,7 +119,7 @@ def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> lis
         ),
         RuleNode(
             "train_grpo",
-            "GRPO: rollout, update, weight sync",
+            "rollout, update, weight sync",
             (*before, "download_dataset", *(rule.name for rule in fork)),
             1,
             config.nodes,
