@@ -33,7 +33,7 @@ def dry_run(folder: Path, *words: str, **environment: str) -> str:
 def test_a_dry_run_shows_everything_and_ends_in_red(name: str, tmp_path: Path) -> None:
     model, nearest = CANNOT[name]
     output = dry_run(tmp_path, "--config", model, FORCE_COLOR="1")
-    assert "GRPO" in output, "the jobs are shown all the same"
+    assert "train " in output and " with grpo: " in output, "the jobs are shown all the same"
     plan, _, words = output.partition(REFUSAL)
     assert plan.endswith(RED + "\n\n") or plan.rstrip("\n").endswith(RED), repr(plan[-40:])
     assert nearest in words
