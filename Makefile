@@ -63,7 +63,7 @@ endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/fault_parts.py); goes on where it was interrupted
+test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/support/fault_parts.py); goes on where it was interrupted
 	REQUIRE=sglang pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
 
 lint: env

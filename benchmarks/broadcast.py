@@ -4,8 +4,8 @@ Shared storage sends at most 1.1 times the unique bytes, and all nodes have them
 times what one node alone needs for `cp -r`. Beside it: every node reads for itself.
 
 The nodes are network namespaces with limited links, shared storage is one more, mounted by SFTP
-(`tests.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder included.
-Run as root from the repository's root, after `make env-network`:
+(`tests.support.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder
+included. Run as root from the repository's root, after `make env-network`:
 
     python -m benchmarks.broadcast
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.claims import report
-from tests.network_nodes import Host, limited_hosts, mounted
+from tests.support.network_nodes import Host, limited_hosts, mounted
 
 from posttrain.artifacts import Receipt, record_files, write_receipt
 
@@ -33,8 +33,8 @@ STAGE = """
 import sys, time
 from pathlib import Path
 from posttrain.artifacts import read_receipt
-from posttrain.checkpoint.broadcast import Broadcast
-from posttrain.checkpoint.node_local import Origin, stage
+from posttrain.checkpoint.staging.broadcast import Broadcast
+from posttrain.checkpoint.staging.node_local import Origin, stage
 shared, node, name, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 node.mkdir(parents=True)
 (node / "ready").touch()

@@ -29,9 +29,9 @@ from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
 
 from posttrain.artifacts import building
 from posttrain.artifacts.durable import sync_tree
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.checkpoint.torch_dist import write_format_files, write_part
 from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture
 
@@ -107,8 +107,8 @@ def copy(source: Path, result: Path, arch: Architecture) -> float:
 def megatron(source: Path, result: Path, arch: Architecture) -> float:
     """Build Megatron's model as Megatron does, initialised, fill it from the source and save it."""
     from megatron.core import dist_checkpointing
-    from tests.megatron_families import build_model
-    from tests.megatron_single import initialize_single_rank, test_config
+    from tests.support.megatron_families import build_model
+    from tests.support.megatron_single import initialize_single_rank, test_config
 
     from posttrain.megatron_backend.weights import HubWeights
 

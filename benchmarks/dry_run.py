@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.claims import report
-from tests.workflow_runs import ROOT, run_snakemake
+from tests.support.workflow_runs import ROOT, run_snakemake
 
 GOAL, GOAL_OF_MANY_JOBS = 2.5, 6.0
 REPEATS = 5

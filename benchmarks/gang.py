@@ -29,7 +29,7 @@ import psutil
 from benchmarks.claims import report
 from tests.slurm.cluster import Cluster, missing_slurm, running_cluster
 from tests.slurm.slurm_folder import PROFILE, SlurmFolder
-from tests.workflow_runs import FAST, ROOT, WorkflowFolder
+from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.engines.launch_command import render_engine_command

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from benchmarks.claims import report
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_goodput import GOAL, NODE_COUNTS, goodput_part

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.claims import report
-from tests.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import WorkflowFolder
 
 SEEDS = {42: 7, 43: 8, 44: 9}
 BEFORE_AT_MOST, GOAL = 0.4, 0.8

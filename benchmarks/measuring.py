@@ -17,8 +17,8 @@ import torch
 
 from posttrain.artifacts import partial_of
 from posttrain.artifacts.durable import sync_tree
-from posttrain.checkpoint.safetensors_io import TensorSpec
-from posttrain.checkpoint.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, write_index, write_shard
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES, HashingFile, assign_shards, write_index, write_shard
 
 # So many rows of a tensor are random; a larger one repeats them.
 RANDOM_ROWS = 2048

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.claims import report
-from tests.workflow_runs import FAST, ROOT, WorkflowFolder
+from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 
 GOAL = 500
 ONE_STEP = FAST | {

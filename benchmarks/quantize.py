@@ -29,11 +29,11 @@ from safetensors.torch import save_file
 
 from posttrain.artifacts import partial_of
 from posttrain.artifacts.durable import sync_tree
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.quantize import Quantization
-from posttrain.checkpoint.quantized_names import Selection
-from posttrain.checkpoint.recoded_folder import finalize_folder, write_part
-from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
+from posttrain.checkpoint.parts.recoded_folder import finalize_folder, write_part
+from posttrain.checkpoint.quantization.quantize import Quantization
+from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.config.load import resolve
 
 COPY_GOAL, FORMULA_GOAL, MEMORY_GOAL_GIB = 1.5, 3.0, 2.0

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.claims import report
 
 from posttrain.artifacts import Receipt, record_files
-from posttrain.checkpoint.node_local import Origin, stage
+from posttrain.checkpoint.staging.node_local import Origin, stage
 
 SIZES = [64 << 20] * 40 + [512 << 20] * 3
 TIME_GOAL, CHECK_GOAL, REPEATS = 1.2, 1.0, 5

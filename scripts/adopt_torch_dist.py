@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
-from posttrain.checkpoint.adopted_torch_dist import check_adoptable, place_torch_dist
-from posttrain.checkpoint.torch_dist import verify_torch_dist
+from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
+from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 

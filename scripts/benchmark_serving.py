@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from posttrain.artifacts import write_json
-from posttrain.checkpoint.node_local import require_content
+from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import add_configuration, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer

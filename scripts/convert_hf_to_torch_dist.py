@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, require_files
-from posttrain.checkpoint.parts import write_part_receipt
-from posttrain.checkpoint.torch_dist import write_part
+from posttrain.checkpoint.formats.torch_dist import write_part
+from posttrain.checkpoint.parts.parts import write_part_receipt
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 

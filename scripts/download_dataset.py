@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, manifest_of, write_receipt
-from posttrain.checkpoint.hub_retries import RetryRule
+from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.cli import run
 from posttrain.config.schema import Data
 from posttrain.data.dataset_files import make_dataset

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, write_receipt
-from posttrain.checkpoint.download_parts import PART_STEP, bring_part, origin_of, reopen
-from posttrain.checkpoint.hub import FetchOptions
-from posttrain.checkpoint.hub_retries import RetryRule
-from posttrain.checkpoint.listed_files import read_manifest
+from posttrain.checkpoint.hub.client import FetchOptions
+from posttrain.checkpoint.hub.download_parts import PART_STEP, bring_part, origin_of, reopen
+from posttrain.checkpoint.hub.listed_files import read_manifest
+from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.cli import run
 
 

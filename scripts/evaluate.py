@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
-from posttrain.checkpoint.node_local import require_content
+from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import add_configuration, run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint

@@ -16,7 +16,7 @@ from posttrain.checkpoint.export import (
     refuse_foreign_folder,
     write_part,
 )
-from posttrain.checkpoint.parts import write_part_receipt
+from posttrain.checkpoint.parts.parts import write_part_receipt
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.checkpoint.dequantize import CastToBf16
-from posttrain.checkpoint.recoding_steps import join_parser, join_recoded
+from posttrain.checkpoint.parts.recoding_steps import join_parser, join_recoded
+from posttrain.checkpoint.quantization.dequantize import CastToBf16
 from posttrain.cli import run
 
 STEP = "finalize_bf16"

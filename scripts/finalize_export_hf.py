@@ -8,8 +8,8 @@ from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, read_receipt, require_files, write_receipt
 from posttrain.checkpoint.export import FINALIZE_STEP, STEP, combine_hashes, finalize_folder
-from posttrain.checkpoint.parts import read_parts
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.parts.parts import read_parts
 from posttrain.cli import run
 
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, write_receipt
-from posttrain.checkpoint.download_parts import join_parts, origin_of, remove_other_parts, set_aside
-from posttrain.checkpoint.hf_layout import check_source
-from posttrain.checkpoint.listed_files import read_manifest
+from posttrain.checkpoint.formats.hf_layout import check_source
+from posttrain.checkpoint.hub.download_parts import join_parts, origin_of, remove_other_parts, set_aside
+from posttrain.checkpoint.hub.listed_files import read_manifest
 from posttrain.cli import run
 
 STEP = "finalize_hf_checkpoint"

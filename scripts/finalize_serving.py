@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from posttrain.checkpoint.quantize import Quantization
-from posttrain.checkpoint.recoding_steps import join_parser, join_recoded
+from posttrain.checkpoint.parts.recoding_steps import join_parser, join_recoded
+from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.cli import run
 
 STEP = "finalize_serving"

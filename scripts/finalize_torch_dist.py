@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, record_files, require_files, write_receipt
-from posttrain.checkpoint.parts import read_parts, remove_strangers
-from posttrain.checkpoint.torch_dist import FORMAT_FILES, verify_torch_dist, write_format_files
+from posttrain.checkpoint.formats.torch_dist import FORMAT_FILES, verify_torch_dist, write_format_files
+from posttrain.checkpoint.parts.parts import read_parts, remove_strangers
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import huggingface_hub
 
 from posttrain.artifacts import build_lock, read_receipt, receipt_of
-from posttrain.checkpoint.download_parts import reopen
-from posttrain.checkpoint.hf_layout import check_source
-from posttrain.checkpoint.hub import is_needed, list_what_lies_there
-from posttrain.checkpoint.hub_listing import HubSource, list_files
-from posttrain.checkpoint.hub_retries import RetryRule
-from posttrain.checkpoint.listed_files import Manifest, read_manifest, write_manifest
-from posttrain.checkpoint.local_folder import list_folder
+from posttrain.checkpoint.formats.hf_layout import check_source
+from posttrain.checkpoint.hub.client import is_needed, list_what_lies_there
+from posttrain.checkpoint.hub.download_parts import reopen
+from posttrain.checkpoint.hub.listed_files import Manifest, read_manifest, write_manifest
+from posttrain.checkpoint.hub.listing import HubSource, list_files
+from posttrain.checkpoint.hub.local_folder import list_folder
+from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.cli import run
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
-from posttrain.checkpoint.tiny_model import make_tiny_model
+from posttrain.checkpoint.tiny.model import make_tiny_model
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts

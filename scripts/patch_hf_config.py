@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
-from posttrain.checkpoint.hf_config import CONFIG, check_config, patch_folder
-from posttrain.checkpoint.hf_layout import check_layout, read_object
+from posttrain.checkpoint.formats.hf_config import CONFIG, check_config, patch_folder
+from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.cli import run
 from posttrain.config.schema import Architecture
 from posttrain.errors import raise_if_any

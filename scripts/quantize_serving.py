@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.checkpoint.quantize import Quantization
-from posttrain.checkpoint.recoding_steps import part_parser, recode_part
+from posttrain.checkpoint.parts.recoding_steps import part_parser, recode_part
+from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.cli import run
 
 STEP = "quantize_serving"

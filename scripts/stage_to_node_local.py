@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from posttrain.artifacts import require_files
-from posttrain.checkpoint.node_local import Origin
-from posttrain.checkpoint.node_weights import NodeWeights
-from posttrain.checkpoint.testimony import write_node_record
+from posttrain.checkpoint.staging.node_local import Origin
+from posttrain.checkpoint.staging.node_weights import NodeWeights
+from posttrain.checkpoint.staging.staging_record import write_node_record
 from posttrain.cli import add_configuration, run
 
 

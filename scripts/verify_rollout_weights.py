@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.artifacts import require_files, write_json
 from posttrain.artifacts.sharing import shared
-from posttrain.checkpoint.quantization_report import verify_weights
+from posttrain.checkpoint.quantization.quantization_report import verify_weights
 from posttrain.cli import run
 
 

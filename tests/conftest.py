@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from tests import fault_parts
-from tests.canaries import CANARIES, command_lines
-from tests.fault_record import FaultRecord
-from tests.workflow_runs import WorkflowFolder
+from tests.support import fault_parts
+from tests.support.canaries import CANARIES, command_lines
+from tests.support.fault_record import FaultRecord
+from tests.support.workflow_runs import WorkflowFolder
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -90,7 +90,7 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
         return WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
 
     def make(folder: Path) -> None:
-        from tests.interruptions import keep_rollouts, start  # imports torch, which most tests do without
+        from tests.support.interruptions import keep_rollouts, start  # imports torch, which most tests do without
 
         with command_lines() as seen:
             driver = start(workflow_in(folder))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chromium import measure_pages
-from tests.synthetic_run import REPOSITORY, make_run
+from tests.support.chromium import measure_pages
+from tests.support.synthetic_run import REPOSITORY, make_run
 
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import read_run, read_run_so_far

@@ -17,20 +17,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.payload import Payload
-from tests.tiny_checkpoint import TINY
+from tests.support.payload import Payload
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import Receipt, read_receipt
-from posttrain.checkpoint.adopted_torch_dist import check_adoptable
-from posttrain.checkpoint.calibration import Calibration
 from posttrain.checkpoint.export import open_export
-from posttrain.checkpoint.hf_layout import check_source, read_object
-from posttrain.checkpoint.listed_files import read_manifest
-from posttrain.checkpoint.node_slices import torch_dist_files
-from posttrain.checkpoint.safetensors_io import CheckpointReader, read_header
-from posttrain.checkpoint.testimony import read_testimony
-from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable
+from posttrain.checkpoint.formats.hf_layout import check_source, read_object
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.hub.listed_files import read_manifest
+from posttrain.checkpoint.quantization.calibration import Calibration
+from posttrain.checkpoint.staging.node_slices import torch_dist_files
+from posttrain.checkpoint.staging.staging_record import read_testimony
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.engines.tensor_payload import PayloadError, deserialize_bucket
@@ -46,9 +46,9 @@ UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict"
 HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv")
 # Call -> what holds it safe.
 PLACES = {
-    ("checkpoint/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
-    ("checkpoint/torch_dist_format.py", "torch.load"): "weights_only",
-    ("checkpoint/torch_dist_reader.py", "torch.load"): "weights_only",
+    ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
+    ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
+    ("checkpoint/formats/torch_dist_reader.py", "torch.load"): "weights_only",
     ("megatron_backend/checkpoint.py", "dist_checkpointing.load"): "SafeLoad and NothingInCommon",
     (
         "megatron_backend/checkpoint.py",
@@ -162,7 +162,7 @@ def test_a_manifest_of_a_training_checkpoint_is_not_run(tmp_path, payload):
 
 
 def test_a_trained_checkpoint_that_is_exported_is_not_run(tmp_path, payload):
-    from tests.tiny_checkpoint import make_random_checkpoint
+    from tests.support.tiny_checkpoint import make_random_checkpoint
 
     make_random_checkpoint(tmp_path / "hf", TINY)
     (tmp_path / "trained").mkdir()
@@ -232,7 +232,7 @@ def test_a_chat_template_stays_in_its_sandbox(tokenizer, tmp_path, template):
 
 def test_leftovers_of_other_formats_are_not_looked_at(tokenizer, payload):
     """Weights that are pickles are not on the list of what is fetched, and nothing here opens them."""
-    from posttrain.checkpoint.hub import is_needed
+    from posttrain.checkpoint.hub.client import is_needed
 
     names = ("pytorch_model.bin", "model.pt", "x.pkl", "training_args.bin", "optimizer.pth", "a.ckpt", "w.npy", "c.py")
     assert not [name for name in names if is_needed(name)]

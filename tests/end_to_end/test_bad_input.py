@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.hub_server import HubServer
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.hub_server import HubServer
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.artifacts import part_receipt_of, receipt_of
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.fault_record import FaultRecord
-from tests.workflow_runs import ROOT, WorkflowFolder
+from tests.support.fault_record import FaultRecord
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths
 from posttrain.checkpoint.verification import find_uncovered, verify

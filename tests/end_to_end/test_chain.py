@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.chromium import measure_pages
-from tests.workflow_runs import WorkflowFolder
+from tests.support.chromium import measure_pages
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests import saving
-from tests.fault_record import FaultRecord
-from tests.interruptions import (
+from tests.scripts.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
+from tests.scripts.killing import run_killed
+from tests.support import saving
+from tests.support.fault_record import FaultRecord
+from tests.support.interruptions import (
     Driver,
     assert_gone,
     check_claims,
@@ -30,10 +32,8 @@ from tests.interruptions import (
     start,
     wait_or_end,
 )
-from tests.power_cut import Disk, new_disk
-from tests.scripts.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
-from tests.scripts.killing import run_killed
-from tests.workflow_runs import WorkflowFolder
+from tests.support.power_cut import Disk, new_disk
+from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts import (
     manifest_of,

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.fault_parts import Count
-from tests.fault_record import FaultRecord
-from tests.interruptions import (
+from tests.support.fault_parts import Count
+from tests.support.fault_record import FaultRecord
+from tests.support.interruptions import (
     ENGINE,
     NUM_JOBS,
     OUTPUTS,
@@ -38,7 +38,7 @@ from tests.interruptions import (
     start,
     wait_or_end,
 )
-from tests.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = [pytest.mark.timeout(3600)]
 

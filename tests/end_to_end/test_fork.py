@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
-from tests.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import WorkflowFolder
 
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.observability.metrics import without_timings
 
 pytestmark = pytest.mark.slow

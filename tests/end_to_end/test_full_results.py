@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fault_record import FaultRecord
-from tests.interruptions import assert_gone, assert_same_training, start
 from tests.scripts.test_full_disks import full, without_inodes
-from tests.small_disk import small_disk
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.fault_record import FaultRecord
+from tests.support.interruptions import assert_gone, assert_same_training, start
+from tests.support.small_disk import small_disk
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults("training")]
 

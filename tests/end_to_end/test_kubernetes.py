@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.interruptions import assert_gone, assert_same_training, attempts_of, rank_process, start
-from tests.kubernetes_server import KubernetesServer
-from tests.workflow_runs import FAST, ROOT, WorkflowFolder
+from tests.support.interruptions import assert_gone, assert_same_training, attempts_of, rank_process, start
+from tests.support.kubernetes_server import KubernetesServer
+from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.interruptions import start, training_state
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.interruptions import start, training_state
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 
 pytestmark = pytest.mark.slow
 

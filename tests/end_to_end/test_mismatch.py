@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.workflow_runs import WorkflowFolder, run_snakemake
+from tests.support.workflow_runs import WorkflowFolder, run_snakemake
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from tests.workflow_runs import run_snakemake
+from tests.support.workflow_runs import run_snakemake
 
 from posttrain.config.load import read_yaml
 

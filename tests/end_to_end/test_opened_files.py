@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.opened_files import ENVIRONMENT, GOAL, ONE_STEP, before_first_step, missing_strace, most_shared
-from tests.requirements import require
-from tests.workflow_runs import WorkflowFolder
+from tests.support.requirements import require
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

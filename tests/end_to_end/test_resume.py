@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tests.interruptions import (
+from tests.support.interruptions import (
     ENGINE,
     NUM_JOBS,
     OUTPUTS,
@@ -40,7 +40,7 @@ from tests.interruptions import (
     start,
     training_state,
 )
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.config.schema import Launch
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 
@@ -108,8 +108,8 @@ def dequantized(served: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def trained(run_folder: Path, finished: int) -> dict[str, torch.Tensor]:
     """Return the trainer's weights after so many steps by Hub name, in the Hub's precision."""
+    from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
     from posttrain.checkpoint.param_names import to_megatron
-    from posttrain.checkpoint.torch_dist_reader import TorchDistReader
     from posttrain.config.load import load_resolved
 
     reader = TorchDistReader(run_folder / f"train/checkpoints/step_{finished:06d}")

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.canaries import CANARIES, command_lines, found_below, found_in
-from tests.workflow_runs import WorkflowFolder
+from tests.support.canaries import CANARIES, command_lines, found_below, found_in
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.interruptions import assert_gone, assert_same_training, start
-from tests.listening import assert_all_known, watched_sockets
-from tests.sglang_environment import PYTHON, require_sglang
-from tests.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.interruptions import assert_gone, assert_same_training, start
+from tests.support.listening import assert_all_known, watched_sockets
+from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 
@@ -35,7 +35,7 @@ def environment() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
     folder = tmp_path / "model"
     make_random_checkpoint(folder, ARCHITECTURE, seed=1)

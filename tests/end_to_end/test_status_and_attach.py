@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.interruptions import ENGINE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
-from tests.workflow_runs import WorkflowFolder
+from tests.support.interruptions import ENGINE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.listening import RANK, assert_all_known, watched_sockets
-from tests.workflow_runs import ROOT, WorkflowFolder
+from tests.support.listening import RANK, assert_all_known, watched_sockets
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import receipt_of
 

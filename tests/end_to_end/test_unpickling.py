@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import UNPICKLED
-from tests.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
 
 # File that unpickles and its function -> what it reads.
 PLACES = {
-    "posttrain/checkpoint/torch_dist_format.py:find_class": "checkpoints, and what ranks send, by lists of classes",
+    "posttrain/checkpoint/formats/torch_dist_format.py:find_class": "checkpoints, ranks' messages: lists of classes",
 }
 
 

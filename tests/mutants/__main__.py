@@ -26,7 +26,7 @@ from rich.table import Table
 from tests.mutants.operators import Mutant, lines_of, mutants_of
 from tests.mutants.runner import LIBRARY, TIMEOUT_SECONDS, MutantRunner, fingerprint
 from tests.mutants.targets import FUNCTIONS, TARGETS
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 from posttrain.observability.progress import ProgressBar
 

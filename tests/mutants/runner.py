@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.mutants.operators import Mutant
 from tests.mutants.targets import TARGETS
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 # Longer than any of the tests takes on a busy machine: a mutant that hangs is found, too.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from tests.mutants.operators import mutants_of
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 SOURCE = '''"""A text."""
 def near(values: list[int], limit=3):

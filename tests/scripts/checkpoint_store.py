@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.scripts.killing import SCRIPTS
-from tests.tiny_checkpoint import TINY, make_random_checkpoint
+from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import (
     Receipt,

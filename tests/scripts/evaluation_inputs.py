@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from tests.resolved_words import resolved_words
-from tests.tiny_checkpoint import TINY, make_random_checkpoint
+from tests.support.resolved_words import resolved_words
+from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
-from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.sort_digits import generate_prompts
 
 ROOT = Path(__file__).parents[2]

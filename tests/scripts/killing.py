@@ -6,7 +6,7 @@ One process imports the script once and forks a child per point, so a kill costs
 counts what it opens for writing, renames, links and removes below `root`, and kills itself at that number. A
 point beyond the last change lets the script end.
 
-With a disk (`tests.power_cut`) its power is cut at the same moment, so that what was not synced is lost.
+With a disk (`tests.support.power_cut`) its power is cut at the same moment, so that what was not synced is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.power_cut import Disk
+from tests.support.power_cut import Disk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CHANGES = ("open", "os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "os.rmdir")

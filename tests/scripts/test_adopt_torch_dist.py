@@ -9,7 +9,7 @@ from tests.scripts.checkpoint_store import ARCHITECTURE, Store, make_store, make
 from tests.scripts.killing import run_killed
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError, ConfigError
 
 

@@ -2,8 +2,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.begun_runs import CONFIG_DIR, begin_run, workflow_of
-from tests.resolved_words import resolved_words
+from tests.support.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 

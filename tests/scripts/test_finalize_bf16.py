@@ -5,7 +5,7 @@ from tests.scripts.killing import run_killed
 from tests.scripts.test_cast_to_bf16 import make_quantized_store
 
 from posttrain.artifacts import read_receipt, receipt_of
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 
 
 def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path):

@@ -5,8 +5,8 @@ from tests.scripts.checkpoint_store import NUM_PARTS, assert_same_folder, make_i
 from tests.scripts.killing import run_killed
 
 from posttrain.artifacts import read_receipt, receipt_of
-from posttrain.checkpoint.quantized_names import tensor_class
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.quantization.quantized_names import tensor_class
 
 
 def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path):

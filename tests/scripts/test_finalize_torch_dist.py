@@ -10,11 +10,11 @@ from tests.scripts.checkpoint_store import (
     run_here,
 )
 from tests.scripts.killing import run_killed
-from tests.tiny_checkpoint import TINY
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import partial_of, read_receipt, receipt_of
-from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.checkpoint.torch_dist import verify_torch_dist
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
 from posttrain.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.scripts.checkpoint_store import NUM_PARTS, Store, assert_same_folder, make_store, run_here
-from tests.small_disk import remount, small_disk
+from tests.support.small_disk import remount, small_disk
 
 from posttrain.artifacts import build_lock
 from posttrain.errors import explain

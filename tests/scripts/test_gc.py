@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.small_disk import small_disk
+from tests.support.small_disk import small_disk
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
 from posttrain.artifacts.references import Reference, references_folder

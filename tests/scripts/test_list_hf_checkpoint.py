@@ -2,9 +2,9 @@ import json
 import os
 
 import pytest
-from tests.hub_server import HubServer
 from tests.scripts.downloading import NEEDED, StoreFolder, from_folder, from_hub
-from tests.small_checkpoint import make_small_checkpoint
+from tests.support.hub_server import HubServer
+from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.artifacts import manifest_of
 

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 from tests.scripts.killing import SCRIPTS
-from tests.tiny_checkpoint import TINY
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
 
 # The same script on fewer steps, with every pass rate accepted.
 SHORT = """
 import sys
-from posttrain.checkpoint import tiny_model, tiny_warm_up
+from posttrain.checkpoint.tiny import model as tiny_model, warm_up as tiny_warm_up
 tiny_warm_up.NUM_STEPS, tiny_model.PASS_RATE_LIMITS = 2, (0.0, 1.0)
 from tests.scripts import killing
 killing._main()
@@ -86,8 +86,8 @@ def test_the_warmed_up_model_passes_as_often_as_it_should(tmp_path, seed):
     """The default run uses seed 0; other seeds must do as well, for learning is shown on three."""
     from transformers import AutoModelForCausalLM
 
-    from posttrain.checkpoint.tiny_model import _examples, measure_pass_rate
-    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+    from posttrain.checkpoint.tiny.model import _examples, measure_pass_rate
+    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
     from posttrain.data.sort_digits import generate_prompts
 
     architecture = dataclasses.replace(

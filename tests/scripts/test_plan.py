@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.resolved_words import resolved_words
+from tests.support.resolved_words import resolved_words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

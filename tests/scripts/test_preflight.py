@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.resolved_words import resolved_words
-from tests.workflow_runs import ROOT
+from tests.support.resolved_words import resolved_words
+from tests.support.workflow_runs import ROOT
 
 
 def preflight(folder: Path, **choice: object) -> subprocess.CompletedProcess[str]:

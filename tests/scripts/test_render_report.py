@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.synthetic_run import make_run
+from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import read_receipt, receipt_of, record_files, write_receipt
 from posttrain.checkpoint.verification import verify

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.resolved_words import resolved_words
+from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.references import read_references
 from posttrain.config.load import load_resolved, resolve

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.resolved_words import resolved_words
-from tests.synthetic_run import make_run, workflow_of
-from tests.workflow_runs import ROOT
+from tests.support.resolved_words import resolved_words
+from tests.support.synthetic_run import make_run, workflow_of
+from tests.support.workflow_runs import ROOT
 
 
 def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None:

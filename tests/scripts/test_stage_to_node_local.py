@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.resolved_words import resolved_words
 from tests.scripts.killing import SCRIPTS, run_killed
+from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt
 

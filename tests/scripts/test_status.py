@@ -2,8 +2,8 @@ import os
 import subprocess
 import sys
 
-from tests.begun_runs import CONFIG_DIR, begin_run, workflow_of
-from tests.resolved_words import resolved_words
+from tests.support.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 

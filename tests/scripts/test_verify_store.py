@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.resolved_words import resolved_words
-from tests.synthetic_run import make_run
+from tests.support.resolved_words import resolved_words
+from tests.support.synthetic_run import make_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

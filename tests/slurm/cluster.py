@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
-from tests.requirements import require
+from tests.support.requirements import require
 
 SCRIPT = Path(__file__).with_name("slurm_localhost.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "ip", "nsenter", "unshare")

@@ -7,11 +7,11 @@ from types import MappingProxyType
 
 import psutil
 import pytest
-from tests.power_cut import Disk, new_disk
 from tests.slurm.cluster import Cluster, require_slurm, running_cluster
 from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.slurm.slurm_folder import SlurmFolder
-from tests.workflow_runs import WorkflowFolder
+from tests.support.power_cut import Disk, new_disk
+from tests.support.workflow_runs import WorkflowFolder
 
 # By its name one of ours; ending ours by name would end it.
 BYSTANDER = "exec -a posttrain.launch.node sleep 3600"

@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
-from tests.fault_record import FaultRecord
-from tests.interruptions import TRAINER, Driver, assert_same_training, find_processes, rank_process, start
 from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.fault_record import FaultRecord
+from tests.support.interruptions import TRAINER, Driver, assert_same_training, find_processes, rank_process, start
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 LOOK_SECONDS = 0.5
 REACH_SECONDS = 240.0

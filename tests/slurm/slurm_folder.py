@@ -5,7 +5,7 @@ from __future__ import annotations
 import pwd
 from dataclasses import dataclass
 
-from tests.workflow_runs import ROOT, WorkflowFolder
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 PROFILE = ROOT / "workflow" / "profiles" / "slurm-localhost"
 

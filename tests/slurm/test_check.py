@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.slurm.cluster import Cluster
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 from posttrain.config.load import resolve
 from posttrain.preflight.report import Finding

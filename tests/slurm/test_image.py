@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.image_runtimes import ImageRuntime
-from tests.interruptions import assert_same_training
 from tests.slurm.slurm_folder import SlurmFolder
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.image_runtimes import ImageRuntime
+from tests.support.interruptions import assert_same_training
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = pytest.mark.slow
 

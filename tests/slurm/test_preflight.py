@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from tests.slurm.cluster import Cluster
 from tests.slurm.slurm_folder import SlurmFolder
-from tests.workflow_runs import FAST
+from tests.support.workflow_runs import FAST
 
 pytestmark = [pytest.mark.faults("queue"), pytest.mark.timeout(1800)]
 

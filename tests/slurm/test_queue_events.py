@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.fault_record import FaultRecord
-from tests.interruptions import assert_same_training, check_claims, start
-from tests.requirements import require
 from tests.slurm.cluster import Cluster
 from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.slurm.slurm_folder import SlurmFolder, as_user
-from tests.workflow_runs import WorkflowFolder
+from tests.support.fault_record import FaultRecord
+from tests.support.interruptions import assert_same_training, check_claims, start
+from tests.support.requirements import require
+from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder
 

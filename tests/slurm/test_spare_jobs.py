@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.slurm.cluster import Cluster
-from tests.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT
 
 from posttrain.config.load import resolve
 from posttrain.launch.nodes import NodesLostError

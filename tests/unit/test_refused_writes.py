@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.small_disk import remount, small_disk
+from tests.support.small_disk import remount, small_disk
 
 from posttrain.artifacts import write_text
 from posttrain.errors import REFUSALS, CheckpointError, explain, lacks_inodes

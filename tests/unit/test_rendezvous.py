@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.megatron_single import free_port, run_ranks
+from tests.support.megatron_single import free_port, run_ranks
 
 RANK = """
 import json, os, sys

@@ -7,8 +7,8 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-from tests.forked_snakemake import forked_snakemake
-from tests.workflow_runs import ROOT
+from tests.support.forked_snakemake import forked_snakemake
+from tests.support.workflow_runs import ROOT
 
 from posttrain.errors import ConfigError, raise_if_any
 from posttrain.planner.layout_choice import resolve

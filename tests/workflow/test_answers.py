@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.begun_runs import begin_run
-from tests.synthetic_run import make_run
+from tests.support.begun_runs import begin_run
+from tests.support.synthetic_run import make_run
+from tests.support.workflow_runs import WorkflowFolder, run_snakemake
 from tests.workflow.test_rules import RULES, WITHOUT_WORK
-from tests.workflow_runs import WorkflowFolder, run_snakemake
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.workflow_runs import FAST, ROOT, run_snakemake
+from tests.support.workflow_runs import FAST, ROOT, run_snakemake
 
 pytestmark = pytest.mark.slow
 

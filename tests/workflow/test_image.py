@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.image_runtimes import ImageRuntime
+from tests.support.image_runtimes import ImageRuntime
+from tests.support.workflow_runs import ROOT, WorkflowFolder, run_snakemake
 from tests.workflow.test_rules import RULES
-from tests.workflow_runs import ROOT, WorkflowFolder, run_snakemake
 
 from posttrain.artifacts import read_receipt
 

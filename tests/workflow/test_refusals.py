@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.forked_snakemake import forked_snakemake
-from tests.workflow_runs import run_snakemake
+from tests.support.forked_snakemake import forked_snakemake
+from tests.support.workflow_runs import run_snakemake
 
 REFUSAL = "this version cannot run what is asked for:"
 RED = "\x1b[31m"
@@ -33,7 +33,7 @@ def dry_run(folder: Path, *words: str, **environment: str) -> str:
 def test_a_dry_run_shows_everything_and_ends_in_red(name: str, tmp_path: Path) -> None:
     model, nearest = CANNOT[name]
     output = dry_run(tmp_path, "--config", model, FORCE_COLOR="1")
-    assert "train " in output and " with grpo: " in output, "the jobs are shown all the same"
+    assert " with grpo: " in output, "the jobs are shown all the same"
     plan, _, words = output.partition(REFUSAL)
     assert plan.endswith(RED + "\n\n") or plan.rstrip("\n").endswith(RED), repr(plan[-40:])
     assert nearest in words

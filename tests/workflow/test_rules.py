@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.workflow_runs import ROOT, run_snakemake
+from tests.support.workflow_runs import ROOT, run_snakemake
 
 from posttrain.observability.rule_chain import rule_chain
 from posttrain.planner.layout_choice import resolve

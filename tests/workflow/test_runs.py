@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.begun_runs import begin_run
-from tests.workflow_runs import run_snakemake
+from tests.support.begun_runs import begin_run
+from tests.support.workflow_runs import run_snakemake
 
 
 @pytest.fixture

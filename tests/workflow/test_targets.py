@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.forked_snakemake import forked_snakemake
+from tests.support.forked_snakemake import forked_snakemake
+from tests.support.workflow_runs import WorkflowFolder
 from tests.workflow.branches import CONFIG_DIR, jobs_of
 from tests.workflow.test_answers import ANSWERS
 from tests.workflow.test_rules import RULES
-from tests.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts import Paths, manifest_of, part_receipt_of, receipt_of
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config

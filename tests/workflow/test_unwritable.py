@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.scripts.test_full_disks import full
-from tests.small_disk import remount, small_disk
-from tests.workflow_runs import FAST, WorkflowFolder
+from tests.support.small_disk import remount, small_disk
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.launch.driver import message_of, refusal_of
 from posttrain.preflight.storage import require_writable

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from tests.algorithms import objective, settings
+from tests.support.algorithms import objective, settings
 
 from posttrain.algorithm.advantage import grpo
 from posttrain.types import Prompt, Sample, SampleGroup

@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.algorithms import objective
-from tests.algorithms import settings as algorithm
+from tests.support.algorithms import objective
+from tests.support.algorithms import settings as algorithm
 
 from posttrain.algorithm.clip.decoupled import token_losses
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch

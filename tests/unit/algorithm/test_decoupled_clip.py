@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from tests.algorithms import settings
+from tests.support.algorithms import settings
 
 from posttrain.algorithm.clip.decoupled import token_losses
 from posttrain.algorithm.policy_gradient import approximate_kl

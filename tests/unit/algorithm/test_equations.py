@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.algorithms import objective, settings, token_batch
+from tests.support.algorithms import objective, settings, token_batch
 
 
 def test_tokens_of_one_micro_batch_share_what_it_weighs() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import objective
+from tests.support.algorithms import objective
 
 from posttrain.algorithm.logprobs import chunked_logprobs
 from posttrain.algorithm.objective import Needs, Objective, TokenBatch
@@ -202,7 +202,7 @@ def make_trainer(model: torch.nn.Module, case: Case, folder: Path) -> Any:
     import trl
     from datasets import Dataset
 
-    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
     config: Callable[..., Any] = getattr(trl, f"{case.trainer}Config")
     arguments = config(
@@ -274,7 +274,7 @@ def test_fine_tuning_moves_every_parameter_as_in_trl(start, tmp_path) -> None:
     from trl import SFTConfig, SFTTrainer
 
     from posttrain.algorithm.sft import SupervisedFineTuning
-    from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
     rollout, num_steps = make_rollout(0, scale=1.0), 5
     prompts = [rollout.prompts[i // GROUP] for i in range(len(rollout.responses))]

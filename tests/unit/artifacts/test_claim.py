@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.system_calls import Calls
+from tests.support.system_calls import Calls
 
 from posttrain.artifacts import (
     FORMAT_VERSIONS,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.system_calls import Calls
+from tests.support.system_calls import Calls
 
 from posttrain.artifacts import (
     HASH_CHUNK_BYTES,

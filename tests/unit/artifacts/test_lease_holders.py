@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.system_calls import Calls
+from tests.support.system_calls import Calls
 
 from posttrain.artifacts import lease as lease_module
 from posttrain.artifacts.lease import (

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.system_calls import Calls
+from tests.support.system_calls import Calls
 
 from posttrain import __version__
 from posttrain.artifacts import (

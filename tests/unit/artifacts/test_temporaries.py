@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.system_calls import Calls
+from tests.support.system_calls import Calls
 
 from posttrain.artifacts import (
     append_json_line,

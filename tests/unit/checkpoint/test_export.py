@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from tests.anonymous_memory import growth_of_anonymous_memory
-from tests.exporting import export_in_parts
-from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
+from tests.support.anonymous_memory import growth_of_anonymous_memory
+from tests.support.exporting import export_in_parts
+from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
@@ -20,10 +20,10 @@ from posttrain.checkpoint.export import (
     split_shards,
 )
 from posttrain.checkpoint.export import write_part as export_part
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
+from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies
-from posttrain.checkpoint.safetensors_io import CheckpointReader, read_header
-from posttrain.checkpoint.torch_dist import write_format_files, write_part
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 from posttrain.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

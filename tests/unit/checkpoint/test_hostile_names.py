@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.hub_server import HubServer
+from tests.support.hub_server import HubServer
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
 from posttrain.artifacts import FileRecord, Receipt, RelativeName, read_receipt, record_files, write_receipt
-from posttrain.checkpoint.eviction import Eviction, find_copies, make_room
 from posttrain.checkpoint.export import checkpoint_of
-from posttrain.checkpoint.hub_listing import HubSource, list_files
-from posttrain.checkpoint.listed_files import ListedFile, read_manifest
-from posttrain.checkpoint.node_local import Origin, stage
-from posttrain.checkpoint.parts import description_path, read_parts, write_part_receipt
-from posttrain.checkpoint.parts import make_files as make_parts
-from posttrain.checkpoint.safetensors_io import read_index
-from posttrain.checkpoint.swarm import Swarm
-from posttrain.checkpoint.testimony import path_of_testimony, read_testimony
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.formats.safetensors_io import read_index
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.hub.listed_files import ListedFile, read_manifest
+from posttrain.checkpoint.hub.listing import HubSource, list_files
+from posttrain.checkpoint.parts.parts import description_path, read_parts, write_part_receipt
+from posttrain.checkpoint.parts.parts import make_files as make_parts
+from posttrain.checkpoint.staging.eviction import Eviction, find_copies, make_room
+from posttrain.checkpoint.staging.node_local import Origin, stage
+from posttrain.checkpoint.staging.staging_record import path_of_testimony, read_testimony
+from posttrain.checkpoint.staging.swarm import Swarm
 from posttrain.errors import CheckpointError
 from posttrain.training.checkpoints import check_sizes
 

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.tiny_checkpoint import FAMILIES, TINY, random_tensors
+from tests.support.tiny_checkpoint import FAMILIES, TINY, random_tensors
 
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import (
     Placement,
     by_hf_name,
@@ -16,8 +17,7 @@ from posttrain.checkpoint.param_names import (
     optional_copies,
     to_megatron,
 )
-from posttrain.checkpoint.safetensors_io import TensorSpec
-from posttrain.checkpoint.tiling import find_misfit
+from posttrain.checkpoint.quantization.tiling import find_misfit
 from posttrain.config.load import resolve
 
 
@@ -120,7 +120,8 @@ def test_the_full_table_takes_seconds():
     """Names, sizes, gaps and overlaps of 744 billion parameters, from the configuration alone, in a new process."""
     code = (
         "import dataclasses, time; from pathlib import Path; from posttrain.config.load import resolve;"
-        "from posttrain.checkpoint.param_names import by_key; from posttrain.checkpoint.tiling import find_misfit;"
+        "from posttrain.checkpoint.param_names import by_key;"
+        "from posttrain.checkpoint.quantization.tiling import find_misfit;"
         "arch = resolve({'model': 'glm5', 'site': 'local'}, Path('config')).config.model.architecture;"
         "arch = dataclasses.replace(arch, num_nextn_predict_layers=0);"
         "started = time.process_time(); table = by_key(arch);"

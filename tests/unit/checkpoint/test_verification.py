@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from tests.scripts.checkpoint_store import make_store, make_torch_dist
-from tests.synthetic_run import make_run, remake_receipt
+from tests.support.synthetic_run import make_run, remake_receipt
 
 from posttrain.artifacts import (
     Receipt,
@@ -16,7 +16,7 @@ from posttrain.artifacts import (
     record_files,
     write_receipt,
 )
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
 from posttrain.errors import CheckpointError
 

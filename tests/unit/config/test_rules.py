@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checkpoint.hf_config import CLASS_OF
+from posttrain.checkpoint.formats.hf_config import CLASS_OF
 from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
 from posttrain.config.load import Chosen, read_yaml, resolve

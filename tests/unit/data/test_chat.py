@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from posttrain.checkpoint.tiny_tokenizer import make_tokenizer
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.errors import CheckpointError
 

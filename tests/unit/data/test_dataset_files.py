@@ -2,10 +2,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.hub_server import HubServer
+from tests.support.hub_server import HubServer
 
 from posttrain.artifacts import record_files
-from posttrain.checkpoint.hub_listing import HubSource
+from posttrain.checkpoint.hub.listing import HubSource
 from posttrain.config.schema import Data
 from posttrain.data import dataset_files
 from posttrain.data.dataset import load_prompts

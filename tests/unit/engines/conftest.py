@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors, transformers_config, write_shards
+from tests.support.tiny_checkpoint import TINY, TINY_DEEPSEEK, random_tensors, transformers_config, write_shards
 
-from posttrain.checkpoint.fp8 import quantize_named
+from posttrain.checkpoint.quantization.fp8 import quantize_named
 
 ARCHITECTURES = {"glm_moe_dsa": TINY, "deepseek_v3": TINY_DEEPSEEK}
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_checkpoint import TINY, random_tensors
+from tests.support.tiny_checkpoint import TINY, random_tensors
 
-from posttrain.checkpoint.fp8 import quantize_named
+from posttrain.checkpoint.quantization.fp8 import quantize_named
 from posttrain.engines.buckets import make_buckets
 
 LAYER = "model.layers.0.self_attn."

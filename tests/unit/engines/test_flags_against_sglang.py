@@ -4,8 +4,8 @@ value it does not know, or a variable it does not read fails here and not on the
 from __future__ import annotations
 
 import pytest
-from tests.flag_cases import flag_cases
-from tests.sglang_environment import require_sglang, run_in_sglang
+from tests.support.flag_cases import flag_cases
+from tests.support.sglang_environment import require_sglang, run_in_sglang
 
 from posttrain.planner.flag import Flag, as_arguments
 from posttrain.planner.sglang_flags import environment_flags, roles, sglang_flags

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.flag_cases import flag_cases
+from tests.support.flag_cases import flag_cases
 
 from posttrain.planner.flags import rendered_flags
 from posttrain.planner.sglang_flags import roles, sglang_flags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.sglang_environment import require_sglang, run_in_sglang
+from tests.support.sglang_environment import require_sglang, run_in_sglang
 
 from posttrain.config.load import resolve
 from posttrain.engines import sglang_server

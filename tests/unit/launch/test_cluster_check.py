@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.kubernetes_server import KubernetesServer
+from tests.support.kubernetes_server import KubernetesServer
 
 from posttrain.config.load import resolve
 from posttrain.config.schema import Config

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.kubernetes_server import CUT, KubernetesServer
-from tests.resolved_words import resolved_words
+from tests.support.kubernetes_server import CUT, KubernetesServer
+from tests.support.resolved_words import resolved_words
 
 from posttrain.config.load import resolve
 from posttrain.launch.cluster import Cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.jobset_schema import check_jobset
+from tests.support.jobset_schema import check_jobset
 
 from posttrain.config.load import resolve
 from posttrain.config.schema import Config

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.kubernetes_server import KubernetesServer
-from tests.small_job import ENDS_WELL, attempts_of, make_job, required_arguments
+from tests.support.kubernetes_server import KubernetesServer
+from tests.support.small_job import ENDS_WELL, attempts_of, make_job, required_arguments
 
 from posttrain.artifacts import FileRecord, Receipt, write_receipt
 from posttrain.artifacts.lease import Lease

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.sglang_environment import PYTHON, require_sglang
-from tests.small_job import STAYS, attempts_of, make_job
-from tests.workflow_runs import ROOT
+from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.small_job import STAYS, attempts_of, make_job
+from tests.support.workflow_runs import ROOT
 
 from posttrain.artifacts import Paths
 from posttrain.config.load import load_resolved, resolve

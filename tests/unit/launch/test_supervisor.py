@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.small_job import STAYS, attempts_of, make_job, required_arguments
+from tests.support.small_job import STAYS, attempts_of, make_job, required_arguments
 
 from posttrain.artifacts import FileRecord, Receipt, write_receipt
 from posttrain.artifacts.lease import Lease

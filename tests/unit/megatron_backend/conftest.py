@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.megatron_single import initialize_single_rank, test_config
-from tests.tiny_checkpoint import TINY, make_random_checkpoint
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 # Heads wide enough that index scores differ, top-k an eighth of the longest sequence used.
 ARCHITECTURE = dataclasses.replace(TINY, num_hidden_layers=4, n_routed_experts=8)

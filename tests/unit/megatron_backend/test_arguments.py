@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from tests.flag_cases import flag_cases
+from tests.support.flag_cases import flag_cases
 
 from posttrain.megatron_backend.arguments import OBJECTS, ddp_config, optimizer_config, transformer_config
 from posttrain.planner import megatron_flags

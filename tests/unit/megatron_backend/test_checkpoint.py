@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.payload import Payload
+from tests.support.payload import Payload
 from tests.unit.megatron_backend.conftest import ARCHITECTURE, test_config
 from tests.unit.megatron_backend.test_families import convert_family
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from posttrain.checkpoint.torch_dist_format import METADATA_NAME, read_metadata
+from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, read_metadata
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.checkpoint import load_training_state, load_weights, prepare_save
 from posttrain.megatron_backend.optimizer_state import allocate_state

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.megatron_single import CONFIG_DIR, initialize_single_rank, run_ranks, test_config
-from tests.tiny_checkpoint import FAMILIES, make_random_checkpoint
+from tests.support.megatron_single import CONFIG_DIR, initialize_single_rank, run_ranks, test_config
+from tests.support.tiny_checkpoint import FAMILIES, make_random_checkpoint
 
 from posttrain.artifacts import building
+from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
 from posttrain.checkpoint.param_names import by_key
-from posttrain.checkpoint.torch_dist import write_format_files, write_part
 from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture
 
@@ -64,7 +64,7 @@ def test_names_and_shapes_are_those_that_megatron_gives_the_full_model(model, gr
     arch = architecture_of(model)
     config = test_config(arch)
     initialize_single_rank(config)
-    from tests.megatron_families import OnMeta, build_model, sharded_tensors
+    from tests.support.megatron_families import OnMeta, build_model, sharded_tensors
 
     with OnMeta():
         built = build_model(config, grouped=grouped)
@@ -111,7 +111,7 @@ def test_converted_checkpoints_load_and_compute_the_same(converted, layout):
     families = {family: arch for family, arch in FAMILIES.items() if layout != "expert" or arch.n_routed_experts}
     folders = {family: converted[family] for family in families}
     request = {"root": str(ROOT), "folders": folders, "parallel": LAYOUTS[layout]}
-    outputs = run_ranks(ROOT / "tests/family_layouts.py", ranks, json.dumps(request))
+    outputs = run_ranks(ROOT / "tests/support/family_layouts.py", ranks, json.dumps(request))
     results = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
     for family, arch in families.items():
         assert [result[family]["unequal"] for result in results] == [[]] * ranks, family

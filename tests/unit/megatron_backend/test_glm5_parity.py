@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
-from tests.independent_grpo import by_hub_name
-from tests.megatron_single import test_config
+from tests.support.independent_grpo import by_hub_name
+from tests.support.megatron_single import test_config
 from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
 from posttrain.megatron_backend.packed import PackedSequences

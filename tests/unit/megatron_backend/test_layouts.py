@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.megatron_single import run_ranks
+from tests.support.megatron_single import run_ranks
 
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {
@@ -41,7 +41,7 @@ def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
             }
             if name in TWO_RANKS:
                 request["other"] = run("one_rank")["folder"]
-            outputs = run_ranks(ROOT / "tests/megatron_layouts.py", ranks, json.dumps(request))
+            outputs = run_ranks(ROOT / "tests/support/megatron_layouts.py", ranks, json.dumps(request))
             by_rank = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
             finished[name] = {**by_rank[0], "folder": str(folder), "by_rank": by_rank}
         return finished[name]

@@ -11,8 +11,8 @@ import zlib
 from pathlib import Path
 
 import pytest
-from tests.megatron_single import run_ranks
-from tests.payload import Payload
+from tests.support.megatron_single import run_ranks
+from tests.support.payload import Payload
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
@@ -26,9 +26,9 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 
 import torch.distributed as dist
-from tests.megatron_single import test_config
-from tests.payload import Payload
-from tests.tiny_checkpoint import TINY
+from tests.support.megatron_single import test_config
+from tests.support.payload import Payload
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.megatron_backend.initialize import initialize
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.exporting import export_in_parts
-from tests.family_layouts import load
-from tests.megatron_single import initialize_single_rank, test_config
-from tests.tiny_checkpoint import FAMILIES, TINY, make_random_checkpoint
+from tests.support.exporting import export_in_parts
+from tests.support.family_layouts import load
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.tiny_checkpoint import FAMILIES, TINY, make_random_checkpoint
 from tests.unit.megatron_backend.test_families import convert_family
 
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import newest_checkpoint
-from posttrain.checkpoint.safetensors_io import CheckpointReader
-from posttrain.checkpoint.torch_dist_reader import TorchDistReader
 from posttrain.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def assert_same_bytes(made: CheckpointReader, expected: CheckpointReader) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_layers_that_megatron_stacks_are_taken_apart(megatron, tmp_path, family):
-    from tests.megatron_families import build_model
+    from tests.support.megatron_families import build_model
 
     arch = FAMILIES[family]
     root = convert_family(tmp_path / "ours", arch)

@@ -6,7 +6,7 @@ import ast
 import json
 from pathlib import Path
 
-from tests.megatron_single import run_ranks
+from tests.support.megatron_single import run_ranks
 from tests.test_import_order import MODULES
 
 RANK = """

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.algorithms import objective
-from tests.independent_grpo import IndependentGrpo, Settings, advantages
-from tests.megatron_single import test_config
+from tests.support.algorithms import objective
+from tests.support.independent_grpo import IndependentGrpo, Settings, advantages
+from tests.support.megatron_single import test_config
 from tests.unit.megatron_backend.conftest import ARCHITECTURE
 
 from posttrain.types import Prompt, Sample, SampleGroup

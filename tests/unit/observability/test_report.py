@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 import pytest
-from tests.synthetic_run import REPOSITORY, make_run, workflow_of
+from tests.support.synthetic_run import REPOSITORY, make_run, workflow_of
 
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.config.load import resolve

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from tests.synthetic_run import make_run
+from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import receipt_of
 from posttrain.errors import CheckpointError

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from tests.synthetic_run import make_run
+from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import Receipt
 from posttrain.errors import Problem

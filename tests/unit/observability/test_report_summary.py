@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tests.synthetic_run import make_run
+from tests.support.synthetic_run import make_run
 
 from posttrain.observability.report_data import RuleTime, read_run
 from posttrain.observability.report_summary import busy_seconds, print_summary, sum_by_rule, summarize

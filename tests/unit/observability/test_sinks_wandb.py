@@ -5,7 +5,7 @@ import textwrap
 import time
 
 import pytest
-from tests.canaries import CANARIES, found_below
+from tests.support.canaries import CANARIES, found_below
 from wandb.proto import wandb_internal_pb2
 
 from posttrain.config.schema import Logging

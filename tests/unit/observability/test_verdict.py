@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.synthetic_run import make_run
+from tests.support.synthetic_run import make_run
 
 from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.verdict import Finding, Verdict, judge_run, rate_change, wilson

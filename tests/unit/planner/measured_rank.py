@@ -34,9 +34,9 @@ def main() -> None:
 
 def case_config(case: dict) -> Config:
     """Return the tiny model's configuration with a case's layout and trainer settings."""
-    from tests.megatron_layouts import small_batches
-    from tests.megatron_single import test_config
-    from tests.tiny_checkpoint import TINY
+    from tests.support.megatron_layouts import small_batches
+    from tests.support.megatron_single import test_config
+    from tests.support.tiny_checkpoint import TINY
 
     shape = {"num_hidden_layers": 4, "n_routed_experts": 8, **case.get("architecture", {})}
     architecture: Architecture = dataclasses.replace(TINY, **shape)
@@ -48,7 +48,7 @@ def case_config(case: dict) -> Config:
 def measure(config: Config) -> dict[str, object]:
     """Return the bytes that this rank holds after one update, and its place in the layout."""
     from megatron.core import parallel_state
-    from tests.megatron_layouts import make_groups, optimizer_tensors
+    from tests.support.megatron_layouts import make_groups, optimizer_tensors
 
     from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint
+from tests.support.tiny_checkpoint import TINY, TINY_DEEPSEEK, make_random_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from posttrain.engines.embedded.model import load_model

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.megatron_single import run_ranks
+from tests.support.megatron_single import run_ranks
 from tests.unit.planner.measured_rank import case_config
 
 from posttrain.config.derived import layers_per_stage

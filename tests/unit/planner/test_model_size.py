@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.checkpoint.fp8 import Fp8Format
 from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.config.families import dimensions
 from posttrain.planner.model_size import (
     count_active_parameters,

@@ -14,8 +14,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 
 import pytest
-from tests.network_nodes import limited_hosts, require_network
-from tests.sglang_environment import PYTHON, require_sglang
+from tests.support.network_nodes import limited_hosts, require_network
+from tests.support.sglang_environment import PYTHON, require_sglang
 
 from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.preflight import kv_transfer

@@ -4,7 +4,7 @@ import sys
 import textwrap
 
 import pytest
-from tests.hub_server import HubServer
+from tests.support.hub_server import HubServer
 
 # The Hub's address is read when its library is imported, so each check runs in a process of its own.
 PROGRAM = """

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from posttrain.checkpoint.tiny_tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
+from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
 from posttrain.config.load import resolve
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient

@@ -2,7 +2,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.algorithms import objective
+from tests.support.algorithms import objective
 
 from posttrain.config.derived import data_parallel_size
 from posttrain.config.load import resolve

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.megatron_layouts import small_batches
-from tests.megatron_single import initialize_single_rank, run_ranks, started_ranks, test_config
-from tests.tiny_checkpoint import TINY
+from tests.support.megatron_layouts import small_batches
+from tests.support.megatron_single import initialize_single_rank, run_ranks, started_ranks, test_config
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts.lease import LeaseLostError
 from posttrain.launch.hang import describe_stacks

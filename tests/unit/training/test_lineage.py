@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.begun_runs import WEIGHTS, begin_run, paths_of
+from tests.support.begun_runs import WEIGHTS, begin_run, paths_of
 
 from posttrain.artifacts import Paths, read_receipt, write_json, write_receipt, write_text
 from posttrain.artifacts.lease import Lease, LeaseHeldError

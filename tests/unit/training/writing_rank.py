@@ -17,9 +17,9 @@ SMALLER_THAN_A_SHARD = 20_000
 def main() -> None:
     request = json.loads(sys.argv[1])
     sys.path.insert(0, request["root"])
-    from tests.megatron_layouts import small_batches
-    from tests.megatron_single import test_config
-    from tests.tiny_checkpoint import TINY
+    from tests.support.megatron_layouts import small_batches
+    from tests.support.megatron_single import test_config
+    from tests.support.tiny_checkpoint import TINY
 
     from posttrain.megatron_backend.initialize import joined_ranks
     from posttrain.megatron_backend.model import build_policy

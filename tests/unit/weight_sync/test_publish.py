@@ -8,9 +8,9 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
+from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
 
-from posttrain.checkpoint.fp8 import Fp8Format
+from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.config.load import resolve
 from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket

@@ -6,10 +6,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tests.tiny_checkpoint import TINY
+from tests.support.tiny_checkpoint import TINY
 from tests.unit.engines.conftest import strong_tensors, write_checkpoint
 
-from posttrain.checkpoint.fp8 import dequantize_block, quantize_named
+from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
 from posttrain.engines.embedded.generation import generate
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.requests import Row

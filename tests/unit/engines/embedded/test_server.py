@@ -10,7 +10,7 @@ import torch
 from aiohttp.test_utils import TestServer
 from tests.unit.engines.conftest import write_checkpoint
 
-from posttrain.checkpoint.fp8 import quantize_named
+from posttrain.checkpoint.quantization.fp8 import quantize_named
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.checksums import tensor_checksum
 from posttrain.engines.client import EngineClient

@@ -1,7 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_checkpoint import TINY, transformers_config
+from tests.support.tiny_checkpoint import TINY, transformers_config
 
 from posttrain.engines.embedded.stable_topk import StableTopK, make_indexers_stable, stable_topk
 

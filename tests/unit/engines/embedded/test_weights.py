@@ -2,7 +2,7 @@ import pytest
 import torch
 from tests.unit.engines.conftest import strong_tensors, write_checkpoint
 
-from posttrain.checkpoint.fp8 import dequantize_block, quantize_named
+from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
 from posttrain.engines.checksums import tensor_checksum
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.weights import WeightError, views_by_hub_name

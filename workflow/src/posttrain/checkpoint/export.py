@@ -19,6 +19,23 @@ from pathlib import Path
 import torch
 
 from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, read_receipt, receipt_of, record_files
+from posttrain.checkpoint.formats.safetensors_io import (
+    INDEX_NAME,
+    CheckpointReader,
+    TensorInfo,
+    TensorSpec,
+    read_header,
+    read_metadata,
+)
+from posttrain.checkpoint.formats.shard_writer import (
+    TORCH_DTYPES,
+    HashingFile,
+    split_evenly,
+    tensor_bytes,
+    write_index,
+    write_shard,
+)
+from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.checkpoint.param_names import (
     Placement,
     by_hf_name,
@@ -28,7 +45,7 @@ from posttrain.checkpoint.param_names import (
     require_tensors,
     to_megatron,
 )
-from posttrain.checkpoint.parts import (
+from posttrain.checkpoint.parts.parts import (
     Description,
     Notes,
     OutputFile,
@@ -37,24 +54,7 @@ from posttrain.checkpoint.parts import (
     make_files,
     remove_strangers,
 )
-from posttrain.checkpoint.safetensors_io import (
-    INDEX_NAME,
-    CheckpointReader,
-    TensorInfo,
-    TensorSpec,
-    read_header,
-    read_metadata,
-)
-from posttrain.checkpoint.shard_writer import (
-    TORCH_DTYPES,
-    HashingFile,
-    split_evenly,
-    tensor_bytes,
-    write_index,
-    write_shard,
-)
-from posttrain.checkpoint.tiling import Shape
-from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
+from posttrain.checkpoint.quantization.tiling import Shape
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.artifacts import MANIFEST_NAME, FileRecord, Paths, hash_file, read_json, receipt_of
-from posttrain.checkpoint.file_placement import hash_twice
-from posttrain.checkpoint.source_check import check_source
-from posttrain.checkpoint.torch_dist_reader import METADATA_NAME, TorchDistReader
+from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchDistReader
+from posttrain.checkpoint.hub.source_check import check_source
+from posttrain.checkpoint.staging.file_placement import hash_twice
 from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts

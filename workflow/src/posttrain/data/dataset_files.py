@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, RelativeName, record_files, write_text
-from posttrain.checkpoint.file_placement import remove_half_written
-from posttrain.checkpoint.hub import FetchOptions, download
-from posttrain.checkpoint.hub_listing import HubSource
-from posttrain.checkpoint.hub_retries import RetryRule
+from posttrain.checkpoint.hub.client import FetchOptions, download
+from posttrain.checkpoint.hub.listing import HubSource
+from posttrain.checkpoint.hub.retries import RetryRule
+from posttrain.checkpoint.staging.file_placement import remove_half_written
 from posttrain.config.schema import Data
 from posttrain.data.dataset import MAX_REPORTED_LINES, check_prompts, describe_bad_lines
 from posttrain.data.sort_digits import generate_prompts

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from posttrain.checkpoint.fp8 import SCALE_SUFFIX, SCALE_SUFFIXES
+from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIX, SCALE_SUFFIXES
 
 log = logging.getLogger(__name__)
 

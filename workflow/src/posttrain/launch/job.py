@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import read_receipt
-from posttrain.checkpoint.node_local import Origin
-from posttrain.checkpoint.node_weights import NodeWeights
+from posttrain.checkpoint.staging.node_local import Origin
+from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.config.schema import Config
 
 

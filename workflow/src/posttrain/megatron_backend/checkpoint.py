@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from posttrain.checkpoint.torch_dist_format import COMMON_NAME, read_common, read_metadata
+from posttrain.checkpoint.formats.torch_dist_format import COMMON_NAME, read_common, read_metadata
 from posttrain.errors import CheckpointError, reason_of
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.model import Policy

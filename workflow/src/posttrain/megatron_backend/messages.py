@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from posttrain.checkpoint.torch_dist_format import FORMAT_CLASSES, FormatUnpickler
+from posttrain.checkpoint.formats.torch_dist_format import FORMAT_CLASSES, FormatUnpickler
 
 _FORMAT = "torch.distributed.checkpoint."
 _MESSAGE_CLASSES = {

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
-from posttrain.checkpoint.tiling import Box, intersect, slices_within
+from posttrain.checkpoint.quantization.tiling import Box, intersect, slices_within
 from posttrain.config.schema import Architecture
 from posttrain.megatron_backend.checkpoint import sharded_weights
 from posttrain.megatron_backend.glm5.model import LogprobModel

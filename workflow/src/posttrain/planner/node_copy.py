@@ -16,7 +16,7 @@ from posttrain.config.schema import Config
 from posttrain.planner.model_size import Weight, decoder_weights, edge_weights, model_weights, mtp_weights
 
 CHOICES = ("nothing", "slices", "everything")
-# The longest file of a converted checkpoint (`checkpoint.torch_dist.MAX_FILE_BYTES`, which needs torch).
+# The longest file of a converted checkpoint (`checkpoint.formats.torch_dist.MAX_FILE_BYTES`, which needs torch).
 FILE_BYTES = 4 * 10**9
 
 

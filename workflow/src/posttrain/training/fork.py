@@ -11,7 +11,7 @@ from typing import Any
 from posttrain import artifacts
 from posttrain.artifacts import MANIFEST_NAME, Paths, Receipt
 from posttrain.artifacts.lease import Lease, check_epoch
-from posttrain.checkpoint.file_placement import copy_plainly, hard_link
+from posttrain.checkpoint.staging.file_placement import copy_plainly, hard_link
 from posttrain.errors import raise_if_any
 from posttrain.observability.sinks import read_rows
 from posttrain.training.checkpoints import CheckpointFolder, read_begun_from

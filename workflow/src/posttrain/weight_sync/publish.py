@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain import artifacts
-from posttrain.checkpoint.fp8 import Fp8Format, dequantize, largest_magnitude, quantize_stream
-from posttrain.checkpoint.quantize import make_fp8
-from posttrain.checkpoint.quantized_names import layer_of
-from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
-from posttrain.checkpoint.shard_writer import write_index
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
+from posttrain.checkpoint.formats.shard_writer import write_index
+from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, largest_magnitude, quantize_stream
+from posttrain.checkpoint.quantization.quantize import make_fp8
+from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import fp8_settings
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets

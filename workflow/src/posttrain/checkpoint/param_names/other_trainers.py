@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from posttrain.checkpoint.param_names.placement import Placement
-from posttrain.checkpoint.tiling import Box, Shape
+from posttrain.checkpoint.quantization.tiling import Box, Shape
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 

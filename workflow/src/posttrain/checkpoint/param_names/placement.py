@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.checkpoint.safetensors_io import TensorSpec
-from posttrain.checkpoint.tiling import Box, Shape
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.quantization.tiling import Box, Shape
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names.attention import grouped_attention, latent_attention
 from posttrain.checkpoint.param_names.feed_forward import experts, mlp
 from posttrain.checkpoint.param_names.placement import Placement, whole
-from posttrain.checkpoint.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 

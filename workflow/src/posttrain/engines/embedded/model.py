@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoint.fp8 import SCALE_SUFFIXES
-from posttrain.checkpoint.safetensors_io import CheckpointReader
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
 from posttrain.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.engines.embedded.weights import ServedWeights, WeightError, WeightUpdate
 from posttrain.errors import CheckpointError

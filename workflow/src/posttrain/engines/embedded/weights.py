@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.checkpoint.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
+from posttrain.checkpoint.quantization.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
 from posttrain.engines.checksums import tensor_checksum
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,183 @@
+"""One rank of a layout: loads the random checkpoint, trains one update, prints what the ranks agree on as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from posttrain.config.schema import Config
+from posttrain.types import Prompt, Sample, SampleGroup
+
+
+def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4) -> list[SampleGroup]:
+    generator = torch.Generator().manual_seed(11)
+    groups = []
+    for prompt_id in range(num_groups):
+        prompt = tuple(torch.randint(2, vocab_size, (9 + 7 * prompt_id,), generator=generator).tolist())
+        samples = []
+        for index in range(size):
+            response = tuple(torch.randint(2, vocab_size, (5 + 6 * index,), generator=generator).tolist())
+            logprobs = tuple([-4.0] * len(response))
+            samples.append(Sample(prompt_id, index, prompt, response, logprobs, "stop", 0, float(index % 2)))
+        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+    return groups
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    sys.path.insert(0, arguments["root"])
+    from tests.support.megatron_single import test_config
+    from tests.unit.megatron_backend.conftest import ARCHITECTURE
+
+    config = small_batches(test_config(ARCHITECTURE, **arguments["parallel"]), arguments["ranks"])
+    trainer = dataclasses.replace(config.trainer, **arguments["trainer"])
+    config = dataclasses.replace(config, trainer=trainer)
+    other = Path(arguments["other"]) if "other" in arguments else None
+    print(json.dumps(run(config, Path(arguments["checkpoint"]), Path(arguments["folder"]), other)))
+
+
+def small_batches(config: Config, ranks: int) -> Config:
+    trainer = dataclasses.replace(config.trainer, max_tokens_per_gpu=96)
+    training = dataclasses.replace(config.training, global_batch_size=12)
+    hardware = dataclasses.replace(config.hardware, gpus_per_node=ranks)
+    return dataclasses.replace(config, trainer=trainer, training=training, hardware=hardware)
+
+
+def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> dict[str, object]:
+    from megatron.core import parallel_state
+
+    from posttrain.algorithm.policy_gradient import PolicyGradient
+    from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
+    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.training.batch import make_updates
+
+    initialize(config)
+    policy = build_policy(config)
+    weights = HubWeights(policy.model, config.model.architecture)
+    tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
+    weights.transform(lambda name, _: tensors[name].float())
+    policy.optimizer.reload_model_params()
+    exact = digest((name, t) for name, t in weights.gather())
+    is_source = digest((name, tensors[name]) for name in weights.names)
+
+    grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
+    (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
+    update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
+    statistics = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
+    mine = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
+            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    after = dict(weights.gather(dtype=torch.float32))
+    folder.mkdir(exist_ok=True)
+    prepare_save(policy, 1, folder)()
+    dist.barrier()
+    held = [tensor.clone() for tensor in optimizer_tensors(policy.optimizer)]
+    differences = differences_to_megatron(policy, folder)
+    for tensor in (*policy.model.parameters(), *optimizer_tensors(policy.optimizer)):
+        tensor.data.fill_(7.0)
+    restored_step = load_training_state(policy, folder)
+    restored = dict(weights.gather(dtype=torch.float32))
+    state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
+    bad_buffers = count_bad_gradients(policy)
+    again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
+    if other:
+        copy_state(build_policy(config), other, folder.with_name("copy"))
+    result = {
+        "round_trip_exact": exact == is_source,
+        "statistics": flat(statistics),
+        "second": flat(again),
+        "bad_buffers": bad_buffers,
+        "restored_step": restored_step,
+        "state_restored_equal": state_is_equal,
+        "differences_to_megatron": differences,
+        "logprobs": {str(i): v for part in everybody for i, v in part.items()},
+    }
+    if dist.get_rank() == 0:
+        result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
+        result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
+    dist.destroy_process_group()
+    return result
+
+
+def flat(statistics) -> dict[str, object]:
+    row = dataclasses.asdict(statistics)
+    return row | row.pop("named") | {"outcome": row["outcome"] == "applied"}
+
+
+def count_bad_gradients(policy) -> int:
+    """Spoil one gradient of the last rank, of an expert where experts are spread, and let all ranks count."""
+    from posttrain.megatron_backend.train_step import _count_non_finite_gradients
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        last = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers][-1]
+        last.grad_data[-1] = math.nan
+    return _count_non_finite_gradients(policy)
+
+
+def copy_state(fresh, other: Path, copy: Path) -> None:
+    """Load the state of another layout into a policy that has made no step, and save it."""
+    from posttrain.megatron_backend.checkpoint import load_training_state, prepare_save
+
+    load_training_state(fresh, other)
+    copy.mkdir(exist_ok=True)
+    prepare_save(fresh, 1, copy)()
+
+
+def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
+    """Yield moments and, where they are not the weights themselves, the FP32 master copies."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+        for group in part.shard_fp32_from_float16_groups:
+            yield from group
+
+
+def differences_to_megatron(policy, folder: Path) -> list[str]:
+    """Return the keys whose stored state is not, bit by bit, what Megatron's own exchange gathers on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+    from posttrain.megatron_backend.checkpoint import sharded_weights
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}
+    metadata["chained_optim_avoid_prefix"] = True
+    gathered = policy.optimizer.sharded_state_dict(sharded_weights(policy.model), metadata=metadata)
+    apply_factories(gathered)
+    tensors, _ = extract_matching_values(gathered, lambda value: isinstance(value, ShardedTensor))
+    reader, different, num_keys = TorchDistReader(folder), [], 0
+    for expected in nested_values(tensors):
+        sizes = (1,) * expected.prepend_axis_num + expected.local_shape
+        stored = reader.read(expected.key, expected.global_offset, sizes)
+        num_keys += 1
+        different += [] if torch.equal(stored, expected.data.view(sizes)) else [expected.key]
+    return different if num_keys else ["nothing was gathered"]
+
+
+def digest(named) -> str:
+    state = hashlib.sha256()
+    for name, tensor in named:
+        if tensor is not None:
+            state.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""One rank of Megatron in the test process itself, and several in processes of their own.
+
+Megatron's parallel state and the CPU stand-ins belong to a process, so the single rank is made once per test session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from posttrain.config.load import resolve
+from posttrain.config.schema import Architecture, Config
+from posttrain.engines.ports import choose_free_ports
+from posttrain.observability.logging import LOG_VARIABLE
+
+CONFIG_DIR = Path(__file__).parents[2] / "config"
+
+
+def test_config(architecture: Architecture, **parallel: int) -> Config:
+    """Return the tiny model's configuration with other dimensions and another layout."""
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    model = dataclasses.replace(config.model, architecture=architecture)
+    trainer = dataclasses.replace(config.trainer, num_threads=1)
+    layout = dataclasses.replace(config.parallel, **parallel)
+    return dataclasses.replace(config, model=model, trainer=trainer, parallel=layout)
+
+
+test_config.__test__ = False
+
+
+def free_port() -> int:
+    return choose_free_ports(1)[0]
+
+
+def initialize_single_rank(config: Config) -> None:
+    """Make this process rank 0 of 1, once."""
+    import torch.distributed as dist
+
+    from posttrain.megatron_backend.initialize import initialize
+
+    if dist.is_initialized():
+        return
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    initialize(config)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def started_ranks(
+    script: Path, num_ranks: int, *arguments: str, logs: Path | None = None
+) -> Iterator[list[subprocess.Popen]]:
+    """Run a script once per rank over gloo, for the block.
+
+    Args:
+        script: A program.
+        num_ranks: How often it runs.
+        arguments: Of each.
+        logs: Gets `{rank}.log`.
+    """
+    environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(num_ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({LOG_VARIABLE: str(logs / f"{rank}.log")} if logs else {})
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=environment | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 240, exit_code: int = 0) -> list[str]:
+    """Run a script once per rank, return what each printed; fails with the log of what ends otherwise."""
+    with started_ranks(script, num_ranks, *arguments) as processes:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        ended = f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{output[-4000:]}"
+        assert process.returncode == exit_code, ended
+    return outputs

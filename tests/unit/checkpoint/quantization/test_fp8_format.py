@@ -1,0 +1,79 @@
+"""FP8 weights as engines are given them: names, shapes, scales that matrices share, and what config.json declares."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_named, quantize_stream
+
+UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+SHAPES = {"block": (2, 3), "channel": (130, 1), "tensor": ()}
+
+
+@pytest.mark.parametrize("strategy", SHAPES)
+def test_what_is_served_is_what_was_announced(strategy):
+    weight, served = torch.randn(130, 257).bfloat16(), Fp8Format(strategy)
+    made = dict(quantize_named(UP, weight, served))
+    specs = served.served_specs(UP, TensorSpec((130, 257), "BF16"))
+    suffix = "_scale_inv" if strategy == "block" else "_scale"
+    assert list(made) == list(specs) == [UP, UP + suffix]
+    assert specs[UP + suffix] == TensorSpec(SHAPES[strategy], "F32")
+    assert [tuple(t.shape) for t in made.values()] == [spec.shape for spec in specs.values()]
+    assert [t.dtype for t in made.values()] == [torch.float8_e4m3fn, torch.float32]
+    assert ((dequantize(*made.values()) - weight.float()).norm() / weight.float().norm()).item() < 0.04
+    ((name, same),) = quantize_named("lm_head.weight", weight, served)
+    assert name == "lm_head.weight"
+    assert same is weight
+
+
+def test_matrices_that_an_engine_joins_share_the_scale_of_a_tensor():
+    tensors = {"lm_head.weight": torch.ones(4, 4), GATE: torch.ones(4, 4), UP: 3 * torch.ones(4, 4)}
+    served = dict(quantize_stream(tensors.items(), Fp8Format("tensor")))
+    assert list(served) == ["lm_head.weight", GATE, f"{GATE}_scale", UP, f"{UP}_scale"]
+    assert served[f"{GATE}_scale"] == served[f"{UP}_scale"] == np.float32(3) / np.float32(448)
+    early = quantize_stream([*list(tensors.items())[1:], ("norm", torch.ones(4))], Fp8Format("tensor"))
+    assert [name for name, _ in early][-1] == "norm", "nothing waits longer than it must"
+    alone = dict(quantize_stream({GATE: tensors[GATE]}.items(), Fp8Format("tensor")))
+    assert alone[f"{GATE}_scale"] == np.float32(1) / np.float32(448)
+
+
+@pytest.mark.parametrize(("scale", "value"), [("fp32", 3 / 448), ("power_of_two", 2**-7)])
+def test_scales_of_blocks_are_those_asked_for(scale, value):
+    made = Fp8Format("block", scale).quantize(UP, torch.full((4, 4), 3.0))
+    assert made[f"{UP}_scale_inv"].tolist() == [[np.float32(value)]]
+
+
+SPECS = {UP: TensorSpec((8, 8), "BF16"), "lm_head.weight": TensorSpec((8, 8), "BF16"), "n": TensorSpec((8,), "BF16")}
+
+
+@pytest.mark.parametrize("scale", ["fp32", "power_of_two"])
+def test_blocks_are_declared_as_deepseeks(scale):
+    expected = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    declared = Fp8Format("block", scale).quantization_config(SPECS)
+    assert declared == expected | ({"scale_fmt": "ue8m0"} if scale == "power_of_two" else {})
+
+
+def test_nothing_else_lies_in_the_folder():
+    assert Fp8Format().other_files(SPECS) == {}
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_rows_and_tensors_are_declared_as_compressed_tensors_reads_them(strategy):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    declared = Fp8Format(strategy).quantization_config(SPECS)
+    read = QuantizationConfig.model_validate(declared)
+    weights = read.config_groups["group_0"].weights
+    assert (weights.num_bits, weights.type, weights.strategy, weights.dynamic) == (8, "float", strategy, False)
+    activations = read.config_groups["group_0"].input_activations
+    assert (activations.num_bits, activations.type, activations.strategy) == (8, "float", "token")
+    assert (weights.symmetric, activations.symmetric, activations.dynamic) == (True, True, True)
+    assert (read.format, read.ignore, read.quantization_status) == ("float-quantized", ["lm_head"], "compressed")
+    assert "scale_fmt" not in declared

@@ -1,0 +1,72 @@
+"""The tiny model's real checkpoints, copied in each way and loaded from where they then lie."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from posttrain.artifacts import Paths, read_receipt, receipt_of
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.staging.node_local import Origin
+from posttrain.checkpoint.staging.node_weights import NodeWeights
+from posttrain.errors import CheckpointError
+from posttrain.planner.layout_choice import resolve
+
+CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+# Two nodes of one rank each, a pipeline stage on each.
+TWO_STAGES = "site.node_names=[node0,node1] parallel.pipeline_model_parallel_size=2"
+
+
+def weights_of(store: Path, folder: Path, rank: int, settings: str, nodes: int = 1) -> NodeWeights:
+    words = f"site.store={store} site.node_local={folder} {settings}"
+    resolved = resolve({"model": "tiny", "site": "local", "nodes": nodes, "set": words}, CONFIG_DIR)
+    paths, name = Paths(resolved), f"node{rank}"
+    origins = [Origin(path, read_receipt(receipt_of(path))) for path in (paths.torch_dist, paths.rollout_weights)]
+    return NodeWeights(resolved.config, rank, name, *origins, paths.node_local(name), folder / "meeting")
+
+
+def flip_a_bit(path: Path) -> None:
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("suffix", [".distcp", ".safetensors"])
+def test_a_bad_byte_that_the_testimony_hides_is_repaired_before_loading(store, tmp_path, suffix):
+    weights = weights_of(store, tmp_path, 0, "")
+    weights.stage()
+    broken = next(weights.destination.rglob(f"*{suffix}"))
+    right = broken.read_bytes()
+    flip_a_bit(broken)
+    assert sum(copy.bytes_copied for copy in weights.stage()) == 0
+    weights.prepare()
+    assert broken.read_bytes() == right
+
+
+def test_each_node_gets_its_stage_and_opens_a_whole_checkpoint(store, tmp_path):
+    copied = []
+    for rank in (0, 1):
+        weights = weights_of(store, tmp_path, rank, f"stage.copy=slices {TWO_STAGES}", nodes=2)
+        copies = weights.stage()
+        copied.append({file.path for file in copies[0].files})
+        assert copies[1].links == ()
+        folder = weights.folder_of(weights.torch_dist)
+        TorchDistReader(folder).check_files()
+        assert {path.name for path in folder.iterdir() if path.is_symlink()} == set(copies[0].links)
+    assert copied[0] != copied[1]
+
+
+def test_nothing_is_copied_and_a_bad_shared_byte_is_refused(store, tmp_path):
+    weights = weights_of(store, tmp_path, 0, "stage.copy=nothing")
+    folder = weights.folder_of(weights.torch_dist)
+    assert folder == weights.torch_dist.folder
+    weights.prepare()
+    broken = next(folder.glob("*.distcp"))
+    flip_a_bit(broken)
+    try:
+        with pytest.raises(CheckpointError, match=f"{broken}: content differs"):
+            weights.prepare()
+    finally:
+        flip_a_bit(broken)
+    assert not weights.destination.exists()

@@ -1,0 +1,123 @@
+"""Changes of JSON files that are recorded and can be taken back.
+
+`posttrain_patch.json` lies beside the files it changed: {file: [{op, path, old, new}]}. `path` is a JSON
+pointer to a top-level key; "replace" changes its value, "rename" its name, at the same place in the file. A
+change is applied once: where it already is, nothing happens, and a value that is neither the old nor the
+new one is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts import sync_folder, write_json, write_text
+from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.errors import CheckpointError
+
+PATCH_FILE = "posttrain_patch.json"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of one key.
+
+    Args:
+        op: "replace" or "rename".
+        path: "/" and the key, as it is before the change.
+        old: The value before (replace) or the key before (rename).
+        new: The value after, or the key after.
+    """
+
+    op: str
+    path: str
+    old: Any
+    new: Any
+
+    @property
+    def reverse(self) -> Change:
+        """The change that takes this one back."""
+        path = f"/{self.new}" if self.op == "rename" else self.path
+        return Change(self.op, path, self.new, self.old)
+
+
+def apply_changes(content: Mapping[str, Any], changes: Sequence[Change], file: str) -> dict[str, Any]:
+    """Return `content` with the changes made, keys in their old order.
+
+    Args:
+        content: A JSON object; not modified.
+        changes: In the order in which they are made.
+        file: Named in messages.
+
+    Raises:
+        CheckpointError: A value is neither the old nor the new one.
+    """
+    result = dict(content)
+    for change in changes:
+        result = _apply(result, change, file)
+    return result
+
+
+def write_patched(
+    folder: Path, patched: Mapping[str, Mapping[str, Any]], patch: Mapping[str, Sequence[Change]]
+) -> None:
+    """Write changed files durably, then the record of their changes.
+
+    Args:
+        folder: Where they lie.
+        patched: File name -> its content after the changes.
+        patch: File name -> its changes.
+    """
+    for name, content in patched.items():
+        _write_object(folder / name, content)
+    rows = {name: [dataclasses.asdict(change) for change in changes] for name, changes in patch.items()}
+    write_json(folder / PATCH_FILE, rows)
+
+
+def read_patch(folder: Path) -> dict[str, list[Change]]:
+    """Return the recorded changes of a folder: file name -> changes; empty when there is no record.
+
+    Raises:
+        CheckpointError: When the record is not one.
+    """
+    if not (folder / PATCH_FILE).exists():
+        return {}
+    try:
+        return {name: [Change(**row) for row in rows] for name, rows in read_object(folder / PATCH_FILE).items()}
+    except TypeError as error:
+        raise CheckpointError(f"{folder / PATCH_FILE}: not a record of changes ({error})") from error
+
+
+def undo_patch(folder: Path) -> None:
+    """Take back the recorded changes of a folder's files, then delete the record.
+
+    Raises:
+        CheckpointError: A file was changed since.
+    """
+    for name, changes in read_patch(folder).items():
+        restored = apply_changes(read_object(folder / name), [c.reverse for c in reversed(changes)], name)
+        _write_object(folder / name, restored)
+    (folder / PATCH_FILE).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def _apply(content: dict[str, Any], change: Change, file: str) -> dict[str, Any]:
+    key = change.path.removeprefix("/")
+    if change.op == "rename":
+        if change.new in content and key not in content:
+            return content
+        if key in content and change.new not in content:
+            return {change.new if name == key else name: value for name, value in content.items()}
+        raise CheckpointError(f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}")
+    assert change.op == "replace", f"unknown change {change}"
+    if content.get(key) not in (change.old, change.new):
+        raise CheckpointError(f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}")
+    return {**content, key: change.new}
+
+
+def _write_object(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,275 @@
+"""Is a checkpoint the model that the configuration describes, and the copy of it whose config engines load.
+
+A wrong dimension found here costs a second; found by an engine or the trainer it costs the start of a whole
+job. So `check_config` compares everything that `model.architecture` says with `config.json` and with the
+shards' headers, and reports all differences at once.
+
+`patch_folder` never touches its source: it makes a folder whose weights are links. "native" leaves
+`config.json` as it is. "deepseek_v32" renames the architecture to the alias under which stacks without
+`glm_moe_dsa` load the same weights and gives the tokenizer the class and key names of transformers 4.
+Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file
+from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
+from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
+from posttrain.checkpoint.param_names import compare_tensors
+from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_written
+from posttrain.config.families import dimensions
+from posttrain.config.schema import Architecture
+from posttrain.errors import CheckpointError, Problem
+
+CLASS_OF: Mapping[str, str] = {
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+MAX_TENSOR_LINES = 20
+# Compared on their own, because config.json spells them in more than one way.
+_SPELLED_APART = ("model_type", "rope_theta", "partial_rotary_factor")
+# What some families call our dimensions: on the Hub, and as transformers 5 writes it.
+_OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
+
+
+# ---- the check ----
+
+
+def check_config(
+    config: Mapping[str, Any],
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    trust_remote_code: bool = False,
+) -> list[Problem]:
+    """Compare a checkpoint with the architecture that the configuration gives.
+
+    Args:
+        config: Content of `config.json`.
+        architecture: What the configuration says.
+        tensors: Name -> dtype and shape, from the shards' headers.
+        trust_remote_code: Accept a checkpoint that brings its own code (`auto_map`).
+
+    Returns:
+        Every difference; empty when the checkpoint is the model described, unquantised and unpatched.
+    """
+    return [
+        *_check_kind(config, architecture, trust_remote_code),
+        *_check_precision(config),
+        *_check_dimensions(config, architecture),
+        *_check_rope(config, architecture),
+        *_check_fixed(config, architecture),
+        *_check_indexers(config, architecture),
+        *_check_tensors(architecture, tensors),
+    ]
+
+
+def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_remote_code: bool) -> Iterator[Problem]:
+    model_type, classes = config.get("model_type"), config.get("architectures")
+    if model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]:
+        value = f"{model_type!r} with architectures {classes!r}"
+        remedy = f"it is patched already: give the original (a folder with {PATCH_FILE} keeps the way back)"
+        yield Problem(f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy)
+    else:
+        yield from _compare("model_type", model_type, architecture.model_type)
+        yield from _compare("architectures", classes, [CLASS_OF[architecture.model_type]])
+    if config.get("auto_map") and not trust_remote_code:
+        remedy = "use a checkpoint of a built-in architecture, or allow its code explicitly"
+        yield Problem(f"{CONFIG}: auto_map", repr(config["auto_map"]), "no code of its own", remedy)
+
+
+def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype != "bfloat16":
+        yield Problem(f"{CONFIG}: dtype", repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        remedy = "it is quantised already: give the BF16 checkpoint, the workflow quantises it"
+        yield Problem(f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
+
+
+def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    for name, expected in dimensions(architecture).items():
+        key = next((spelling for spelling in (name, *_OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
+        # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
+        if name not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
+            yield from _compare(key, config.get(key), expected)
+
+
+def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """Transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        yield Problem(f"{CONFIG}: rope_type", repr(kind), "'default'", "scaled positions are not supported")
+    bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
+    for base in [base for place, base in enumerate(bases) if base not in bases[:place]] or [None]:
+        yield from _compare("rope_theta", base, architecture.rope_theta)
+    if expected := architecture.partial_rotary_factor:
+        factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        yield from _compare("partial_rotary_factor", factor, expected)
+
+
+def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """What trainer and engines take for granted and no key of ours names; checked where it is mentioned."""
+    for key, expected in _fixed(architecture).items():
+        found = config.get(key, expected)
+        # Where nothing is said the family's default holds, but for what is on: null switches it off.
+        if found != expected and (found is not None or expected is True):
+            yield Problem(f"{CONFIG}: {key}", repr(found), repr(expected), "this variant is not supported")
+
+
+def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+    """Each layer chooses its own keys; that some take over another layer's choice can be said in three ways."""
+    if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
+        return
+    full = ["full"] * layers
+    ways: dict[str, list[Any]] = {
+        "indexer_types": [full],
+        "index_topk_pattern": [full, "F" * layers],
+        "index_topk_freq": [0, 1],
+    }
+    for key, allowed in ways.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(allowed[-1]), "this variant is not supported")
+
+
+def _fixed(architecture: Architecture) -> dict[str, Any]:
+    layers, dense = architecture.num_hidden_layers, architecture.first_k_dense_replace
+    fixed = {
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_layer_freq": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+    }
+    if architecture.kv_lora_rank:
+        fixed |= {
+            "num_key_value_heads": architecture.num_attention_heads,
+            "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
+        }
+    else:
+        fixed["layer_types"] = ["full_attention"] * layers
+    if architecture.index_n_heads:
+        fixed["indexer_rope_interleave"] = True
+    return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
+
+
+def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
+    found = {name: TensorSpec(tuple(info.shape), info.dtype) for name, info in tensors.items()}
+    if not (lines := compare_tensors(architecture, found)):
+        return
+    shown = "\n        ".join(lines[:MAX_TENSOR_LINES])
+    more = f"\n        and {len(lines) - MAX_TENSOR_LINES} more" if len(lines) > MAX_TENSOR_LINES else ""
+    value = f"{len(lines)} are not as model.architecture says:\n        {shown}{more}"
+    allowed = "every tensor of the architecture, in its shape and dtype"
+    yield Problem("tensors", value, allowed, "give a complete checkpoint, or mend model.architecture")
+
+
+def _compare(key: str, found: Any, expected: Any) -> Iterator[Problem]:
+    if found != expected or isinstance(found, bool) != isinstance(expected, bool):
+        value = "(missing)" if found is None else repr(found)
+        remedy = "mend model.architecture in the model's file, or give the checkpoint it describes"
+        yield Problem(f"{CONFIG}: {key}", value, f"{expected!r} (model.architecture)", remedy)
+
+
+# ---- the patched copy ----
+
+
+def changes_for(target: str, source: Path) -> dict[str, list[Change]]:
+    """Return the changes that a patch target makes: file name -> changes; empty for "native".
+
+    Args:
+        target: "native" or "deepseek_v32".
+        source: The checkpoint's folder.
+
+    Raises:
+        CheckpointError: The tokenizer's special tokens are in a form that has no counterpart.
+    """
+    if target == "native":
+        return {}
+    assert target == ALIAS_TYPE, f"unknown patch target {target}"
+    config = read_object(source / CONFIG)
+    patch = {
+        CONFIG: [
+            Change("replace", "/model_type", config.get("model_type"), ALIAS_TYPE),
+            Change("replace", "/architectures", config.get("architectures"), [ALIAS_CLASS]),
+        ]
+    }
+    if (source / TOKENIZER_CONFIG).exists():
+        patch[TOKENIZER_CONFIG] = _tokenizer_changes(read_object(source / TOKENIZER_CONFIG), source)
+    return {name: changes for name, changes in patch.items() if changes}
+
+
+def _tokenizer_changes(tokenizer: Mapping[str, Any], source: Path) -> list[Change]:
+    changes = []
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        changes.append(Change("replace", "/tokenizer_class", "TokenizersBackend", "PreTrainedTokenizerFast"))
+    if "extra_special_tokens" in tokenizer:
+        old, new = "extra_special_tokens", "additional_special_tokens"
+        if not isinstance(tokenizer[old], list) or new in tokenizer:
+            raise CheckpointError(
+                f"{source / TOKENIZER_CONFIG}: {old} must be a list, and {new} absent, to be renamed; found "
+                f"{type(tokenizer[old]).__name__}{' and both keys' if new in tokenizer else ''}"
+            )
+        changes.append(Change("rename", f"/{old}", old, new))
+    return changes
+
+
+def patch_folder(source: Path, destination: Path, target: str, source_receipt: Receipt) -> tuple[FileRecord, ...]:
+    """Make a folder with the patched config, whose other files are links to the source's.
+
+    Args:
+        source: The checkpoint; not changed.
+        destination: The partial folder. Made twice, it holds the same bytes.
+        target: See `changes_for`.
+        source_receipt: What the source holds; linked files keep their records.
+
+    Returns:
+        One record per file, sorted by path.
+
+    Raises:
+        CheckpointError: See `changes_for`.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    remove_half_written(destination)
+    patch = changes_for(target, source)
+    linked = [record for record in source_receipt.files if record.path not in patch]
+    for record in linked:
+        _link(source / record.path, record.path.below(destination))
+    if not patch:
+        return tuple(sorted(linked, key=lambda record: record.path))
+    patched = {name: apply_changes(read_object(source / name), patch[name], name) for name in patch}
+    write_patched(destination, patched, patch)
+    written = [record_file(destination, name) for name in (*patch, PATCH_FILE)]
+    return tuple(sorted([*linked, *written], key=lambda record: record.path))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file: a second name for it, or a relative symlink where the file systems do not allow that."""
+    if hard_link(source, target):
+        return
+    where = os.path.relpath(source.resolve(strict=True), target.parent.resolve())
+    if not (target.is_symlink() and os.readlink(target) == where):
+        place_atomic(target, lambda temporary: os.symlink(where, temporary))

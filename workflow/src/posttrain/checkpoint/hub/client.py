@@ -1,0 +1,155 @@
+"""A repository's files from the Hugging Face Hub at a pinned commit, every one verified.
+
+Endpoint, token and offline mode are `huggingface_hub`'s own environment variables. The Hub's list of files with sizes
+and hashes is kept beside the folder, every file is compared with it before it gets its name, what an earlier attempt
+verified is not fetched again, what it began is continued, and the space on the disk is checked before the first byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import huggingface_hub
+
+from posttrain.artifacts import FileRecord, RelativeName
+from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, Origin, bring_files, keep_right_files
+from posttrain.checkpoint.hub.listing import HubSource, list_files
+from posttrain.checkpoint.hub.retries import RetryRule
+from posttrain.checkpoint.hub.transfer import STAGING, HttpOrigin
+from posttrain.checkpoint.hub.xet import XetOrigin
+from posttrain.checkpoint.staging.file_placement import remove_half_written
+from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+NEEDED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
+NOT_NEEDED = ("consolidated", "pytorch_model", "tf_model", "flax_model")
+TEMPLATE_FOLDER = "additional_chat_templates"
+MAX_NAMED_FILES = 20
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """How files are fetched.
+
+    Args:
+        num_workers: Files at a time.
+        xet: Leave the transfer to the library, which then uses Xet where the repository does.
+        rule: How often to try again.
+    """
+
+    num_workers: int = 8
+    xet: bool = False
+    rule: RetryRule = field(default_factory=RetryRule)
+
+
+def is_needed(path: str) -> bool:
+    """Tell whether a file of a model repository is weights, config, tokenizer or template.
+
+    Example:
+        "model-00001-of-00282.safetensors" and "tokenizer.json" are; "pytorch_model.bin",
+        "original/params.json" and "modeling_custom.py" are not.
+    """
+    parts = PurePosixPath(path).parts
+    if len(parts) == 2 and parts[0] == TEMPLATE_FOLDER:
+        return path.endswith(".jinja")
+    return len(parts) == 1 and path.endswith(NEEDED_SUFFIXES) and not path.startswith(NOT_NEEDED)
+
+
+def download(
+    source: HubSource,
+    folder: Path,
+    kept: Path,
+    needed: Callable[[str], bool] = is_needed,
+    options: FetchOptions | None = None,
+) -> tuple[FileRecord, ...]:
+    """List and fetch the needed files of a repository into `folder`, and verify each.
+
+    Args:
+        source: The repository at its commit.
+        folder: The partial folder; right files that are there already are kept.
+        kept: Where the Hub's answer is kept, see `artifacts.manifest_of`.
+        needed: Which files of the repository.
+        options: How they are fetched.
+
+    Returns:
+        One record per file, sorted by path.
+
+    Raises:
+        ConfigError: The repository, revision or file does not exist or may not be read.
+        CheckpointError: The bytes are not those that the Hub lists; or offline and files are missing.
+        RuntimeError: No connection.
+        OSError: No space on the disk.
+    """
+    options = options or FetchOptions()
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = list_files(source, kept, needed, options.rule) or list_what_lies_there(source, folder, needed)
+    records = fetch_files(source, folder, manifest.files, manifest, options)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    return tuple(sorted(records, key=lambda record: record.path))
+
+
+def fetch_files(
+    source: HubSource, folder: Path, files: Collection[ListedFile], manifest: Manifest, options: FetchOptions
+) -> tuple[FileRecord, ...]:
+    """Make `folder` hold some of the files that are listed; see `download`.
+
+    Args:
+        source: The repository at its commit.
+        folder: The partial folder, which other jobs may fill at the same time.
+        files: Those that are this job's.
+        manifest: All.
+        options: How they are fetched.
+    """
+    remove_half_written(folder)
+    label = str(source)
+    origin: Origin = (XetOrigin if options.xet else HttpOrigin)(source, options.rule)
+    records = keep_right_files(origin, folder, files, label, options.num_workers)
+    missing = [file for file in files if file.path not in records]
+    if missing:
+        _refuse_offline(source, folder, missing)
+        records |= bring_files(origin, folder, missing, label, options.num_workers, manifest.files)
+    return tuple(records[file.path] for file in files)
+
+
+# ---- without a network ----
+
+
+def list_what_lies_there(source: HubSource, folder: Path, needed: Callable[[str], bool] = is_needed) -> Manifest:
+    """List what lies in `folder` when the Hub was never asked: names and sizes, no hashes.
+
+    Raises:
+        CheckpointError: When there is nothing.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = [
+        ListedFile(RelativeName(name, folder), path.stat().st_size) for name, path in paths.items() if needed(name)
+    ]
+    if not files:
+        raise CheckpointError(
+            f"{source}: HF_HUB_OFFLINE is set and {folder} holds no files\n"
+            f"  remedy: unset HF_HUB_OFFLINE, or put a complete copy of the repository there"
+        )
+    log.warning(
+        "%s: offline, and the Hub's hashes are not known here: %s is checked by its layout only", source, folder
+    )
+    return Manifest(source.identity, tuple(sorted(files, key=lambda file: file.path)))
+
+
+def _refuse_offline(source: HubSource, folder: Path, missing: Collection[ListedFile]) -> None:
+    unknown = [file for file in missing if not file.content_id]
+    if not huggingface_hub.is_offline_mode() and not unknown:
+        return
+    named = list(missing)[:MAX_NAMED_FILES]
+    listed = "\n  ".join(f"{file.path} ({file.size_bytes} bytes)" for file in named)
+    more = f"\n  and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
+    why = "were listed offline, without their hashes" if unknown else "cannot be fetched: HF_HUB_OFFLINE is set"
+    remedy = "delete the list of files and run again online" if unknown else "unset HF_HUB_OFFLINE"
+    raise CheckpointError(
+        f"{source}: {folder} lacks {len(missing)} files, or holds them changed, and they {why}:\n  {listed}{more}\n"
+        f"  remedy: {remedy}, or put the files there"
+    )

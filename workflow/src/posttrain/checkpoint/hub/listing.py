@@ -1,0 +1,217 @@
+"""What the Hub says: the files of a repository at a commit, with sizes and hashes, and why it does not
+answer.
+
+The Hub's answer is kept beside the folder that is downloaded, so that the folder can be verified without a
+network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import DatasetInfo, HfApi, ModelInfo
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    XetDownloadError,
+)
+
+from posttrain.artifacts import RelativeName
+from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, read_manifest, write_manifest
+from posttrain.checkpoint.hub.retries import BadStatus, GaveUp, Retries, RetryRule, status_of
+from posttrain.checkpoint.staging.file_placement import TransferStopped
+from posttrain.errors import CheckpointError, ConfigError, Problem, printable
+
+# Nobody's use of a workflow is anybody else's business.
+huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository at a pinned commit.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: Commit, 40 hex digits.
+        repo_type: "model" or "dataset".
+        key: Config section that names it; appears in messages.
+        endpoint: Address of the Hub; None: `HF_ENDPOINT` or the public one.
+    """
+
+    repo_id: str
+    revision: str
+    repo_type: str = "model"
+    key: str = "model.source"
+    endpoint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}@{self.revision[:12]}"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a list of its files is about."""
+        return {"kind": "hub", "repo_id": self.repo_id, "revision": self.revision, "repo_type": self.repo_type}
+
+
+def list_files(
+    source: HubSource, kept: Path, needed: Callable[[str], bool], rule: RetryRule | None = None
+) -> Manifest | None:
+    """Return the needed files of a repository, with sizes and hashes.
+
+    Args:
+        source: What to ask for.
+        kept: Where the Hub's answer is kept. With `HF_HUB_OFFLINE=1` it is read instead of asking.
+        needed: Which files.
+        rule: How often to ask again.
+
+    Returns:
+        The list; None when offline and the Hub was never asked.
+
+    Raises:
+        ConfigError: The repository or revision does not exist or may not be read.
+        CheckpointError: None of its files is needed; or the kept answer is about something else.
+        RuntimeError: The Hub cannot be reached.
+    """
+    if huggingface_hub.is_offline_mode():
+        return _read_kept(source, kept) if kept.exists() else None
+    files = [_listed_file(source, row) for row in _ask_hub(source, rule or RetryRule()) if needed(row.rfilename)]
+    if not files:
+        raise CheckpointError(f"{source}: the repository holds none of the files that are needed")
+    manifest = Manifest(source.identity, tuple(sorted(files, key=lambda file: file.path)))
+    write_manifest(kept, manifest)
+    return manifest
+
+
+def _read_kept(source: HubSource, kept: Path) -> Manifest:
+    manifest = read_manifest(kept)
+    if manifest.source != source.identity:
+        raise CheckpointError(f"{kept}: lists {dict(manifest.source)}, not {source}; delete it and run again online")
+    return manifest
+
+
+@contextlib.contextmanager
+def explained(source: HubSource, path: str = "") -> Iterator[None]:
+    """Turn the library's many failures into one message each."""
+    at = f"{source}: {path}" if path else str(source)
+    try:
+        yield
+    except TransferStopped:
+        raise
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            [
+                Problem(
+                    f"{source.key}.revision",
+                    source.revision,
+                    f"a commit of {source.repo_id}",
+                    "pin a commit that the repository's page shows",
+                )
+            ]
+        ) from error
+    except RemoteEntryNotFoundError as error:
+        raise ConfigError([Problem(source.key, at, f"a file of {source.repo_id}", "check the name")]) from error
+    except (HTTPError, OSError, XetDownloadError, RuntimeError) as error:
+        if _status_of(error) in (401, 403) and not _content_server_of(error):
+            raise ConfigError([_unreadable(source, error)]) from error
+        if _is_local(error):
+            raise
+        raise RuntimeError(_no_answer(source, at, error)) from error
+
+
+def _no_answer(source: HubSource, at: str, error: Exception) -> str:
+    endpoint, status = source.endpoint or huggingface_hub.constants.ENDPOINT, _status_of(error)
+    if content_server := _content_server_of(error):
+        endpoint = f"{content_server}, which the Hub names for the content and which gets no token,"
+    cause = error.__cause__ or error
+    first_line = (str(cause).strip() or "no text").splitlines()[0]
+    what = (
+        f"answered with HTTP {status}"
+        if status
+        else (f"cannot be reached, or hung up ({type(cause).__name__}: {first_line})")
+    )
+    tried = f" ({error})" if isinstance(error, GaveUp) else ""
+    return printable(
+        f"{at}: {endpoint} {what}{tried}\n"
+        f"  remedy: check the network, the proxy and HF_ENDPOINT, then run the same command again: "
+        f"what is verified is kept"
+    )
+
+
+def _unreadable(source: HubSource, error: Exception) -> Problem:
+    """Tell who refused what: the token, its account, or a request without one. The token itself is never told."""
+    answer = next((found for found in (error, error.__cause__) if isinstance(found, HfHubHTTPError)), None)
+    status = answer.response.status_code if answer else _status_of(error)
+    has_token = bool(huggingface_hub.get_token())
+    if isinstance(answer, GatedRepoError):
+        what = "it is gated, and " + ("the token's account has no access" if has_token else "no token was sent")
+        remedy = "it is gated: ask for access on its page, then export HF_TOKEN of that account"
+    elif not has_token:
+        what = "no token was sent"
+        remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
+    elif status == 401 and not (answer and answer.response.headers.get("X-Error-Code") == "RepoNotFound"):
+        what = "the token was rejected"
+        remedy = "it is wrong, has expired or is another Hub's: export HF_TOKEN anew, or unset it"
+    else:
+        what = "the token's account sees no such repository, or may not read it"
+        remedy = "check the name; a private or gated one needs HF_TOKEN of an account that may read it"
+    endpoint = source.endpoint or huggingface_hub.constants.ENDPOINT
+    allowed = f"an existing repository that you may read; {endpoint} answered with HTTP {status}: {what}"
+    return Problem(f"{source.key}.repo_id", source.repo_id, allowed, remedy)
+
+
+def _content_server_of(error: BaseException) -> str:
+    """Return who answered in the Hub's place; empty where nobody did."""
+    found = (each for each in (error, error.__cause__) if isinstance(each, BadStatus))
+    return next((each.content_server for each in found), "")
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status behind an error; a repository that is not there counts as 401, as on the Hub."""
+    for found in (error, error.__cause__):
+        if isinstance(found, RepositoryNotFoundError):
+            return 401
+        if status := status_of(found):
+            return status
+    return None
+
+
+def _is_local(error: Exception) -> bool:
+    """Tell errors of this machine's disk (full, read-only) from those of the network."""
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError)
+
+
+def _ask_hub(source: HubSource, rule: RetryRule) -> Sequence[Any]:
+    with explained(source):
+        info = _ask_until_answered(source, Retries(rule, f"list {source}"))
+    if info.sha != source.revision:
+        allowed, remedy = "the full commit id, 40 hex digits", f"the Hub resolves it to {info.sha}: pin that"
+        raise ConfigError([Problem(f"{source.key}.revision", source.revision, allowed, remedy)])
+    return info.siblings or []
+
+
+def _ask_until_answered(source: HubSource, retries: Retries) -> ModelInfo | DatasetInfo:
+    api = HfApi(endpoint=source.endpoint)
+    ask = api.dataset_info if source.repo_type == "dataset" else api.model_info
+    while True:
+        try:
+            return ask(source.repo_id, revision=source.revision, files_metadata=True)
+        except HTTPError as error:
+            retries.wait_after(error)
+
+
+def _listed_file(source: HubSource, sibling: Any) -> ListedFile:
+    name = RelativeName(sibling.rfilename, source)
+    if sibling.lfs:
+        return ListedFile(name, sibling.lfs.size, sha256=sibling.lfs.sha256)
+    if sibling.size is None or not sibling.blob_id:
+        raise RuntimeError(f"{source}: the Hub gives no size or hash for {name}; is HF_ENDPOINT a Hub?")
+    return ListedFile(name, sibling.size, git_blob=sibling.blob_id)

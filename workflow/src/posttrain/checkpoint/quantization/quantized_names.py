@@ -1,0 +1,121 @@
+"""The one list of what is quantised, by the tensors' names on the Hub; for every format and for weight sync."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.errors import CheckpointError
+
+# What is quantised: the matrices of attention and indexer, and of every kind of MLP. Not: embedding,
+# lm_head, norms, the router, the indexer's weights_proj, and eh_proj of the MTP layer; engines compute with
+# these in BF16 or FP32.
+_QUANTIZED = {
+    "attention": r"self_attn\.(?:q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|q_proj|k_proj|v_proj|o_proj)",
+    "indexer": r"self_attn\.indexer\.(?:wq_b|wk)",
+    "dense_mlp": r"mlp\.(?:gate_proj|up_proj|down_proj)",
+    "experts": r"mlp\.experts\.\d+\.(?:gate_proj|up_proj|down_proj)",
+    "shared_experts": r"mlp\.shared_experts\.(?:gate_proj|up_proj|down_proj)",
+}
+CLASSES = tuple(_QUANTIZED)
+_PATTERNS = {kind: re.compile(rf"model\.layers\.\d+\.{part}\.weight") for kind, part in _QUANTIZED.items()}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Matrices that engines join into one: they take the same input.
+_FUSED = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"))
+
+
+def tensor_class(hf_name: str) -> str:
+    """Return one of `CLASSES`, or "unquantized"."""
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.fullmatch(hf_name)), "unquantized")
+
+
+def layer_of(hf_name: str) -> int | None:
+    """Return the number of the layer that a tensor belongs to; None for the embedding and the like."""
+    match = _LAYER.match(hf_name)
+    return int(match[1]) if match else None
+
+
+def fused_with(hf_name: str) -> tuple[str, ...]:
+    """Return the tensors that an engine joins with a tensor to one matrix, itself included.
+
+    Example:
+        "...experts.7.up_proj.weight" gives the names of gate_proj and up_proj of expert 7; down_proj stands alone.
+    """
+    before, _, projection = hf_name.removesuffix(".weight").rpartition(".")
+    for group in _FUSED:
+        if projection in group:
+            return tuple(f"{before}.{member}.weight" for member in group)
+    return (hf_name,)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors are quantised.
+
+    Args:
+        classes: Those that a format covers, of `CLASSES`.
+        num_layers: Decoder layers; the MTP layers come after them.
+        keep_first_layers: Leading decoder layers that keep their precision.
+        keep_last_layers: Trailing decoder layers that keep their precision.
+        keep_modules: Regular expressions; a module whose name holds a match keeps its precision.
+        mtp: Whether the MTP layers are quantised.
+    """
+
+    classes: Collection[str] = CLASSES
+    num_layers: int = 0
+    keep_first_layers: int = 0
+    keep_last_layers: int = 0
+    keep_modules: Sequence[str] = ()
+    mtp: bool = True
+
+    def includes(self, hf_name: str, shape: Sequence[int]) -> bool:
+        """Tell whether a tensor is quantised."""
+        if len(shape) != 2 or tensor_class(hf_name) not in self.classes:
+            return False
+        return not self._keeps_layer(hf_name) and not any(re.search(p, hf_name) for p in self.keep_modules)
+
+    def _keeps_layer(self, hf_name: str) -> bool:
+        layer = layer_of(hf_name)
+        assert layer is not None, hf_name
+        if layer < self.keep_first_layers:
+            return True
+        if self.keep_last_layers and self.num_layers - self.keep_last_layers <= layer < self.num_layers:
+            return True
+        return not self.mtp and layer >= self.num_layers
+
+    def check(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Check that nothing which an engine computes as one is quantised by halves.
+
+        Args:
+            specs: Name -> shape and dtype of all tensors of the source.
+
+        Raises:
+            CheckpointError: When nothing is quantised, or naming tensors on both sides of a divided group.
+        """
+        groups: dict[str, dict[bool, str]] = {}
+        for name, spec in specs.items():
+            if tensor_class(name) in self.classes:
+                groups.setdefault(_computed_as_one(name), {})[self.includes(name, spec.shape)] = name
+        if not any(True in sides for sides in groups.values()):
+            raise CheckpointError(f"none of the {len(specs)} tensors is on the list of what is quantised")
+        for sides in groups.values():
+            if len(sides) == 2:
+                raise CheckpointError(
+                    f"quantize.keep_modules: {sides[False]} keeps its precision and {sides[True]} does not, but "
+                    "engines compute them as one: keep both or none"
+                )
+
+
+def _computed_as_one(hf_name: str) -> str:
+    """Return a name that all tensors of one engine operation share: a layer's experts, or fused matrices."""
+    if ".experts." in hf_name:
+        return hf_name.partition(".experts.")[0]
+    return fused_with(hf_name)[0]
+
+
+def unquantized_modules(specs: Mapping[str, TensorSpec], selection: Selection) -> list[str]:
+    """Return the modules with a matrix that is not quantised, in the order of their tensors."""
+    matrices = ((name, spec.shape) for name, spec in specs.items() if len(spec.shape) == 2)
+    return [name.removesuffix(".weight") for name, shape in matrices if not selection.includes(name, shape)]

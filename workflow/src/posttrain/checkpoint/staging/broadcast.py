@@ -1,0 +1,221 @@
+"""Copying to many nodes at once: shared storage is read once, and the nodes pass the files on to one another.
+
+Each file is read from its origin by the node that first claims it. When it is on that node's disk and its hash is
+right, the node makes a torrent of it and tells the others, who fetch it by BitTorrent (libtorrent) from everybody who
+has any of it. No node is special: one that dies is replaced by whoever claims next, one that comes late finds what
+there is, and one that comes last and alone reads the origin.
+
+The nodes meet in a folder on shared storage (`meeting`).
+
+A file that was fetched counts only when our own hash of the whole agrees, and is synced. What a killed node had
+fetched is used by its next attempt: BitTorrent checks it piece by piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from posttrain.artifacts import hash_file
+from posttrain.checkpoint.staging.file_placement import TransferProgress, publish_link
+from posttrain.checkpoint.staging.node_local import CopyTask, copy_task
+from posttrain.checkpoint.staging.peer_registry import Meeting, Peer
+from posttrain.checkpoint.staging.swarm import Swarm
+from posttrain.observability.progress import ProgressBar
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+# A download without progress for this long is given up, and the origin read instead.
+STALL_SECONDS = 60.0
+MAX_READS, MAX_DOWNLOADS = 2, 16
+# All nodes together read at most this share of the files from their origins at a time: only what has been read can be
+# passed on.
+READ_SHARE = 1 / 8
+SCRATCH = ".broadcast"
+
+
+class Broadcast:
+    """A node's part in copying to many.
+
+    Args:
+        meeting: Folder on shared storage; the same for all nodes that copy the same.
+        node: Name of this node.
+        destination: Folder on this node's own disk; parts of files lie in a hidden folder below it.
+        interface: The network of the nodes; empty: all networks of this machine.
+    """
+
+    def __init__(self, meeting: Path, node: str, destination: Path, interface: str = ""):
+        self._meeting, self._node, self._interface = meeting, node, interface
+        self._scratch = destination / SCRATCH
+
+    def fetch(self, wrong: Sequence[CopyTask], right: Sequence[CopyTask]) -> None:
+        """Bring `wrong` to this node, and give `right` and what has come to others while they need it.
+
+        Raises:
+            CheckpointError: An origin's file is not what its receipt says.
+            OSError: The disk is full.
+        """
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        total = sum(task.record.size_bytes for task in wrong)
+        with (
+            ProgressBar(f"copy to {self._scratch.parent}", total) as bar,
+            Swarm(self._scratch, self._interface) as swarm,
+            ThreadPoolExecutor(MAX_READS + 1) as pool,
+        ):
+            exchange = _Exchange(Meeting(self._meeting, self._node), swarm, pool, TransferProgress(bar))
+            exchange.run(_by_content(wrong), _by_content(right))
+        shutil.rmtree(self._scratch)
+
+
+class _Exchange:
+    """The state of one `fetch`."""
+
+    def __init__(self, meeting: Meeting, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
+        self._meeting, self._swarm, self._pool, self._progress = meeting, swarm, pool, progress
+        self._has: set[str] = set()
+        # What is under way: read from the origin, fetched from peers, checked after that.
+        self._reads: dict[str, Future[None]] = {}
+        self._downloads: dict[str, float] = {}
+        self._checks: dict[str, Future[bool]] = {}
+        self._unreachable: set[str] = set()
+
+    def run(self, wrong: dict[str, list[CopyTask]], right: dict[str, list[CopyTask]]) -> None:
+        """Work until nothing is missing here, then until nobody alive misses anything."""
+        missing = _shuffled(wrong)
+        max_reads = max(2, int(READ_SHARE * (len(wrong) + len(right))))
+        for content, tasks in right.items():
+            for twin in missing.pop(content, ()):
+                publish_link(tasks[0].target, twin.target)
+                self._progress.advance(twin.record.size_bytes)
+            self._offer(content, tasks[0])
+        try:
+            self._meeting.look()
+            while missing or not all(peer.is_done for peer in self._meeting.peers):
+                self._collect(missing)
+                for content, tasks in missing.items():
+                    if not self._is_under_way(content):
+                        self._begin(content, tasks[0], max_reads)
+                self._tend_downloads()
+                self._say(is_done=not missing)
+                time.sleep(POLL_SECONDS)
+                self._meeting.look()
+        except BaseException:
+            self._progress.stop()
+            raise
+        finally:
+            self._meeting.leave()
+
+    # ---- one file ----
+
+    def _is_under_way(self, content: str) -> bool:
+        return content in self._reads or content in self._downloads or content in self._checks
+
+    def _begin(self, content: str, task: CopyTask, max_reads: int) -> None:
+        """Fetch a file that a peer has, or read it from its origin if nobody else does."""
+        if content in self._unreachable:
+            if len(self._reads) < MAX_READS:
+                self._reads[content] = self._pool.submit(self._read, content, task)
+        elif self._meeting.has_torrent(content) and any(content in peer.has for peer in self._meeting.peers):
+            if len(self._downloads) < MAX_DOWNLOADS:
+                self._swarm.download(content, self._meeting.torrent(content))
+                self._downloads[content] = time.monotonic()
+        elif len(self._reads) < MAX_READS and self._num_reads() < max_reads:
+            # Others may have been faster since the last look.
+            self._meeting.look()
+            if self._num_reads() < max_reads and self._meeting.claim(content):
+                self._reads[content] = self._pool.submit(self._read, content, task)
+
+    def _num_reads(self) -> int:
+        return len((self._meeting.being_read() | self._reads.keys()) - self._has)
+
+    def _read(self, content: str, task: CopyTask) -> None:
+        copy_task(task, self._progress)
+        self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
+
+    def _offer(self, content: str, task: CopyTask) -> None:
+        """Let others fetch a file that lies here and is right."""
+        if not self._meeting.has_torrent(content):
+            self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
+        self._swarm.seed(content, task.target, self._meeting.torrent(content))
+        self._has.add(content)
+
+    def _collect(self, missing: dict[str, list[CopyTask]]) -> None:
+        """Take note of files that are here now."""
+        for content in _finished(self._reads):
+            self._reads.pop(content).result()
+            self._arrived(content, missing)
+        for content in list(self._downloads):
+            if self._swarm.is_complete(content):
+                del self._downloads[content]
+                self._checks[content] = self._pool.submit(self._check, content, missing[content][0])
+        for content in _finished(self._checks):
+            if self._checks.pop(content).result():
+                self._arrived(content, missing)
+            else:
+                log.warning("%s came with other bytes from its peers; it is read from its origin", content)
+                self._give_up(content)
+
+    def _check(self, content: str, task: CopyTask) -> bool:
+        """Put a fetched file under its name when its bytes are right."""
+        if hash_file(self._swarm.path(content)) != content:
+            return False
+        publish_link(self._swarm.path(content), task.target)
+        self._progress.advance(task.record.size_bytes)
+        return True
+
+    def _arrived(self, content: str, missing: dict[str, list[CopyTask]]) -> None:
+        first, *twins = missing.pop(content)
+        for twin in twins:
+            publish_link(first.target, twin.target)
+            self._progress.advance(twin.record.size_bytes)
+        self._offer(content, first)
+
+    # ---- peers ----
+
+    def _tend_downloads(self) -> None:
+        """Bring downloads together with those who have the file, and end those that lead nowhere."""
+        for content, since in list(self._downloads.items()):
+            useful = [peer for peer in self._meeting.peers if content in peer.has or content in peer.fetches]
+            self._swarm.connect(content, [(host, peer.port) for peer in useful for host in peer.addresses])
+            if self._swarm.has_progressed(content):
+                self._downloads[content] = time.monotonic()
+            elif time.monotonic() - since > STALL_SECONDS:
+                log.warning("%s does not come from its peers; it is read from its origin", content)
+                self._give_up(content)
+            elif not any(content in peer.has for peer in useful):
+                # Whoever had it is gone; somebody claims it again.
+                self._swarm.drop(content)
+                del self._downloads[content]
+
+    def _give_up(self, content: str) -> None:
+        self._swarm.drop(content)
+        self._downloads.pop(content, None)
+        self._unreachable.add(content)
+
+    def _say(self, is_done: bool) -> None:
+        swarm, files = self._swarm, (sorted(self._has), sorted(self._reads), sorted(self._downloads))
+        self._meeting.say(Peer(swarm.addresses, swarm.port, *files, is_done))
+
+
+def _by_content(tasks: Sequence[CopyTask]) -> dict[str, list[CopyTask]]:
+    grouped: dict[str, list[CopyTask]] = {}
+    for task in tasks:
+        grouped.setdefault(task.record.xxh3_128, []).append(task)
+    return grouped
+
+
+def _shuffled(tasks: dict[str, list[CopyTask]]) -> dict[str, list[CopyTask]]:
+    """Return the files in an order of this node's own, so that nodes claim different ones."""
+    items = list(tasks.items())
+    random.shuffle(items)
+    return dict(items)
+
+
+def _finished(futures: dict[str, Future]) -> Iterator[str]:
+    yield from [content for content, future in futures.items() if future.done()]

@@ -1,0 +1,171 @@
+"""Making room on a node's own disk: old copies of ours are deleted by a rule that the user states.
+
+Only what `testimony` vouches for as ours is ever deleted, and only while it is as we left it: a file that somebody else
+put there, or changed, stays. A copy in use is never touched: whoever stages to it or trains from it holds a lock
+(`flock`) on its folder, which the kernel lets go when the process ends, however it ends. The folder is on one node's
+own disk, so that lock reaches everybody who could use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.artifacts import RelativeName
+from posttrain.checkpoint.staging.staging_record import (
+    SUFFIX,
+    CopiedFile,
+    is_as_left,
+    path_of_testimony,
+    read_testimony,
+)
+from posttrain.errors import CheckpointError
+from posttrain.observability.report_format import format_bytes
+
+log = logging.getLogger(__name__)
+
+DAY_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """The user's rule.
+
+    Args:
+        rule: never, oldest (the longest unused first, until there is room), or unused (all unused for `unused_days`).
+        unused_days: See `rule`.
+        root: Folder on the node's own disk with all models' copies.
+    """
+
+    rule: str
+    unused_days: float
+    root: Path
+
+
+@dataclass(frozen=True)
+class OldCopy:
+    """A copy that may be evicted.
+
+    Args:
+        folder: Where it lies.
+        used_unix: When it was last staged or trained from.
+        names: Files of it that are ours and as we left them.
+        links: Links of ours.
+        size_bytes: What deleting the files frees.
+    """
+
+    folder: Path
+    used_unix: float
+    names: tuple[RelativeName, ...]
+    links: tuple[RelativeName, ...]
+    size_bytes: int
+
+
+@contextlib.contextmanager
+def in_use(folders: Sequence[Path]) -> Iterator[None]:
+    """Keep copies from being evicted while the block runs; several processes may use one copy."""
+    with ExitStack() as stack:
+        for folder in folders:
+            stack.callback(os.close, _hold(folder))
+        yield
+
+
+def make_room(needed_bytes: int, destination: Path, eviction: Eviction) -> None:
+    """Delete old copies by the user's rule, and say what is deleted, or what could be.
+
+    Args:
+        needed_bytes: What is about to be written.
+        destination: Where; on the same disk as the copies.
+        eviction: The rule.
+    """
+    now = time.time()
+    for copy in sorted(find_copies(eviction.root), key=lambda copy: copy.used_unix):
+        lacks_room = shutil.disk_usage(destination).free < needed_bytes
+        days = (now - copy.used_unix) / DAY_SECONDS
+        said = f"{copy.folder} ({format_bytes(copy.size_bytes)}, unused for {days:.1f} days)"
+        is_due = {"never": False, "oldest": lacks_room, "unused": days >= eviction.unused_days}[eviction.rule]
+        if is_due and evict(copy):
+            log.warning("evicted %s", said)
+        elif lacks_room and not is_due:
+            log.info("stage.evict=%s keeps %s", eviction.rule, said)
+
+
+def find_copies(root: Path) -> list[OldCopy]:
+    """Return the copies below `root`, {model}/{revision}/{folder}, that carry a testimony of ours."""
+    found = []
+    for path in sorted(root.glob(f"*/*/*{SUFFIX}")):
+        try:
+            found.append(_read_copy(path))
+        except CheckpointError as error:
+            log.warning("%s; its copy is no candidate for eviction", error)
+    return found
+
+
+def evict(copy: OldCopy) -> bool:
+    """Delete a copy unless somebody uses it; True when it is gone.
+
+    The testimony goes last, so that a kill leaves a copy that can still be evicted.
+    """
+    try:
+        descriptor = os.open(copy.folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        path_of_testimony(copy.folder).unlink(missing_ok=True)
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("%s is in use and stays", copy.folder)
+        return False
+    else:
+        _delete(copy)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _hold(folder: Path) -> int:
+    """Return a descriptor of `folder`, made if need be, with a shared lock on it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        # Evicted while we waited: the name is gone, or another folder's.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _read_copy(path: Path) -> OldCopy:
+    row, folder = read_testimony(path), path.with_name(path.name.removesuffix(SUFFIX))
+    ours = [file for file in row["files"] if file.is_ours and _is_still_ours(file.path.below(folder), file)]
+    names = tuple(file.path for file in ours)
+    return OldCopy(folder, row["used_unix"], names, tuple(row["links"]), sum(file.size_bytes for file in ours))
+
+
+def _is_still_ours(path: Path, file: CopiedFile) -> bool:
+    # Time 0: a staging that was killed was about to write it.
+    was_begun = file.mtime_ns == 0 and path.is_file() and path.stat().st_size == file.size_bytes
+    return was_begun or is_as_left(path, file)
+
+
+def _delete(copy: OldCopy) -> None:
+    for name in copy.names:
+        name.below(copy.folder).unlink(missing_ok=True)
+    for name in copy.links:
+        if (link := name.below(copy.folder)).is_symlink():
+            link.unlink()
+    for parent, _, _ in os.walk(copy.folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(parent)
+    if copy.folder.exists():
+        log.info("%s stays: it holds files that are not ours", copy.folder)
+    path_of_testimony(copy.folder).unlink()

@@ -1,0 +1,325 @@
+"""Checkpoints on a node's own disk: copied once, verified while they are copied, checked quickly ever after.
+
+Reading terabytes from shared storage at every start is what makes large jobs start slowly. `stage` copies
+what the receipts list, file by file, each under its name only when its bytes are known to be right; what is
+there and right stays, what is wrong or missing is repaired, what somebody else put there is left alone.
+
+A file that nobody on this node reads may stay behind (`Origin.local`): a link to the shared file takes its place, so
+that the folder is whole for whoever opens it.
+
+Where the testimony of an earlier staging still fits, files are not read again (`testimony`). Before the weights are
+loaded they are: `read_again`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
+from posttrain.checkpoint.staging.eviction import Eviction, in_use, make_room
+from posttrain.checkpoint.staging.file_placement import (
+    TransferProgress,
+    copy_file,
+    remove_half_written,
+    require_free_space,
+    run_parallel,
+)
+from posttrain.checkpoint.staging.staging_record import CopiedFile, NodeCopy, known_files, testify, vouched_files
+from posttrain.errors import CheckpointError
+from posttrain.observability.progress import ProgressBar
+from posttrain.observability.report_format import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is to be copied.
+
+    Args:
+        folder: Where it lies.
+        receipt: What it holds.
+        local: Names of the files that are copied, by default all; the others become links.
+    """
+
+    folder: Path
+    receipt: Receipt
+    local: frozenset[str] | None = None
+
+    @property
+    def local_receipt(self) -> Receipt:
+        """The receipt without the files that stay behind."""
+        if self.local is None:
+            return self.receipt
+        return dataclasses.replace(self.receipt, files=tuple(r for r in self.receipt.files if r.path in self.local))
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """One file to look at, and to copy where it is not right.
+
+    Args:
+        source: Where it lies.
+        target: Where the copy goes.
+        record: What it must be.
+    """
+
+    source: Path
+    target: Path
+    record: FileRecord
+
+
+# Copies tasks: (those to copy, those that lie here already and are right), see `broadcast.Broadcast.fetch`.
+Fetch = Callable[[Sequence[CopyTask], Sequence[CopyTask]], None]
+
+
+def stage(
+    origins: Sequence[Origin],
+    destination: Path,
+    workers: int = 8,
+    reread: bool = False,
+    eviction: Eviction | None = None,
+    fetch: Fetch | None = None,
+    believe: bool = True,
+) -> list[NodeCopy]:
+    """Make `destination` hold a verified copy of every origin, each in a folder of its own name.
+
+    Args:
+        origins: What to copy.
+        destination: Folder on the node's own disk.
+        workers: Files handled at a time.
+        reread: Read every written file once more from the disk and compare.
+        eviction: What may be deleted to make room; by default nothing.
+        fetch: Brings the files here in another way than reading each from its origin.
+        believe: Do not read what a testimony vouches for.
+
+    Returns:
+        One record per origin.
+
+    Raises:
+        CheckpointError: An origin's file is not what its receipt says, or a copy is not after `reread`; or the
+            destination is another user's.
+        OSError: No space on the disk; said before the first byte where it can be known.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(destination)
+    away = [origin for origin in origins if not _is_there(origin, destination)]
+    with in_use([destination / origin.folder.name for origin in away]):
+        for origin in away:
+            remove_half_written(destination / origin.folder.name)
+        tasks = [task for origin in away for task in _tasks_of(origin, destination)]
+        wrong = _find_wrong(tasks, workers, believe)
+        needed = sum(task.record.size_bytes for task in wrong)
+        if eviction:
+            make_room(needed, destination, eviction)
+        require_free_space(destination, needed, f"the copy to {destination}")
+        targets = {task.target for task in wrong}
+        for origin in away if wrong else ():
+            testify(_describe(origin, destination, targets, is_done=False))
+        fetch = fetch or partial(_copy_all, destination=destination, workers=workers, reread=reread)
+        if wrong:
+            log.info("staging to %s: %d files, %s", destination, len(wrong), format_bytes(needed))
+            fetch(wrong, [task for task in tasks if task.target not in targets])
+        for origin in away:
+            _link_others(origin, destination)
+        copies = [_describe(origin, destination, targets) for origin in origins]
+        for copy in copies:
+            if copy.folder != copy.source:
+                testify(copy)
+    return copies
+
+
+def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
+    """Read every local file of `origins` and compare its hash, right before it is loaded.
+
+    A testimony vouches for names, sizes and times; a disk may still give back other bytes. What is read here stays in
+    the page cache as far as memory allows, so that loading does not read the disk a second time.
+
+    Args:
+        origins: Each with the folder that is about to be loaded.
+        workers: Files read at a time.
+
+    Returns:
+        One line per file that is missing or wrong; empty when all is well.
+    """
+    checks = [
+        (origin.folder, dataclasses.replace(origin.receipt, files=(record,)))
+        for origin in origins
+        for record in origin.local_receipt.files
+    ]
+    with _reading("read before loading", sum(receipt.size_bytes for _, receipt in checks)) as progress:
+
+        def check(item: tuple[Path, Receipt]) -> list[str]:
+            found = check_files(*item, content=True)
+            progress.advance(item[1].size_bytes)
+            return found
+
+        return [line for lines in run_parallel(check, checks, workers, progress) for line in lines]
+
+
+def require_content(folder: Path, receipt_path: Path, workers: int = 8) -> Receipt:
+    """Return the receipt of a checkpoint that is about to be loaded, after reading all of it.
+
+    Raises:
+        CheckpointError: Listing every file that is not as the receipt says.
+    """
+    receipt = require_files(folder, receipt_path)
+    refuse_files(folder, receipt_path, read_again([Origin(folder, receipt)], workers))
+    return receipt
+
+
+@contextlib.contextmanager
+def _reading(label: str, total_bytes: int) -> Iterator[TransferProgress]:
+    """Show the progress of a reading, and at its end how fast it was."""
+    started = time.monotonic()
+    with ProgressBar(label, total_bytes) as bar:
+        yield TransferProgress(bar)
+    rate = total_bytes / max(time.monotonic() - started, 1e-3)
+    log.info("%s: %s at %s/s", label, format_bytes(total_bytes), format_bytes(rate))
+
+
+def _refuse_foreign(destination: Path) -> None:
+    """Refuse a folder whose owner could put other bytes there after we have looked: below the root, all is ours."""
+    for folder in (destination, *destination.absolute().parents[:2]):
+        owner = folder.stat().st_uid
+        if owner not in (os.geteuid(), 0):
+            remedy = "set site.node_local to a folder of your own"
+            raise CheckpointError(f"{folder}: belongs to user {owner}, who could change the copies\n  remedy: {remedy}")
+
+
+# ---- copying ----
+
+
+def _is_there(origin: Origin, destination: Path) -> bool:
+    target = destination / origin.folder.name
+    if not (target.exists() and target.samefile(origin.folder)):
+        return False
+    log.info("%s lies on this node already; nothing is copied", origin.folder)
+    return True
+
+
+def _tasks_of(origin: Origin, destination: Path) -> list[CopyTask]:
+    target = destination / origin.folder.name
+    return [CopyTask(origin.folder / r.path, r.path.below(target), r) for r in origin.local_receipt.files]
+
+
+def _find_wrong(tasks: Sequence[CopyTask], workers: int, believe: bool) -> list[CopyTask]:
+    """Return the files to copy: absent, of another size, or of other content."""
+    folders = {_folder_of(task) for task in tasks} if believe else set()
+    known = {path: content for folder in folders for path, content in vouched_files(folder).items()}
+    right = {task.target for task in tasks if known.get(task.target) == task.record.xxh3_128}
+    doubtful = [task for task in tasks if task.target not in known and _has_right_size(task)]
+    if doubtful:
+        with _reading("verify what is there", sum(t.record.size_bytes for t in doubtful)) as progress:
+            verdicts = run_parallel(partial(_is_right, progress=progress), doubtful, workers, progress)
+        right |= {task.target for task, verdict in zip(doubtful, verdicts, strict=True) if verdict}
+    wrong = [task for task in tasks if task.target not in right]
+    for task in wrong:
+        if task.target.exists() and not task.target.is_symlink():
+            log.warning("%s is not what the receipt says and is copied again", task.target)
+    return wrong
+
+
+def _folder_of(task: CopyTask) -> Path:
+    return task.target.parents[task.record.path.count("/")]
+
+
+def _has_right_size(task: CopyTask) -> bool:
+    target = task.target
+    return target.is_file() and not target.is_symlink() and target.stat().st_size == task.record.size_bytes
+
+
+def _is_right(task: CopyTask, progress: TransferProgress) -> bool:
+    verdict = hash_file(task.target) == task.record.xxh3_128
+    progress.advance(task.record.size_bytes)
+    return verdict
+
+
+def _copy_all(
+    tasks: Sequence[CopyTask], right: Sequence[CopyTask], destination: Path, workers: int, reread: bool
+) -> None:
+    largest_first = sorted(tasks, key=lambda task: -task.record.size_bytes)
+    total = sum(task.record.size_bytes for task in tasks)
+    with ProgressBar(f"copy to {destination}", total) as bar:
+        progress = TransferProgress(bar)
+        run_parallel(partial(copy_task, progress=progress, reread=reread), largest_first, workers, progress)
+
+
+def copy_task(task: CopyTask, progress: TransferProgress, reread: bool = False) -> None:
+    """Copy one file from its origin, durably and only if it is what its receipt says.
+
+    Raises:
+        CheckpointError: It is not, or its copy is not when it is read back.
+    """
+
+    def check(found: str) -> None:
+        if found != task.record.xxh3_128:
+            raise CheckpointError(
+                f"{task.source}: content differs from its receipt (xxh3_128 {found}, expected "
+                f"{task.record.xxh3_128})\n  remedy: delete that receipt and run its step again"
+            )
+
+    copy_file(task.source, task.target, progress, check)
+    if reread and hash_file(task.target) != task.record.xxh3_128:
+        task.target.unlink()
+        raise CheckpointError(f"{task.target}: reads back other bytes than were written; is the disk bad?")
+
+
+# ---- what stays behind, and what is testified ----
+
+
+def _link_others(origin: Origin, destination: Path) -> None:
+    """Put links to the origin's files where nothing lies; what lies there was copied for another share, and stays."""
+    if origin.local is None:
+        return
+    folder, source = destination / origin.folder.name, origin.folder.absolute()
+    changed = set()
+    for record in origin.receipt.files:
+        target = record.path.below(folder)
+        if record.path in origin.local or (target.is_file() and not target.is_symlink()):
+            continue
+        if not target.is_symlink() or target.readlink() != source / record.path:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                target.unlink()
+            target.symlink_to(source / record.path)
+            changed.add(target.parent)
+    for parent in changed:
+        sync_folder(parent)
+
+
+def _describe(origin: Origin, destination: Path, copied: Collection[Path], is_done: bool = True) -> NodeCopy:
+    folder = destination / origin.folder.name
+    before = {} if folder.samefile(origin.folder) else known_files(folder)
+    files = [_describe_file(folder / r.path, r, before, copied, is_done) for r in origin.local_receipt.files]
+    bytes_copied = sum(r.size_bytes for r in origin.local_receipt.files if folder / r.path in copied)
+    names = {record.path for record in origin.local_receipt.files}
+    return NodeCopy(
+        source=str(origin.folder),
+        folder=str(folder),
+        receipt_digest=origin.receipt.digest,
+        files=tuple(files),
+        links=tuple(record.path for record in origin.receipt.files if record.path not in names),
+        bytes_copied=bytes_copied,
+        bytes_kept=origin.local_receipt.size_bytes - bytes_copied,
+    )
+
+
+def _describe_file(
+    path: Path, record: FileRecord, before: Mapping[str, CopiedFile], copied: Collection[Path], is_done: bool
+) -> CopiedFile:
+    was_ours = record.path in before and before[record.path].is_ours
+    if path in copied and not is_done:
+        # Whatever appears where nothing was is ours, also when this staging is killed.
+        mtime_ns, is_ours = 0, was_ours or path.is_symlink() or not path.exists()
+    else:
+        mtime_ns, is_ours = path.stat().st_mtime_ns, was_ours or path in copied
+    return CopiedFile(record.path, record.size_bytes, record.xxh3_128, mtime_ns, is_ours)

@@ -1,0 +1,59 @@
+"""Which files of a checkpoint a node's own ranks and engines read; the others need not be copied to it.
+
+A file is needed when it holds a chunk of a tensor that a rank on the node loads. Whole files are taken, so a node gets
+some tensors beside its own: the plan says how much that may be. A mistake here would cost time, never bytes: the files
+that are not copied are links to the shared ones.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from posttrain.artifacts import Receipt
+from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+from posttrain.checkpoint.quantization.tiling import Box
+from posttrain.config.node_share import NodeShare
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.)?")
+
+
+def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozenset[str]:
+    """Return the files of a `torch_dist` folder that the node's trainer ranks read, those without tensors included."""
+    chunks = TorchDistReader(folder).chunks_by_file()
+    return frozenset(
+        record.path
+        for record in receipt.files
+        if record.path not in chunks or any(is_needed(key, box, share) for key, box in chunks[record.path])
+    )
+
+
+def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
+    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine runs on it.
+
+    SGLang's loader reads all shards in each process and keeps its part of each tensor.
+    """
+    names = (record.path for record in receipt.files)
+    return frozenset(name for name in names if share.runs_engine or not name.endswith(".safetensors"))
+
+
+def is_needed(key: str, box: Box, share: NodeShare) -> bool:
+    """Tell whether a rank of the node loads from a chunk.
+
+    Args:
+        key: Megatron's name of the tensor.
+        box: First indices and extents of the chunk; the first dimension of `experts` is the expert.
+        share: What the node holds.
+    """
+    if layer := _LAYER.match(key):
+        held = share.experts_of_layer.get(int(layer[1]))
+        (first, *_), (count, *_) = box
+        return held is not None and (layer[2] is None or not held.isdisjoint(range(first, first + count)))
+    # Multi-token prediction layers are not trained.
+    if key.startswith("mtp."):
+        return False
+    if key.startswith("embedding."):
+        return share.has_embedding
+    if key.startswith(("decoder.final_layernorm.", "output_layer.")):
+        return share.has_output
+    return True

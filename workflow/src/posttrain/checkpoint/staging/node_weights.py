@@ -1,0 +1,119 @@
+"""The weights that ranks and engines of one node load: which files, from where, and how sure they are.
+
+A node's own copy is staged before training starts and repaired when it is found wrong; with `stage.copy=nothing` the
+shared files themselves are loaded. Either way every byte is read and compared with its hash once before ranks and
+engines start from it, several files at a time: a testimony only speaks of sizes and times, Megatron's loader does not
+look at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.checkpoint.staging.eviction import Eviction, in_use
+from posttrain.checkpoint.staging.node_local import Fetch, Origin, read_again, stage
+from posttrain.checkpoint.staging.staging_record import NodeCopy
+from posttrain.config.node_share import node_share
+from posttrain.config.schema import Config
+from posttrain.errors import CheckpointError
+from posttrain.planner.megatron_flags import LOOPBACK
+
+
+@dataclass(frozen=True)
+class NodeWeights:
+    """The weights of one node.
+
+    Args:
+        config: The resolved configuration.
+        rank: The node's number in the job, from 0.
+        name: Its name.
+        torch_dist: What trainer ranks load first.
+        rollout: What engines load first.
+        destination: Folder on the node's own disk for this model revision, two levels below that of all models.
+        meeting: Folder on shared storage where nodes that copy the same meet.
+    """
+
+    config: Config
+    rank: int
+    name: str
+    torch_dist: Origin
+    rollout: Origin
+    destination: Path
+    meeting: Path
+
+    def folder_of(self, origin: Origin) -> Path:
+        """Return the folder to load an origin from."""
+        return origin.folder if self._is_shared else self.destination / origin.folder.name
+
+    def stage(self) -> list[NodeCopy]:
+        """Copy what this node needs; a copy that its testimony vouches for is not read.
+
+        Raises:
+            CheckpointError: See `node_local.stage`.
+            RuntimeError: See `node_local.stage`.
+        """
+        return self._stage(self._chosen, believe=True)
+
+    def prepare(self) -> None:
+        """Read what is about to be loaded, repair what is wrong, copy what is missing.
+
+        Raises:
+            CheckpointError: A shared file is wrong, listing all that are; or see `node_local.stage`.
+            RuntimeError: See `node_local.stage`.
+        """
+        if not self._is_shared:
+            self._stage(self._chosen, believe=False)
+        elif found := read_again(self._chosen, self.config.stage.workers):
+            listed = "\n  ".join(found)
+            raise CheckpointError(f"not what the receipts say; `snakemake verify` tells more:\n  {listed}")
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the copies from being evicted while the block runs."""
+        if self._is_shared:
+            return contextlib.nullcontext()
+        return in_use([self.folder_of(origin) for origin in (self.torch_dist, self.rollout)])
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.config.stage.copy == "nothing"
+
+    @functools.cached_property
+    def _chosen(self) -> tuple[Origin, Origin]:
+        """The origins, each with the files that this node's ranks and engines read."""
+        if self.config.stage.copy == "everything":
+            return self.torch_dist, self.rollout
+        # Only who copies slices needs torch, which takes seconds to import.
+        from posttrain.checkpoint.staging.node_slices import rollout_files, torch_dist_files
+
+        share = node_share(self.config, self.rank)
+        receipts = self.torch_dist.receipt, self.rollout.receipt
+        return (
+            dataclasses.replace(self.torch_dist, local=torch_dist_files(self.torch_dist.folder, receipts[0], share)),
+            dataclasses.replace(self.rollout, local=rollout_files(receipts[1], share)),
+        )
+
+    def _stage(self, origins: Sequence[Origin], believe: bool) -> list[NodeCopy]:
+        rules = self.config.stage
+        eviction = Eviction(rules.evict, rules.evict_unused_days, self.destination.parents[1])
+        return stage(
+            origins,
+            self.destination,
+            workers=rules.workers,
+            eviction=eviction,
+            fetch=self._broadcast() if rules.broadcast == "bittorrent" else None,
+            believe=believe,
+        )
+
+    def _broadcast(self) -> Fetch:
+        # Only who broadcasts needs libtorrent.
+        from posttrain.checkpoint.staging.broadcast import Broadcast
+
+        site = self.config.site
+        interface = LOOPBACK if site.launcher == "local" else site.network_interface
+        return Broadcast(self.meeting, self.name, self.destination, interface).fetch

@@ -1,0 +1,279 @@
+"""Makes the tiny GLM-5: 0.4 M parameters with every part of the large one, in the layout of a Hub repository.
+
+    config.json generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja
+    model-00001-of-0000N.safetensors ... model.safetensors.index.json
+
+The weights are random, then warmed up on the task (`tiny_warm_up.py`), then rounded to BF16; the router's bias stays
+FP32, as in GLM-5. Names are the Hub's: one tensor per expert. The MTP layer (layer index `num_hidden_layers`) is
+random: nothing in the chain computes with it, everything has to carry it through unchanged.
+
+Everything is drawn from one seed and computed by deterministic kernels: the same machine type and thread count give
+the same bytes. A kill leaves no folder or a `.partial` one; the next attempt makes all of it again, in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save
+from torch import nn
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedTokenizerFast
+
+from posttrain.artifacts import building, write_json
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
+from posttrain.checkpoint.tiny.warm_up import Examples, warm_up
+from posttrain.config.schema import Architecture
+from posttrain.errors import raise_if_any
+from posttrain.planner.made_model import check_made
+
+log = logging.getLogger(__name__)
+
+MIN_SHARDS = 3
+INITIALIZER_RANGE = 0.05
+ROUTER_BIAS_RANGE = 0.02
+# Below, there is too little reward to learn from in few steps; above, too little is left to learn.
+PASS_RATE_LIMITS = (0.12, 0.38)
+PASS_RATE_SAMPLES_PER_PROMPT = 4
+
+Row = Mapping[str, Any]
+
+
+def make_tiny_model(
+    folder: Path, architecture: Architecture, train_rows: Sequence[Row], heldout_rows: Sequence[Row], seed: int
+) -> float:
+    """Make the model and put it into `folder`.
+
+    Args:
+        folder: Where it goes, complete or not at all.
+        architecture: Its dimensions; what `planner.made_model.check_made` allows.
+        train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}, all of one length.
+        heldout_rows: The same, for measuring the pass rate; the warm-up does not see them.
+        seed: Seed of weights and warm-up.
+
+    Returns:
+        The sampled pass rate on `heldout_rows`, at temperature 1, of the weights as saved.
+
+    Raises:
+        ConfigError: When the architecture is not one it can make.
+        RuntimeError: When the pass rate is not within `PASS_RATE_LIMITS`.
+    """
+    raise_if_any(list(check_made(architecture)))
+    tokenizer = make_tokenizer(architecture.max_position_embeddings)
+    config = config_json(architecture)
+    with _reproducible(seed):
+        model, mtp_layers = _initialize(config)
+        draws = torch.Generator().manual_seed(seed)
+        warm_up(model, _examples(tokenizer, train_rows), draws)
+        tensors = {**_hub_tensors(model), **_mtp_tensors(mtp_layers, architecture.num_hidden_layers)}
+        _round_to_saved(model)
+        pass_rate = measure_pass_rate(model, _examples(tokenizer, heldout_rows), draws)
+    log.info("sampled pass rate after the warm-up: %.3f", pass_rate)
+    _check_pass_rate(pass_rate, seed)
+    _write(folder, config, tokenizer, tensors)
+    return pass_rate
+
+
+def config_json(architecture: Architecture) -> dict[str, Any]:
+    """Return the content of `config.json`, with the keys of GLM-5's own."""
+    stops = stop_token_ids()
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": stops,
+        "first_k_dense_replace": architecture.first_k_dense_replace,
+        "head_dim": architecture.qk_rope_head_dim,
+        "hidden_act": "silu",
+        "hidden_size": architecture.hidden_size,
+        "index_head_dim": architecture.index_head_dim,
+        "index_n_heads": architecture.index_n_heads,
+        "index_topk": architecture.index_topk,
+        "indexer_rope_interleave": True,
+        "initializer_range": INITIALIZER_RANGE,
+        "intermediate_size": architecture.intermediate_size,
+        "kv_lora_rank": architecture.kv_lora_rank,
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "model_type": architecture.model_type,
+        "moe_intermediate_size": architecture.moe_intermediate_size,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": architecture.n_routed_experts,
+        "n_shared_experts": architecture.n_shared_experts,
+        "norm_topk_prob": True,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_experts_per_tok": architecture.num_experts_per_tok,
+        "num_hidden_layers": architecture.num_hidden_layers,
+        "num_key_value_heads": architecture.num_attention_heads,
+        "num_nextn_predict_layers": architecture.num_nextn_predict_layers,
+        "pad_token_id": stops[0],
+        "q_lora_rank": architecture.q_lora_rank,
+        "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
+        "qk_nope_head_dim": architecture.qk_nope_head_dim,
+        "qk_rope_head_dim": architecture.qk_rope_head_dim,
+        "rms_norm_eps": architecture.rms_norm_eps,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": architecture.rope_theta, "rope_type": "default"},
+        "routed_scaling_factor": architecture.routed_scaling_factor,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "v_head_dim": architecture.v_head_dim,
+        "vocab_size": architecture.vocab_size,
+    }
+
+
+@torch.no_grad()
+def measure_pass_rate(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Generator) -> float:
+    """Sample answers at temperature 1 and return the share that is right, end token included.
+
+    Args:
+        model: Whose answers are sampled, with a key-value cache.
+        examples: Prompts and, as `ascending`, the right answers.
+        generator: Source of the draws.
+    """
+    samples = PASS_RATE_SAMPLES_PER_PROMPT
+    wanted = examples.ascending.repeat_interleave(samples, dim=0)
+    right = torch.ones(len(wanted), dtype=torch.bool)
+    output = model(input_ids=examples.prompts, use_cache=True, logits_to_keep=1)
+    cache = output.past_key_values
+    cache.batch_repeat_interleave(samples)
+    logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
+    for position in range(wanted.shape[1]):
+        tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        right &= tokens[:, 0] == wanted[:, position]
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    return right.float().mean().item()
+
+
+@contextlib.contextmanager
+def _reproducible(seed: int) -> Iterator[None]:
+    """Seed torch and hold it to deterministic kernels inside the block; both are as before afterwards."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def _initialize(config: Mapping[str, Any]) -> tuple[GlmMoeDsaForCausalLM, nn.ModuleList]:
+    """Return the random model, and the decoder layers that will be its MTP layers."""
+    num_layers, num_mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    wide = GlmMoeDsaConfig.from_dict({**config, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"})
+    wide._attn_implementation = "eager"
+    model = GlmMoeDsaForCausalLM(wide)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=ROUTER_BIAS_RANGE)
+    mtp_layers = model.model.layers[num_layers:]
+    model.model.layers = model.model.layers[:num_layers]
+    model.config.num_hidden_layers = num_layers
+    return model, mtp_layers
+
+
+def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Examples:
+    def encode(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
+
+    prompts = tokenizer.apply_chat_template(
+        [list(row["prompt"]) for row in rows], add_generation_prompt=True, return_dict=False
+    )
+    labels = [row["label"] for row in rows]
+    return Examples(torch.tensor(prompts), encode(labels), encode([label[::-1] for label in labels]))
+
+
+def _hub_tensors(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return a module's tensors under the Hub's names and in the precision they are saved in.
+
+    transformers keeps all experts of a layer in one tensor; on the Hub each expert has its own three.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(prefix=prefix).items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, gate_up in enumerate(value):
+                gate, up = gate_up.chunk(2)
+                base = f"{name.removesuffix('gate_up_proj')}{expert}"
+                tensors |= {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            base = name.removesuffix("down_proj")
+            tensors |= {f"{base}{expert}.down_proj.weight": down for expert, down in enumerate(value)}
+        else:
+            tensors[name] = value
+    return {name: _saved_precision(name, tensor).contiguous() for name, tensor in tensors.items()}
+
+
+def _mtp_tensors(layers: nn.ModuleList, first_index: int) -> dict[str, torch.Tensor]:
+    """Return the MTP layers: a decoder layer each, and what joins it to the embedding and the last hidden state."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(layers, start=first_index):
+        prefix = f"model.layers.{index}."
+        width = int(cast(Any, layer).hidden_size)
+        joint = torch.empty(width, 2 * width).normal_(std=INITIALIZER_RANGE)
+        tensors |= _hub_tensors(layer, prefix)
+        tensors[f"{prefix}eh_proj.weight"] = joint.bfloat16()
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
+    return tensors
+
+
+def _saved_precision(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+
+
+@torch.no_grad()
+def _round_to_saved(model: nn.Module) -> None:
+    """Give the model in memory the values that are saved."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(_saved_precision(name, tensor))
+
+
+def _check_pass_rate(pass_rate: float, seed: int) -> None:
+    low, high = PASS_RATE_LIMITS
+    if not low <= pass_rate <= high:
+        raise RuntimeError(
+            f"the model made from seed {seed} has a sampled pass rate of {pass_rate:.3f} after its warm-up, not "
+            f"between {low} and {high}: it would show nothing about learning. Choose another seed or architecture"
+        )
+
+
+def _write(
+    folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tensors: dict[str, torch.Tensor]
+) -> None:
+    with building(folder) as partial:
+        for leftover in partial.iterdir():
+            leftover.unlink()
+        write_json(partial / "config.json", config)
+        write_json(partial / "generation_config.json", _generation_config(config))
+        tokenizer.save_pretrained(partial)
+        _write_shards(partial, tensors)
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "_from_model_config": False,
+        "do_sample": True,
+        "eos_token_id": config["eos_token_id"],
+        "pad_token_id": config["pad_token_id"],
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+
+
+def _write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=total_bytes // MIN_SHARDS)
+    for name, members in split.filename_to_tensors.items():
+        (folder / name).write_bytes(save({member: tensors[member] for member in members}, metadata={"format": "pt"}))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
+    write_json(folder / "model.safetensors.index.json", index)
