@@ -32,8 +32,8 @@ from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture
+from posttrain.planner.resolve import resolve
 
 COPY_GOAL, BUILD_GOAL, BUILD_MEMORY_GOAL, MEMORY_GOAL_GIB = 1.5, 5.0, 0.1, 2.0
 WORKERS = 2

@@ -34,9 +34,9 @@ from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.observability.metrics import without_timings
-from posttrain.planner.flag import as_environment
-from posttrain.planner.layout_choice import resolve
-from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.planner.flags.flag import as_environment
+from posttrain.planner.flags.megatron_flags import trainer_environment
+from posttrain.planner.resolve import resolve
 
 GANG_GOAL, READ_GOAL, REPEATS = 10.0, 2.0, 5
 JOB_SECONDS = 300.0

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.claims import report
 from tests.support.workflow_runs import ROOT
 
-from posttrain.planner.layout_choice import resolve
-from posttrain.planner.plan_goodput import GOAL, NODE_COUNTS, goodput_part
-from posttrain.planner.plan_rules import RuleNeeds
+from posttrain.planner.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
+from posttrain.planner.job_needs import RuleNeeds
+from posttrain.planner.resolve import resolve
 
 MODEL, NODES_OF_THE_CLAIM = "glm5", 32
 GOAL_SECONDS = 1.0

@@ -34,7 +34,7 @@ from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.parts.recoded_folder import finalize_folder, write_part
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 
 COPY_GOAL, FORMULA_GOAL, MEMORY_GOAL_GIB = 1.5, 3.0, 2.0
 WORKERS = 2

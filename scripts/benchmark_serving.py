@@ -16,7 +16,7 @@ from posttrain.data.dataset import load_prompts
 from posttrain.engines.client import EngineClient
 from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
 from posttrain.evaluation.serving import Level, format_table, measure_serving
-from posttrain.planner.evaluation import serving_on_one_node
+from posttrain.planner.sizing.evaluation import serving_on_one_node
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import add_configuration, run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
-from posttrain.planner.evaluation import serving_on_one_node
+from posttrain.planner.sizing.evaluation import serving_on_one_node
 
 
 def main() -> None:

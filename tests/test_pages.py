@@ -13,8 +13,8 @@ from posttrain.observability.report import render_report
 from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
-from posttrain.planner.layout_choice import resolve
-from posttrain.planner.plan import build_plan, render_plan
+from posttrain.planner.forecast.plan import build_plan, render_plan
+from posttrain.planner.resolve import resolve
 
 WIDTHS = (1400, 700)
 # A plan of a run as large as this takes a page of this height at first sight.

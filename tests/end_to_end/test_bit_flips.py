@@ -17,7 +17,7 @@ from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths
 from posttrain.checkpoint.verification import find_uncovered, verify
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,8 @@ import pytest
 from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.references import read_references
-from posttrain.config.load import load_resolved, resolve
+from posttrain.config.load import load_resolved
+from posttrain.planner.resolve import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG_DIR = REPOSITORY / "config"

@@ -6,7 +6,7 @@ import pytest
 from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import ROOT
 
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.report import Finding
 from posttrain.preflight.scheduler import check_scheduler
 

@@ -11,7 +11,7 @@ import torch
 from posttrain.algorithm.objective import TokenBatch
 from posttrain.algorithm.policy_gradient import PolicyGradient
 from posttrain.algorithm.settings import Algorithm
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_json, write_text
-from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.config.load import dump_resolved, dump_yaml
+from posttrain.planner.resolve import resolve
 from posttrain.training.checkpoints import CheckpointFolder
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from posttrain.config.load import Resolved, resolve
+from posttrain.config.load import Resolved
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 

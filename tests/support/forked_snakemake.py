@@ -18,7 +18,7 @@ import json, os, sys
 import snakemake.cli
 # What the Snakefile imports: a fork finds it there.
 import posttrain.launch.driver, posttrain.preflight.refusals, posttrain.training.lineage
-import posttrain.launch.container, posttrain.launch.slurm_job, posttrain.planner.plan_rules
+import posttrain.launch.container, posttrain.launch.slurm_job, posttrain.planner.job_needs
 for line in sys.stdin:
     call = json.loads(line)
     child = os.fork()

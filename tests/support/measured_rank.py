@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.config.schema import Architecture, Config
-from posttrain.planner.activations import MicroBatch
+from posttrain.planner.sizing.activations import MicroBatch
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.arguments import _arguments, transformer_config
 from posttrain.megatron_backend.glm5.layer_spec import block_spec
 from posttrain.megatron_backend.glm5.norm import RMSNorm
-from posttrain.planner import megatron_flags
+from posttrain.planner.flags import megatron_flags
 
 METADATA = {"non_homogeneous_layers": True}
 

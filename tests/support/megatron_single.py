@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture, Config
 from posttrain.engines.ports import choose_free_ports
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts.resolved_file import write_resolved
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 

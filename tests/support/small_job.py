@@ -10,8 +10,9 @@ from typing import Any
 from tests.support.workflow_runs import ROOT
 
 from posttrain.artifacts import Receipt, write_receipt
-from posttrain.config.load import dump_resolved, resolve
+from posttrain.config.load import dump_resolved
 from posttrain.launch.job import TrainingJob
+from posttrain.planner.resolve import resolve
 
 # A command line that a rank answers at once.
 ENDS_WELL = ("--help",)

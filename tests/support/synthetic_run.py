@@ -27,9 +27,10 @@ from posttrain.artifacts import (
     write_receipt,
     write_text,
 )
-from posttrain.config.load import dump_resolved, dump_yaml, resolve
+from posttrain.config.load import dump_resolved, dump_yaml
 from posttrain.observability.provenance import record_run
 from posttrain.observability.report_data import ReportInputs
+from posttrain.planner.resolve import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RULE_SECONDS = {

@@ -10,7 +10,7 @@ import pytest
 from tests.support.workflow_runs import ROOT, run_snakemake
 
 from posttrain.observability.rule_chain import rule_chain
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 # They run nothing: one names the results, the other joins the nodes.
 WITHOUT_WORK = {"all", "stage_all_nodes"}

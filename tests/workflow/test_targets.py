@@ -16,7 +16,7 @@ from tests.workflow.test_rules import RULES
 
 from posttrain.artifacts import Paths, manifest_of, part_receipt_of, receipt_of
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 pytestmark = pytest.mark.slow
 

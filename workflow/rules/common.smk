@@ -19,8 +19,8 @@ from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before, refuse_other_experiment
 from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
 from posttrain.config.site_rules import check_preflight
-from posttrain.planner.layout_choice import resolve
-from posttrain.planner.plan_rules import RuleNeeds, counted
+from posttrain.planner.resolve import resolve
+from posttrain.planner.job_needs import RuleNeeds, counted
 from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
 from posttrain.launch.child import name_driver

@@ -20,7 +20,7 @@ from posttrain.artifacts.garbage import delete_unused
 from posttrain.artifacts.references import Reference, is_gone, read_references, references_folder, register_run
 from posttrain.config.load import digest8
 from posttrain.errors import CheckpointError
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG = Path(__file__).parents[3] / "config"
 STARTED = 1_000_000_000

@@ -12,7 +12,7 @@ from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.config.begun import kept_from_before
 from posttrain.config.load import dump_yaml, leaves_of
 from posttrain.errors import CheckpointError
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 OLDER = "algorithm.zero_advantages=update"

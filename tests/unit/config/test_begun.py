@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.begun import refuse_other_experiment
-from posttrain.config.load import dump_yaml, resolve
+from posttrain.config.load import dump_yaml, merge
 from posttrain.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 
 
 def resolved_with(settings, model="tiny"):
-    return resolve({"model": model, "site": "local", "run": "mine", "set": settings}, CONFIG_DIR)
+    return merge({"model": model, "site": "local", "run": "mine", "set": settings}, CONFIG_DIR)
 
 
 @pytest.fixture

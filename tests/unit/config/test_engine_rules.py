@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.engine_rules import ENGINE_RULES
-from posttrain.config.load import resolve
+from posttrain.config.load import merge
 from posttrain.config.rules import check_trainable
 from posttrain.errors import ConfigError
 
@@ -32,7 +32,7 @@ VIOLATIONS = (
 @pytest.mark.parametrize(("model", "settings", "key"), VIOLATIONS)
 def test_a_violation_names_its_key(model, settings, key):
     with pytest.raises(ConfigError) as caught:
-        resolve({"model": model, "site": "local", "set": settings}, CONFIG_DIR)
+        merge({"model": model, "site": "local", "set": settings}, CONFIG_DIR)
     assert {problem.key for problem in caught.value.problems} == {key}
     assert all(problem.allowed and problem.remedy for problem in caught.value.problems)
 
@@ -42,20 +42,20 @@ def test_every_rule_is_broken_once(monkeypatch):
     monkeypatch.setattr("posttrain.config.load.check_consistency", lambda config: [])
     broken = set()
     for model, settings, _ in VIOLATIONS:
-        config = resolve({"model": model, "site": "local", "set": settings}, CONFIG_DIR).config
+        config = merge({"model": model, "site": "local", "set": settings}, CONFIG_DIR).config
         broken |= {rule for rule in ENGINE_RULES if list(rule(config))}
     assert broken == set(ENGINE_RULES)
 
 
 def test_the_largest_drafts_that_deepep_takes_are_allowed():
-    resolve({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3 engine.graph_batch_size=256"}, CONFIG_DIR)
+    merge({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3 engine.graph_batch_size=256"}, CONFIG_DIR)
 
 
 def test_prefill_apart_is_planned_but_not_started():
     request = {"model": "glm5", "site": "local"}
-    problems = {problem.key: problem for problem in check_trainable(resolve(request, CONFIG_DIR).config)}
+    problems = {problem.key: problem for problem in check_trainable(merge(request, CONFIG_DIR).config)}
     refused = problems["engine.pd.num_prefill_engines"]
     settings = re.search("set='(.*)'", refused.remedy)[1]
-    mended = resolve({**request, "set": settings}, CONFIG_DIR).config
+    mended = merge({**request, "set": settings}, CONFIG_DIR).config
     assert "engine.pd.num_prefill_engines" not in [problem.key for problem in check_trainable(mended)]
     assert engine_gpus(mended) == world_size(mended) == 128, "all GPUs serve"

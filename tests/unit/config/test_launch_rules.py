@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.launch_rules import LAUNCH_RULES
-from posttrain.config.load import resolve
+from posttrain.config.load import merge
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 
@@ -19,14 +19,14 @@ MOUNTED = "site.kubernetes.volumes=['/shared=pvc:shared','/nvme=host:/mnt/nvme']
 
 def problems_of(overrides: str) -> list[Problem]:
     try:
-        resolve({"model": "tiny", "site": "local", "set": overrides}, CONFIG_DIR)
+        merge({"model": "tiny", "site": "local", "set": overrides}, CONFIG_DIR)
     except ConfigError as error:
         return list(error.problems)
     return []
 
 
 def with_site(launcher: str = "slurm", **container: Any) -> Config:
-    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    config = merge({"model": "tiny", "site": "local"}, CONFIG_DIR).config
     chosen = dataclasses.replace(config.site.container, **container)
     return dataclasses.replace(config, site=dataclasses.replace(config.site, launcher=launcher, container=chosen))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import dump_resolved, load_resolved, resolve
+from posttrain.config.load import dump_resolved, load_resolved, merge
 from posttrain.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
@@ -12,7 +12,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 
 def problems_of(**workflow):
     with pytest.raises(ConfigError) as caught:
-        resolve({"model": "tiny", "site": "local", **workflow}, CONFIG_DIR)
+        merge({"model": "tiny", "site": "local", **workflow}, CONFIG_DIR)
     assert all(p.key and p.value and p.allowed and p.remedy for p in caught.value.problems)
     return {problem.key: problem for problem in caught.value.problems}
 
@@ -75,7 +75,7 @@ def test_everything_wrong_is_told_at_once():
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    resolved = resolve({"model": "glm5", "site": "local", "set": "optimizer.lr=3e-7"}, CONFIG_DIR)
+    resolved = merge({"model": "glm5", "site": "local", "set": "optimizer.lr=3e-7"}, CONFIG_DIR)
     path = tmp_path / "config.resolved.yaml"
     path.write_text(dump_resolved(resolved))
     assert load_resolved(path) == resolved.config

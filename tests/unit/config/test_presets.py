@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import read_yaml, resolve
+from posttrain.config.load import merge, read_yaml
 from posttrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ DR_GRPO = "tiny-ff68398a"
 
 
 def resolved(words: str = "", model: str = "tiny"):
-    return resolve({"model": model, "site": "local", "set": words}, CONFIG_DIR)
+    return merge({"model": model, "site": "local", "set": words}, CONFIG_DIR)
 
 
 def problem_of(words: str):

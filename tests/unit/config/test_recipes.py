@@ -18,15 +18,15 @@ from posttrain.config.derived import (
     num_updates_per_step,
     rollout_samples_per_step,
 )
-from posttrain.config.load import resolve
 from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
-from posttrain.planner.duration import Bandwidths
-from posttrain.planner.engine import engine_memory
-from posttrain.planner.layout import assess_layout
-from posttrain.planner.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
-from posttrain.planner.step_time import step_durations, workload
+from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.engine import engine_memory
+from posttrain.planner.sizing.layout import assess_layout
+from posttrain.planner.timing.duration import Bandwidths
+from posttrain.planner.timing.step_time import step_durations, workload
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"

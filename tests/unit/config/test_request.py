@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
+from posttrain.config.load import merge
 from posttrain.config.request import parse_request
 from posttrain.errors import ConfigError
 
@@ -15,26 +15,26 @@ TINY = {"model": "tiny", "site": "local"}
 def refused(**workflow: object) -> dict[str, str]:
     """Return key -> remedy of everything that is refused."""
     with pytest.raises(ConfigError) as caught:
-        resolve(TINY | workflow, CONFIG_DIR)
+        merge(TINY | workflow, CONFIG_DIR)
     return {problem.key: problem.remedy for problem in caught.value.problems}
 
 
 def test_a_section_is_a_layer_before_set() -> None:
-    resolved = resolve({**TINY, "optimizer": {"lr": 1e-4, "beta1": 0.8}, "set": "optimizer.beta1=0.7"}, CONFIG_DIR)
+    resolved = merge({**TINY, "optimizer": {"lr": 1e-4, "beta1": 0.8}, "set": "optimizer.beta1=0.7"}, CONFIG_DIR)
     assert (resolved.config.optimizer.lr, resolved.config.optimizer.beta1) == (1e-4, 0.7)
     assert resolved.origins["optimizer.lr"] == "--configfile"
     assert resolved.origins["optimizer.beta1"] == "set="
 
 
 def test_a_section_of_a_chosen_file_names_it() -> None:
-    resolved = resolve({"model": "tiny", "site": {"name": "local", "unused_days": 3}}, CONFIG_DIR)
+    resolved = merge({"model": "tiny", "site": {"name": "local", "unused_days": 3}}, CONFIG_DIR)
     assert (resolved.config.site.name, resolved.config.site.unused_days) == ("local", 3)
     assert resolved.config.site.node_names == ["node0", "node1"], "the rest is the file's"
     assert refused(site={"unused_days": 3}) == {"site": "choose one of " + ", ".join(sites())}
 
 
 def test_hardware_is_the_model_s_where_its_section_names_none() -> None:
-    resolved = resolve({**TINY, "hardware": {"memory_gib_per_gpu": 12}}, CONFIG_DIR)
+    resolved = merge({**TINY, "hardware": {"memory_gib_per_gpu": 12}}, CONFIG_DIR)
     assert (resolved.config.hardware.name, resolved.config.hardware.memory_gib_per_gpu) == ("cpu", 12)
 
 
@@ -59,7 +59,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_files_of_a_folder_of_one_s_own_are_chosen_by_name(own: Path) -> None:
-    resolved = resolve({**TINY, "site": "lab", "configs": str(own)}, CONFIG_DIR)
+    resolved = merge({**TINY, "site": "lab", "configs": str(own)}, CONFIG_DIR)
     assert resolved.config.site.store == "/shared/store"
     assert resolved.origins["site.store"] == str(own / "sites" / "lab.yaml")
     assert refused(site="lap", configs=str(own)) == {"site": "did you mean 'lab'?"}
@@ -73,7 +73,7 @@ def test_models_and_recipes_and_layouts_lie_there_too(own: Path) -> None:
     (own / "nodes" / "mine_1.yaml").write_text("parallel: {expert_model_parallel_size: 8}\n")
     (own / "recipes" / "short.yaml").write_text("rollout: {max_response_tokens: 1000}\n")
     request = {"model": "mine", "recipe": "short", "site": "local", "configs": str(own)}
-    resolved = resolve(request, CONFIG_DIR)
+    resolved = merge(request, CONFIG_DIR)
     assert resolved.config.model.name == "mine"
     assert resolved.config.parallel.expert_model_parallel_size == 8
     assert resolved.config.rollout.max_response_tokens == 1000

@@ -8,7 +8,7 @@ import pytest
 from posttrain.checkpoint.formats.hf_config import CLASS_OF
 from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
-from posttrain.config.load import Chosen, read_yaml, resolve
+from posttrain.config.load import Chosen, merge, read_yaml
 from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
 from posttrain.errors import ConfigError, Problem
 
@@ -91,10 +91,10 @@ VIOLATIONS = (
 def test_a_commit_has_40_hex_digits(key, revision, is_commit):
     choice = {**MODELS["glm5"], "set": f"{key}={revision}"}
     if is_commit:
-        resolve(choice, CONFIG_DIR)
+        merge(choice, CONFIG_DIR)
         return
     with pytest.raises(ConfigError) as caught:
-        resolve(choice, CONFIG_DIR)
+        merge(choice, CONFIG_DIR)
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, repr(revision))]
 
 
@@ -111,7 +111,7 @@ def test_refusals_come_in_the_order_of_the_chain():
     choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in broken.items())}
     chosen = Chosen({}, (Problem("nodes", "1", "2", "take two"),))
     with pytest.raises(ConfigError) as caught:
-        resolve(choice, CONFIG_DIR, lambda config, origins: chosen)
+        merge(choice, CONFIG_DIR, lambda config, origins: chosen)
     keys = ["model.source.folder" if key == "model.source.kind" else key for key in broken]
     assert [problem.key for problem in caught.value.problems] == ["nodes", *reversed(keys)]
     places = [str(caught.value).index(f"  - {key} = ") for key in ["nodes", *reversed(keys)]]
@@ -120,7 +120,7 @@ def test_refusals_come_in_the_order_of_the_chain():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_recipes_break_no_rule(model):
-    resolve(MODELS[model], CONFIG_DIR)
+    merge(MODELS[model], CONFIG_DIR)
 
 
 def test_tensor_parallelism_spans_nodes_that_links_join():
@@ -129,22 +129,22 @@ def test_tensor_parallelism_spans_nodes_that_links_join():
     sizes = {**recipe, "tensor_model_parallel_size": 8, "expert_model_parallel_size": 16}
     settings = " ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     on_gb300 = {**MODELS["glm5"], "hardware": "gb300"}
-    resolve({**on_gb300, "set": settings}, CONFIG_DIR)
+    merge({**on_gb300, "set": settings}, CONFIG_DIR)
     with pytest.raises(ConfigError) as caught:
-        resolve({**on_gb300, "set": f"{settings} hardware.linked_gpus=0"}, CONFIG_DIR)
+        merge({**on_gb300, "set": f"{settings} hardware.linked_gpus=0"}, CONFIG_DIR)
     (problem,) = caught.value.problems
     assert problem.key == "parallel.tensor_model_parallel_size"
     assert problem.allowed.startswith("at most 4, the GPUs that fast links join (hardware.gpus_per_node)")
 
 
 def test_every_family_but_one_has_a_model():
-    used = {resolve(choice, CONFIG_DIR).config.model.architecture.model_type for choice in MODELS.values()}
+    used = {merge(choice, CONFIG_DIR).config.model.architecture.model_type for choice in MODELS.values()}
     assert used == FAMILIES.keys() - {"deepseek_v3"}
 
 
 def test_a_model_of_another_family_is_told_all_that_is_too_much_and_all_that_lacks():
     with pytest.raises(ConfigError) as caught:
-        resolve({**MODELS["qwen3_4b"], "set": f"{ARCH}.model_type=deepseek_v3"}, CONFIG_DIR)
+        merge({**MODELS["qwen3_4b"], "set": f"{ARCH}.model_type=deepseek_v3"}, CONFIG_DIR)
     assert {problem.key.removeprefix(f"{ARCH}.") for problem in caught.value.problems} == {
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"),
@@ -154,16 +154,16 @@ def test_a_model_of_another_family_is_told_all_that_is_too_much_and_all_that_lac
 
 def test_a_run_is_not_named_after_dimensions_that_its_family_lacks():
     for model in MODELS:
-        resolved = resolve(MODELS[model], CONFIG_DIR)
+        resolved = merge(MODELS[model], CONFIG_DIR)
         named = resolved.experiment["model"]["architecture"]
         assert named == dimensions(resolved.config.model.architecture)
         assert ("kv_lora_rank" in named) != ("num_key_value_heads" in named)
 
 
 def test_deepep_of_the_trainer_is_refused_on_gb300_with_the_reason():
-    resolve({**MODELS["tiny"], "hardware": "gb300"}, CONFIG_DIR)
+    merge({**MODELS["tiny"], "hardware": "gb300"}, CONFIG_DIR)
     with pytest.raises(ConfigError) as caught:
-        resolve({**MODELS["tiny"], "hardware": "gb300", "set": "trainer.deepep=true"}, CONFIG_DIR)
+        merge({**MODELS["tiny"], "hardware": "gb300", "set": "trainer.deepep=true"}, CONFIG_DIR)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("trainer.deepep", "true")
     assert "Megatron with DeepEP is known to fail" in problem.allowed
@@ -173,18 +173,18 @@ def test_deepep_of_the_trainer_is_refused_on_gb300_with_the_reason():
 def test_fp8_weights_are_refused_where_nothing_computes_with_them():
     choice = {**MODELS["glm5"], "hardware": "mi300x"}
     with pytest.raises(ConfigError) as caught:
-        resolve(choice, CONFIG_DIR)
+        merge(choice, CONFIG_DIR)
     assert [problem.key for problem in caught.value.problems] == ["rollout.fp8"]
-    resolve({**choice, "set": "rollout.fp8=false"}, CONFIG_DIR)
+    merge({**choice, "set": "rollout.fp8=false"}, CONFIG_DIR)
     # The embedded engine dequantises, and a CPU emulates.
-    resolve({**MODELS["tiny"], "hardware": "mi300x"}, CONFIG_DIR)
-    resolve({**MODELS["tiny"], "set": "engine.kind=sglang"}, CONFIG_DIR)
+    merge({**MODELS["tiny"], "hardware": "mi300x"}, CONFIG_DIR)
+    merge({**MODELS["tiny"], "set": "engine.kind=sglang"}, CONFIG_DIR)
 
 
 @pytest.mark.parametrize(("model", "settings", "keys"), VIOLATIONS)
 def test_a_violation_names_its_key_and_nothing_else(model, settings, keys):
     with pytest.raises(ConfigError) as caught:
-        resolve({**MODELS[model], "set": settings}, CONFIG_DIR)
+        merge({**MODELS[model], "set": settings}, CONFIG_DIR)
     named = [problem.key for problem in caught.value.problems]
     assert set(keys) <= set(named)
     assert {key.partition(".")[0] for key in named} == {key.partition(".")[0] for key in keys}
@@ -195,24 +195,24 @@ def test_a_warm_up_may_be_as_long_as_the_run():
     """Its last step then has the whole learning rate; both count steps, of two updates each here."""
     lengths = {"training.num_steps": 10, "optimizer.lr_warmup_steps": 10}
     choice = {**MODELS["tiny"], "set": " ".join(f"{key}={value}" for key, value in lengths.items())}
-    config = resolve(choice, CONFIG_DIR).config
+    config = merge(choice, CONFIG_DIR).config
     assert num_updates_per_step(config) == 2
     with pytest.raises(ConfigError, match="at most 10, the steps of the run"):
-        resolve({**choice, "set": f"{choice['set']} optimizer.lr_warmup_steps=11"}, CONFIG_DIR)
+        merge({**choice, "set": f"{choice['set']} optimizer.lr_warmup_steps=11"}, CONFIG_DIR)
 
 
 def test_every_rule_is_broken_once():
     """A rule that no case above breaks is not tested."""
     broken = set()
     for model, settings, _ in VIOLATIONS:
-        config = resolve(MODELS[model], CONFIG_DIR).config
+        config = merge(MODELS[model], CONFIG_DIR).config
         broken |= {rule for rule in RULES if list(rule(_with(config, settings)))}
     assert broken == set(RULES)
 
 
 def test_what_is_planned_but_not_trained():
-    assert not list(check_trainable(resolve(MODELS["tiny"], CONFIG_DIR).config))
-    keys = [problem.key for problem in check_trainable(resolve(MODELS["glm5"], CONFIG_DIR).config)]
+    assert not list(check_trainable(merge(MODELS["tiny"], CONFIG_DIR).config))
+    keys = [problem.key for problem in check_trainable(merge(MODELS["glm5"], CONFIG_DIR).config)]
     assert keys == ["nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines"]
 
 
@@ -222,7 +222,7 @@ def test_convertible_are_the_families_that_checkpoints_are_checked_for():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_planned_but_not_converted(model):
-    config = resolve(MODELS[model], CONFIG_DIR).config
+    config = merge(MODELS[model], CONFIG_DIR).config
     refused = {
         "glm5_4layer": ["model.source.revision"],
         "glm5_20layer": ["model.source.revision"],
@@ -234,8 +234,8 @@ def test_what_is_planned_but_not_converted(model):
 
 
 def test_an_unpinned_model_is_fetched_once_its_commit_is_given():
-    assert resolve(MODELS["glm5_4layer"], CONFIG_DIR).config.model.source.revision == UNPINNED
-    pinned = resolve({**MODELS["glm5_4layer"], "set": f"model.source.revision={'a' * 40}"}, CONFIG_DIR).config
+    assert merge(MODELS["glm5_4layer"], CONFIG_DIR).config.model.source.revision == UNPINNED
+    pinned = merge({**MODELS["glm5_4layer"], "set": f"model.source.revision={'a' * 40}"}, CONFIG_DIR).config
     assert not list(check_convertible(pinned))
 
 
@@ -263,4 +263,4 @@ def _with(config, settings):
 )
 def test_settings_of_formats_that_exclude_each_other(settings, key):
     with pytest.raises(ConfigError, match=key):
-        resolve(MODELS["tiny"] | {"set": settings}, CONFIG_DIR)
+        merge(MODELS["tiny"] | {"set": settings}, CONFIG_DIR)

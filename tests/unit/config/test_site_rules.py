@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
+from posttrain.config.load import merge
 from posttrain.config.rules import check_trainable
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import ConfigError
@@ -30,7 +30,7 @@ VIOLATIONS = (
 @pytest.mark.parametrize(("setting", "key"), VIOLATIONS)
 def test_a_wrong_key_is_named(setting: str, key: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve({"model": "tiny", "site": "example_slurm", "set": setting}, CONFIG_DIR)
+        merge({"model": "tiny", "site": "example_slurm", "set": setting}, CONFIG_DIR)
     assert {problem.key for problem in raised.value.problems} == {key}
 
 
@@ -42,17 +42,17 @@ NO_SECRETS = ("TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SGLANG_KEYBOARD", "MAX_T
 def test_a_secret_is_refused_without_being_shown_and_other_variables_are_not(where: str) -> None:
     for name in SECRETS:
         with pytest.raises(ConfigError) as raised:
-            resolve({"model": "tiny", "site": "local", "set": f"site.{where}=[{name}=hf_canary]"}, CONFIG_DIR)
+            merge({"model": "tiny", "site": "local", "set": f"site.{where}=[{name}=hf_canary]"}, CONFIG_DIR)
         (problem,) = raised.value.problems
         assert (problem.key, problem.value) == (f"site.{where}", f"{name}=...")
         assert "hf_canary" not in str(raised.value)
     given = ",".join(f"{name}=1" for name in NO_SECRETS)
-    resolve({"model": "tiny", "site": "local", "set": f"site.{where}=[{given}]"}, CONFIG_DIR)
+    merge({"model": "tiny", "site": "local", "set": f"site.{where}=[{given}]"}, CONFIG_DIR)
 
 
 def test_several_nodes_need_a_launcher() -> None:
     for site, refused in (("local", ["nodes"]), ("slurm_localhost", []), ("example_kubernetes", [])):
-        config = resolve({"model": "tiny", "site": site, "nodes": 2}, CONFIG_DIR).config
+        config = merge({"model": "tiny", "site": site, "nodes": 2}, CONFIG_DIR).config
         assert [problem.key for problem in check_trainable(config)] == refused
 
 

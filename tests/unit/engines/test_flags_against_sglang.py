@@ -7,8 +7,8 @@ import pytest
 from tests.support.flag_cases import flag_cases
 from tests.support.sglang_environment import require_sglang, run_in_sglang
 
-from posttrain.planner.flag import Flag, as_arguments
-from posttrain.planner.sglang_flags import environment_flags, roles, sglang_flags
+from posttrain.planner.flags.flag import Flag, as_arguments
+from posttrain.planner.flags.sglang_flags import environment_flags, roles, sglang_flags
 
 pytestmark = pytest.mark.sglang
 

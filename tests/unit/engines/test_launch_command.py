@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.engines import sglang_server
 from posttrain.engines.launch_command import nodes_per_engine, render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
+from posttrain.planner.resolve import resolve
 
 CONFIG = Path(__file__).parents[3] / "config"
 

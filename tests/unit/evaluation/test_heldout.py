@@ -5,10 +5,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from posttrain.config.load import resolve
 from posttrain.engines.client import EngineClient
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.evaluation.heldout import GradedResponse, make_requests, sample_responses, summarize
+from posttrain.planner.resolve import resolve
 from posttrain.types import Prompt
 
 CONFIG = Path(__file__).parents[3] / "config"

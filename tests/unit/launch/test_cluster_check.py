@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tests.support.kubernetes_server import KubernetesServer
 
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.launch.cluster_check import check_cluster
 from posttrain.launch.container import CLONE
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

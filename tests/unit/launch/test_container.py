@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.launch.container import CLONE, CODE, make_shared_roots, prefix_of_jobs, srun_options, wrap
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 COMMAND = (sys.executable, "scripts/train_grpo.py", "--node", "a b")

@@ -17,11 +17,11 @@ import pytest
 from tests.support.kubernetes_server import CUT, KubernetesServer
 from tests.support.resolved_words import resolved_words
 
-from posttrain.config.load import resolve
 from posttrain.launch.cluster import Cluster
 from posttrain.launch.container import CLONE
 from posttrain.launch.gang_of_pods import run_to_end
 from posttrain.launch.jobset import jobset_name, render
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 NAMESPACE = "training"

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from tests.support.jobset_schema import check_jobset
 
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.launch.container import CODE
 from posttrain.launch.jobset import check_mounted, jobset_name, render
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.launch.placement import EnginePart, engines_on_node
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

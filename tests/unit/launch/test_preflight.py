@@ -16,7 +16,7 @@ from tests.support.small_job import STAYS, attempts_of, make_job
 from tests.support.workflow_runs import ROOT
 
 from posttrain.artifacts import Paths
-from posttrain.config.load import load_resolved, resolve
+from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.engines.ports import LOOPBACK
 from posttrain.launch import inspection, node_inspection, supervisor
@@ -24,6 +24,7 @@ from posttrain.launch.inspection import Ask
 from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.nodes import LocalProcess, NodesLostError, ThisMachine, start_here
 from posttrain.launch.preflight import Preflight, look_at_nodes
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.node import check_transport
 
 HAS_NO_VERSIONS = "[[ $1 == -c ]] && exit 1"

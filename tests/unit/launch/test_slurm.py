@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.launch.nodes import LOOPBACK, NodesLostError, interface_address
 from posttrain.launch.site import find_nodes
 from posttrain.launch.slurm import SlurmAllocation
 from posttrain.launch.slurm_query import job_is_alive
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.config.site_rules import OUR_OPTIONS
 from posttrain.launch import slurm_job
 from posttrain.launch.slurm import SlurmAllocation
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

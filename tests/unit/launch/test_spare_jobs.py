@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
 from posttrain.launch.nodes import StartedTogether, start_here
 from posttrain.launch.slurm import SlurmAllocation
 from posttrain.launch.slurm_job import options_of_spare
 from posttrain.launch.spare_jobs import parse_jobs
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

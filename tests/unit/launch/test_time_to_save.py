@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.launch.time_to_save import MEASURED_FACTOR, TimeToSave
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
 

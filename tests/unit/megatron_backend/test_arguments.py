@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.support.flag_cases import flag_cases
 
 from posttrain.megatron_backend.arguments import OBJECTS, ddp_config, optimizer_config, transformer_config
-from posttrain.planner import megatron_flags
-from posttrain.planner.flag import as_mapping
+from posttrain.planner.flags import megatron_flags
+from posttrain.planner.flags.flag import as_mapping
 
 READERS = {
     "megatron.model": MLATransformerConfig,

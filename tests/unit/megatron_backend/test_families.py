@@ -12,8 +12,8 @@ from tests.support.tiny_checkpoint import FAMILIES, make_random_checkpoint
 from posttrain.artifacts import building
 from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
 from posttrain.checkpoint.param_names import by_key
-from posttrain.config.load import resolve
 from posttrain.config.schema import Architecture
+from posttrain.planner.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
 # Dimensions: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json

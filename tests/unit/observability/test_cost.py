@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from tests.support.synthetic_run import make_run
 
-from posttrain.config.load import resolve
 from posttrain.observability.cost import cost_part
 from posttrain.observability.report_data import read_run
 from posttrain.observability.report_summary import summarize
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 

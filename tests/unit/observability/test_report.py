@@ -9,7 +9,6 @@ import pytest
 from tests.support.synthetic_run import REPOSITORY, make_run, workflow_of
 
 from posttrain.artifacts import Paths, receipt_of
-from posttrain.config.load import resolve
 from posttrain.errors import CheckpointError
 from posttrain.observability.report import common_frame, describe_attempt, pair_samples, rule_states
 from posttrain.observability.report import render_report as render
@@ -17,6 +16,7 @@ from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.rule_chain import rule_chain
 from posttrain.observability.verdict import judge_run
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = REPOSITORY / "config"
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.observability.report_dag import NODE_HEIGHT, NODE_WIDTH, RuleState, draw_chain
 from posttrain.observability.rule_chain import RuleNode, rule_chain
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 

@@ -22,7 +22,7 @@ from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.report_page import CONTROLS, _environment, render_page
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
-from posttrain.planner.plan import plan_of_problems, render_plan
+from posttrain.planner.forecast.plan import plan_of_problems, render_plan
 
 NASTY = "</pre></title></style><script>alert('x')</script><img src=x onerror=\"y\">&amp;&lt;{{ 7 * 7 }}"
 # Tags, attributes and links that a page of ours has.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
 from posttrain.observability.rule_chain import rule_chain
+from posttrain.planner.resolve import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts import Paths
-from posttrain.config.load import resolve
 from posttrain.errors import ConfigError
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.checks import check_everything
 from posttrain.preflight.report import print_findings, raise_problems
 

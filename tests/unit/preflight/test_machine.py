@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.machine import (
     check_broadcast,
     check_devices,
@@ -130,7 +130,7 @@ def test_a_broadcast_needs_its_library(monkeypatch):
 LOOK = """
 import json, resource, sys
 from pathlib import Path
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.machine import check_open_files
 config = resolve({"model": "tiny", "site": "local"}, Path(sys.argv[1])).config
 for limits in json.loads(sys.argv[2]):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.node import NodeFacts, check_gpus, inspect_node, write_rate
 from posttrain.preflight.versions import OLDEST_DRIVER, is_too_old, pinned_versions, untested
 

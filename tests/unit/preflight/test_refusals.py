@@ -8,8 +8,8 @@ import pytest
 
 from posttrain.config.derived import world_size
 from posttrain.config.rules import check_trainable
-from posttrain.planner.layout_choice import resolve
 from posttrain.planner.problems import find_problems
+from posttrain.planner.resolve import resolve
 from posttrain.preflight.refusals import _changes, find_refusals, nearest_request, refusal
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts import Paths
-from posttrain.config.load import resolve
-from posttrain.planner.storage import storage
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.storage import storage
 from posttrain.preflight.storage import (
     SPARE_BYTES,
     Need,

@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
-from posttrain.config.load import resolve
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
+from posttrain.planner.resolve import resolve
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore

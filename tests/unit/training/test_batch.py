@@ -5,7 +5,7 @@ import pytest
 from tests.support.algorithms import objective
 
 from posttrain.config.derived import data_parallel_size
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.training.batch import make_updates
 from posttrain.types import Prompt, Sample, SampleGroup
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.algorithm.mismatch import Mismatch
-from posttrain.config.load import resolve
 from posttrain.config.schema import Config
+from posttrain.planner.resolve import resolve
 from posttrain.training.loop import progress_note
 from posttrain.training.mismatch import MismatchError, heed_mismatch, share_of_limit
 

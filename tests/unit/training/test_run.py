@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import resolve
+from posttrain.planner.resolve import resolve
 from posttrain.training.assembly import open_run
 
 ROOT = Path(__file__).parents[3]

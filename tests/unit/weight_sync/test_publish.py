@@ -11,10 +11,10 @@ from aiohttp.test_utils import TestServer
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
 
 from posttrain.checkpoint.quantization.fp8 import Fp8Format
-from posttrain.config.load import resolve
 from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
+from posttrain.planner.resolve import resolve
 from posttrain.weight_sync.publish import WeightPublisher, served_values, whole_checkpoint
 
 CONFIG = Path(__file__).parents[3] / "config"

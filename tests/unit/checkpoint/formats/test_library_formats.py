@@ -12,9 +12,9 @@ from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection
 from posttrain.config.formats import Serving
-from posttrain.config.load import resolve
 from posttrain.config.rules import _serving_rows
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.planner.resolve import resolve
 
 NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
 MODULE = "model.layers.1.mlp.experts.2.up_proj."

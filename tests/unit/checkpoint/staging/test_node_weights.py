@@ -10,7 +10,7 @@ from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.staging.node_local import Origin
 from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.errors import CheckpointError
-from posttrain.planner.layout_choice import resolve
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 # Two nodes of one rank each, a pipeline stage on each.

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, NUM_TOKENS, make_tokenizer, stop_token_ids
-from posttrain.planner.made_model import SMALLEST_VOCABULARY
+from posttrain.planner.sizing.made_model import SMALLEST_VOCABULARY
 
 
 @pytest.fixture(scope="module")

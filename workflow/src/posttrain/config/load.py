@@ -96,7 +96,7 @@ class Chosen:
 ChooseLayout = Callable[[schema.Config, Mapping[str, str]], Chosen]
 
 
-def resolve(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLayout | None = None) -> Resolved:
+def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLayout | None = None) -> Resolved:
     """Merge the layers named by a workflow configuration and check the result as a whole.
 
     Args:

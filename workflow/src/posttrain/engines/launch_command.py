@@ -1,6 +1,6 @@
 """Command lines of engines, rendered from the configuration and nothing else.
 
-The flags are spelled in `planner.sglang_flags`; here they become a process: interpreter, addresses, environment.
+The flags are spelled in `planner.flags.sglang_flags`; here they become a process: interpreter, addresses, environment.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from posttrain.config.schema import Config
 from posttrain.engines import sglang_server
 from posttrain.engines.responses import NO_WEIGHTS
-from posttrain.planner import sglang_flags
-from posttrain.planner.flag import as_arguments, as_environment
-from posttrain.planner.sglang_flags import UNIFIED, nodes_per_engine
+from posttrain.planner.flags import sglang_flags
+from posttrain.planner.flags.flag import as_arguments, as_environment
+from posttrain.planner.flags.sglang_flags import UNIFIED, nodes_per_engine
 
 # Every start of SGLang on a CPU leaves sockets and a cache folder behind; on GPUs the caches hold compiled kernels and
 # stay.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from posttrain.observability.rank_progress import BEGIN_SAVE, ROLLOUT, SHARE_ROLLOUT
-from posttrain.planner.phases import PHASES
+from posttrain.planner.sizing.phases import PHASES
 
 # How long they take depends on storage, and on how much of a save a rollout has hidden.
 SAVES = ("save", BEGIN_SAVE)

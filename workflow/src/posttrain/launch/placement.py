@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
-from posttrain.planner.sglang_flags import nodes_per_engine
+from posttrain.planner.flags.sglang_flags import nodes_per_engine
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from posttrain.launch.nodes import (
     interface_address,
     start_here,
 )
-from posttrain.planner.sglang_flags import nodes_per_engine
+from posttrain.planner.flags.sglang_flags import nodes_per_engine
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
-from posttrain.planner.flag import as_environment
-from posttrain.planner.megatron_flags import trainer_environment
+from posttrain.planner.flags.flag import as_environment
+from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
 

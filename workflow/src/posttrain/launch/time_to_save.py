@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.config.schema import Config
-from posttrain.planner.duration import Bandwidths
-from posttrain.planner.step_time import step_with_save_seconds
+from posttrain.planner.timing.duration import Bandwidths
+from posttrain.planner.timing.step_time import step_with_save_seconds
 from posttrain.training.checkpoints import write_seconds
 
 # Steps are not all alike, and the longest may be yet to come.

@@ -1,4 +1,4 @@
-"""From the table of Megatron's fields to its config dataclasses; the fields are spelled in `planner.megatron_flags`."""
+"""From the table of Megatron's fields to its config dataclasses; they are spelled in `planner.flags.megatron_flags`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.config.schema import Config
-from posttrain.planner import megatron_flags
-from posttrain.planner.flag import Flag, as_mapping
+from posttrain.planner.flags import megatron_flags
+from posttrain.planner.flags.flag import Flag, as_mapping
 
 # transformers builds the two latent norms and the indexer's with this epsilon, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6

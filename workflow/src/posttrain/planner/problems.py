@@ -12,15 +12,15 @@ from posttrain.config.derived import engine_gpus, world_size
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
-from posttrain.planner.capacity import check_declared, check_typical
-from posttrain.planner.duration import Bandwidths
-from posttrain.planner.engine import engine_memory
-from posttrain.planner.layout import propose_layouts
-from posttrain.planner.layout_choice import requests_that_fit
-from posttrain.planner.made_model import check_made
-from posttrain.planner.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
-from posttrain.planner.step_time import step_with_save_seconds
-from posttrain.planner.storage import storage
+from posttrain.planner.sizing.capacity import check_declared, check_typical
+from posttrain.planner.sizing.engine import engine_memory
+from posttrain.planner.sizing.layout import propose_layouts
+from posttrain.planner.sizing.layout_choice import requests_that_fit
+from posttrain.planner.sizing.made_model import check_made
+from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
+from posttrain.planner.sizing.storage import storage
+from posttrain.planner.timing.duration import Bandwidths
+from posttrain.planner.timing.step_time import step_with_save_seconds
 
 
 def find_problems(config: Config) -> list[Problem]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from posttrain.config.schema import Config
-from posttrain.planner.flag import as_environment
-from posttrain.planner.sglang_flags import environment_flags
+from posttrain.planner.flags.flag import as_environment
+from posttrain.planner.flags.sglang_flags import environment_flags
 from posttrain.preflight.kv_transfer import MODULES
 from posttrain.preflight.versions import installed_versions, is_too_old
 

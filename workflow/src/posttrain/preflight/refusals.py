@@ -13,9 +13,9 @@ from posttrain.config.derived import world_size
 from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
-from posttrain.planner.evaluation import check_served
-from posttrain.planner.layout_choice import resolve
 from posttrain.planner.problems import find_problems
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.evaluation import check_served
 from posttrain.preflight.wandb_key import check_wandb
 
 # Rules that fetch what cannot be converted, train, and serve; the others ask for nothing that this version lacks.

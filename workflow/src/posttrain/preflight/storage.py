@@ -11,7 +11,7 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, partial_of
 from posttrain.observability.report_format import format_bytes
-from posttrain.planner.storage import Storage, storage
+from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.preflight.report import Finding, failed, ok
 
 # Room that logs, datasets, persisted rollouts and file headers may take beside the tensors.

@@ -20,7 +20,7 @@ from posttrain.megatron_backend.model import build_policy
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.sinks import MetricSinks
-from posttrain.planner.storage import storage
+from posttrain.planner.sizing.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore

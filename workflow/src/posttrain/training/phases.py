@@ -1,4 +1,4 @@
-"""How long each phase of a step took; which model is awake in which phase is the table of `planner.phases`."""
+"""How long each phase of a step took; which model is awake in which phase is the table of `planner.sizing.phases`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from posttrain.observability.rank_progress import report_progress
-from posttrain.planner.phases import PHASES
+from posttrain.planner.sizing.phases import PHASES
 
 
 class PhaseClock:

@@ -30,7 +30,7 @@ from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.checkpoint.tiny.warm_up import Examples, warm_up
 from posttrain.config.schema import Architecture
 from posttrain.errors import raise_if_any
-from posttrain.planner.made_model import check_made
+from posttrain.planner.sizing.made_model import check_made
 
 log = logging.getLogger(__name__)
 

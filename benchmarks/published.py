@@ -1,0 +1,299 @@
+"""Published systems that the step-time model is held against, and how far it is off.
+
+One system's training time sets `rates.COMPUTE_SHARE` (`FittedSystem`); all others are predictions. One that is more
+than a quarter off names what is missing. Nobody should trust a number of the plan more than it
+deserves. Print the table from the repository's root:
+
+    python -m benchmarks.published
+
+Left out, because what they depend on is not published: verl's 1,700 s for DeepSeek-V3 on 96 H20 and miles' 4.5 minutes
+for GLM-5.2 on 64 GB300 (no lengths), and systems of another architecture.
+
+Sources:
+    prime-rl   PrimeIntellect-ai/prime-rl v0.6.0, announcement of June 2026 (28 H200 nodes, GLM-5.1, 131k context, 256
+               samples, trainer 3.7 and rollout 5.0 minutes, medians). Its published configuration,
+               examples/glm5_llmd/rl.toml, has 16 nodes that train (context parallelism, full activation checkpointing)
+               and 2,048 rollouts in flight with FP8 weights. Not published are the split of the 28 nodes and the mean
+               length of a sample: taken are 16 and 12 nodes, and 31,599 tokens, which NVIDIA-NeMo/RL reports for the
+               same kind of task at the same context. Twice the length would double COMPUTE_SHARE.
+    nemo-rl    NVIDIA-NeMo/RL docs/about/performance-summary.md, version 0.6: GRPO on-policy, BF16, 512 or 2,048
+               samples per step; layouts from examples/configs/recipes/llm/performance.
+    bridge     NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards/glm5-2/card.yaml: GLM-5.2, training alone;
+               BF16, natural routing, full recomputation. Its MTP layer is trained, too, which is not counted.
+    vllm       `vllm-glm5-b200-deployment.txt`: GLM-5 FP8 on eight B200, 2,048 tokens in, 512 out, time per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.config.schema import Architecture, Hardware
+from posttrain.planner.resolve import resolve
+from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
+from posttrain.planner.timing.step_time import TrainingGpus, Workload, logprob_seconds, rollout_of, train_seconds
+
+PRIME_RL, NEMO_RL, BRIDGE, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "NVIDIA-NeMo/Megatron-Bridge", "vLLM on 8 B200"
+TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"
+FIXED_COST = (
+    "a fixed time per step, whatever the number of GPUs: moving weights into the engines, sleeping and waking, "
+    "micro-batches of one short sample that do not fill a GPU"
+)
+SHARED_INDEXERS = "GLM-5.2's layers share indexers: 21 of 78 score the keys; counted is a model where each layer does"
+QUEUE = "waiting for a place: more requests than its KV cache holds"
+SLOWER_WITH_MORE = "what makes the published step slower than the one on half as many GPUs"
+SMALL_WORK = "engines so small and steps so short that what happens between the phases counts"
+
+
+@dataclass(frozen=True)
+class FittedSystem:
+    """The system whose training time sets a constant.
+
+    Args:
+        train_seconds: Of a step.
+        rollout_seconds: Of a step.
+        num_samples: Per step.
+        mean_tokens: Of a sample; assumed.
+        train_gpus: That train.
+        rollout_gpus: That decode.
+        in_flight: Rollouts at a time.
+    """
+
+    train_seconds: float = 3.7 * 60
+    rollout_seconds: float = 5.0 * 60
+    num_samples: int = 256
+    mean_tokens: float = 31_599.0
+    train_gpus: int = 16 * 8
+    rollout_gpus: int = 12 * 8
+    in_flight: int = 2048
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published time and what the model says.
+
+    Args:
+        name: The system.
+        source: Where it is published.
+        published_seconds: Time of a step, or per token.
+        predicted_seconds: The same from the model.
+        missing: What the model lacks, where it is more than a quarter off.
+    """
+
+    name: str
+    source: str
+    published_seconds: float
+    predicted_seconds: float
+    missing: str = ""
+
+    @property
+    def error(self) -> float:
+        """Prediction over publication, less one."""
+        return self.predicted_seconds / self.published_seconds - 1
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A row of NVIDIA-NeMo/RL's table."""
+
+    model: str
+    hardware: str
+    num_gpus: int
+    engine_gpus: int
+    num_samples: int
+    longest: int
+    mean: int
+    num_stages: int
+    data_parallel: int
+    seconds: float
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A training run of Megatron-Bridge's card."""
+
+    hardware: str
+    num_gpus: int
+    num_samples: int
+    tokens: int
+    num_stages: int
+    data_parallel: int
+    seconds: float
+    missing: str = ""
+
+
+_DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    vocab_size=129280,
+    hidden_size=7168,
+    num_hidden_layers=61,
+    first_k_dense_replace=3,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    routed_scaling_factor=2.5,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_nextn_predict_layers=1,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=163840,
+)
+_QWEN3_30B = Architecture(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    n_routed_experts=128,
+    num_experts_per_tok=8,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=40960,
+)
+# Dimensions of huggingface.co/deepseek-ai/DeepSeek-V3, zai-org/GLM-5, Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+MODELS = {
+    "DeepSeek-V3": _DEEPSEEK_V3,
+    "GLM-5": dataclasses.replace(
+        _DEEPSEEK_V3,
+        model_type="glm_moe_dsa",
+        vocab_size=154880,
+        hidden_size=6144,
+        num_hidden_layers=78,
+        intermediate_size=12288,
+        num_attention_heads=64,
+        q_lora_rank=2048,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=2048,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=202752,
+    ),
+    "Qwen3-30B-A3B": _QWEN3_30B,
+    "Qwen3-235B-A22B": dataclasses.replace(
+        _QWEN3_30B,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_attention_heads=64,
+    ),
+}
+# BF16 peak and memory bandwidth: NVIDIA's data sheets, dense; GB200 NVL72 has 180 PFLOPS and 576 TB/s for 72.
+_PEAKS = {"H100": (989.5, 3350.0), "GB200": (2500.0, 8000.0), "B200": (2250.0, 8000.0), "H200": (989.5, 4800.0)}
+_STEPS = (
+    _Step("Qwen3-235B-A22B", "H100", 128, 16, 512, 8192, 5698, 8, 4, 395.0),
+    _Step("Qwen3-235B-A22B", "H100", 256, 16, 512, 8192, 5713, 8, 8, 312.0),
+    _Step("Qwen3-235B-A22B", "GB200", 64, 8, 512, 8192, 5709, 4, 4, 286.0),
+    _Step("Qwen3-235B-A22B", "GB200", 128, 8, 512, 8192, 5693, 4, 8, 345.0, SLOWER_WITH_MORE),
+    _Step("Qwen3-30B-A3B", "H100", 32, 2, 2048, 4096, 3203, 1, 32, 192.0),
+    _Step("Qwen3-30B-A3B", "GB200", 16, 1, 2048, 4096, 3199, 1, 16, 221.0, SMALL_WORK),
+    _Step("DeepSeek-V3", "H100", 256, 32, 512, 1536, 701, 16, 16, 134.0, FIXED_COST),
+    _Step("DeepSeek-V3", "H100", 512, 32, 512, 1536, 697, 16, 32, 111.0, FIXED_COST),
+    _Step("DeepSeek-V3", "GB200", 128, 32, 512, 1536, 711, 8, 16, 108.0, FIXED_COST),
+    _Step("DeepSeek-V3", "GB200", 256, 32, 512, 1536, 700, 8, 32, 98.7, FIXED_COST),
+)
+_TRAININGS = (
+    _Training("H100", 352, 1024, 2048, 11, 32, 31.20),
+    _Training("GB200", 192, 1024, 4096, 6, 32, 34.26),
+    _Training("H100", 416, 32, 2048, 13, 16, 4.436),
+    _Training("H100", 608, 13, 200_000, 19, 1, 36.6, SHARED_INDEXERS),
+)
+# Requests at a time -> milliseconds per output token.
+_VLLM_TOKENS = {8: 22.85, 16: 24.89, 32: 33.56, 64: 39.94, 128: 52.93, 256: 111.12}
+_VLLM_PROMPT, _VLLM_RESPONSE = 2048, 512
+
+
+def main() -> None:
+    """Print every prediction beside what was published."""
+    machine = resolve({"model": "glm5", "site": "local"}, Path("config")).config.hardware
+    print(f"{'system':70} {'published s':>12} {'predicted s':>12} {'off by':>7}  what the model lacks")
+    for row in step_time_accuracy(machine):
+        times = f"{row.published_seconds:12.4g} {row.predicted_seconds:12.4g}"
+        print(f"{row.name:70} {times} {row.error:7.0%}  {row.missing}")
+
+
+def step_time_accuracy(machine: Hardware) -> list[Published]:
+    """Return every prediction beside what was published.
+
+    Args:
+        machine: Any machine with GPUs; only peaks are replaced.
+    """
+    rows = _fitted(FittedSystem(), machine_of("H200", machine))
+    rows += [_grpo_step(step, machine_of(step.hardware, machine)) for step in _STEPS]
+    rows += [_training(run, machine_of(run.hardware, machine)) for run in _TRAININGS]
+    return rows + [_token(machine_of("B200", machine), requests) for requests in _VLLM_TOKENS]
+
+
+def machine_of(name: str, machine: Hardware) -> Hardware:
+    """Return a machine with the peaks of a published one."""
+    tflops, bandwidth = _PEAKS[name]
+    return dataclasses.replace(machine, name=name.lower(), bf16_tflops=tflops, hbm_gb_per_s=bandwidth)
+
+
+def _fitted(system: FittedSystem, hardware: Hardware) -> list[Published]:
+    arch = MODELS["GLM-5"]
+    work = Workload(system.num_samples, 0.0, system.mean_tokens, 1.0)
+    training = train_seconds(TrainingGpus(arch, hardware, system.train_gpus), work)
+    engine = DecodingGpus(arch, hardware, system.rollout_gpus, "fp8", dp_attention=True)
+    # Rollouts follow each other without a pause: half of a sample is the mean context.
+    step = decode_step_seconds(engine, system.in_flight, system.mean_tokens / 2)
+    decoding = system.num_samples * system.mean_tokens * step / system.in_flight
+    name = "GLM-5.1, 131k context, 28 H200 nodes"
+    return [
+        Published(f"{name}: training (fitted)", PRIME_RL, system.train_seconds, training),
+        Published(f"{name}: rollout", PRIME_RL, system.rollout_seconds, decoding, TOOLS),
+    ]
+
+
+def _grpo_step(step: _Step, hardware: Hardware) -> Published:
+    arch = MODELS[step.model]
+    # The table has lengths of prompt and response together, and no prompt's alone.
+    work = Workload(step.num_samples, 0.0, step.longest, step.mean / step.longest)
+    engine = DecodingGpus(arch, hardware, step.engine_gpus, "bf16", dp_attention=False)
+    micro_batches = step.num_samples // step.data_parallel
+    trainer = TrainingGpus(arch, hardware, step.num_gpus, step.num_stages, micro_batches)
+    predicted = (
+        rollout_of(engine, step.num_gpus / step.engine_gpus, work).seconds
+        + train_seconds(trainer, work)
+        + logprob_seconds(trainer, work)
+    )
+    name = f"{step.model}, {step.num_gpus} {step.hardware}"
+    return Published(name, NEMO_RL, step.seconds, predicted, step.missing)
+
+
+def _training(run: _Training, hardware: Hardware) -> Published:
+    micro_batches = run.num_samples // run.data_parallel
+    trainer = TrainingGpus(MODELS["GLM-5"], hardware, run.num_gpus, run.num_stages, micro_batches)
+    predicted = train_seconds(trainer, Workload(run.num_samples, 0.0, run.tokens, 1.0))
+    name = f"GLM-5.2, training alone, {run.num_samples} x {run.tokens} tokens, {run.num_gpus} {run.hardware}"
+    return Published(name, BRIDGE, run.seconds, predicted, run.missing)
+
+
+def _token(hardware: Hardware, requests: int) -> Published:
+    engine = DecodingGpus(MODELS["GLM-5"], hardware, 8, "fp8", dp_attention=False)
+    # While others decode, the next prompts are prefilled: one for each response that ends.
+    prefill = prefill_seconds(engine, requests / _VLLM_RESPONSE, _VLLM_PROMPT)
+    step = decode_step_seconds(engine, requests, _VLLM_PROMPT + _VLLM_RESPONSE / 2)
+    missing = QUEUE if requests > 128 else ""
+    name = f"GLM-5 FP8, {requests} requests, one token"
+    return Published(name, VLLM, _VLLM_TOKENS[requests] / 1e3, prefill + step, missing)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""config/hardware against published tables."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from posttrain.planner.sizing.capacity import check_declared, check_typical
+from posttrain.planner.sizing.engine import fits, serving_gib_per_gpu
+from posttrain.planner.sizing.storage import storage
+
+CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+NAMES = sorted(path.stem for path in (CONFIG_DIR / "hardware").glob("*.yaml"))
+# seeds/sglang-glm5-cookbook.txt, section 3.2: hardware, weights, smallest tensor parallelism.
+COOKBOOK = (
+    ("h100", "fp8", 16),
+    ("h100", "bf16", 32),
+    ("h200", "fp8", 8),
+    ("h200", "bf16", 16),
+    ("b200", "fp8", 8),
+    ("b200", "bf16", 16),
+    ("mi300x", "bf16", 8),
+)
+
+
+@pytest.mark.parametrize(("name", "weights", "num_gpus"), COOKBOOK)
+def test_the_cookbook_lists_what_fits_and_the_next_smaller_does_not(resolved, name, weights, num_gpus):
+    arch = resolved("glm5").config.model.architecture
+    hardware = resolved("tiny", hardware=name).config.hardware
+    assert fits(arch, hardware, num_gpus, weights)
+    assert not fits(arch, hardware, num_gpus // 2, weights)
+
+
+@pytest.mark.parametrize("nominal_gb", [256, 288])
+def test_mi325x_and_mi355x_share_the_row_of_mi300x(resolved, nominal_gb):
+    arch = resolved("glm5").config.model.architecture
+    mi300x = resolved("tiny", hardware="mi300x").config.hardware
+    larger = dataclasses.replace(mi300x, memory_gib_per_gpu=nominal_gb * 1e9 / 2**30)
+    assert fits(arch, larger, 8, "bf16")
+    assert not fits(arch, larger, 4, "bf16")
+
+
+def test_what_an_engine_needs_by_hand(resolved):
+    arch = resolved("glm5").config.model.architecture
+    request = 32768 * 100_152 / 2**30
+    assert serving_gib_per_gpu(arch, 8, "fp8") == pytest.approx(88.69 + request, abs=0.01)
+    qwen = resolved("qwen3_4b").config.model.architecture
+    # On 16 GPUs, 8 key-value heads stand twice; so do their projections.
+    cached = 32768 * 36 * 2 * 128 * 2
+    norms = 36 * (2 * 2560 + 2 * 128) + 2560
+    cut = 151_936 * 2560 + 36 * (2 * 32 * 128 * 2560 + 3 * 2560 * 9728)
+    key_value = 36 * 2 * 8 * 128 * 2560
+    weights = 2 * (norms + cut // 16 + key_value // 8)
+    assert serving_gib_per_gpu(qwen, 16, "bf16") * 2**30 == pytest.approx(weights + cached, abs=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_a_file_fit_together(resolved, name):
+    hardware = resolved("tiny", hardware=name).config.hardware
+    assert hardware.name == name
+    assert hardware.bf16_tflops <= hardware.fp8_tflops <= 2.01 * hardware.bf16_tflops
+    assert hardware.gpu_link_gb_per_s < hardware.hbm_gb_per_s
+    assert hardware.local_disk_gb_per_s < hardware.local_disk_gb
+    assert hardware.linked_gpus % hardware.gpus_per_node == 0
+    assert not set(hardware.formats) & set(hardware.emulated_formats)
+    assert hardware.trainer_deepep != bool(hardware.trainer_deepep_reason)
+    assert resolved("tiny", hardware=name).config.trainer.deepep == (hardware.trainer_deepep)
+
+
+def test_gb300_has_four_gpus_and_no_deepep_in_the_trainer(resolved):
+    config = resolved("tiny", hardware="gb300").config
+    assert (config.hardware.gpus_per_node, config.hardware.linked_gpus) == (4, 72)
+    assert (config.hardware.deepep, config.hardware.trainer_deepep, config.trainer.deepep) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"), [("h100", 81_559), ("h200", 143_771), ("b200", 183_359), ("gb300", 284_208)]
+)
+def test_memory_is_what_the_driver_reports_and_no_more(resolved, name, mebibytes):
+    stated = resolved("tiny", hardware=name).config.hardware.memory_gib_per_gpu
+    assert stated == math.floor(mebibytes / 1024 * 10) / 10
+
+
+def test_kernels_are_those_that_the_cookbook_names(resolved):
+    b200, mi300x, h200 = (resolved("tiny", hardware=n).config.hardware.kernels for n in ("b200", "mi300x", "h200"))
+    assert (b200.dsa_prefill, b200.dsa_decode, b200.allreduce_fusion) == ("trtllm", "trtllm", True)
+    assert (mi300x.dsa_prefill, mi300x.dsa_decode, mi300x.speculative) == ("tilelang", "tilelang", False)
+    assert (mi300x.chunked_prefill_tokens, mi300x.watchdog_seconds) == (131_072, 1200)
+    assert h200 == type(h200)(), "no other hardware needs switches"
+
+
+def test_declared_capacities_are_checked(resolved):
+    undeclared = resolved("glm5").config
+    needed = storage(undeclared)
+    assert not list(check_declared(undeclared, needed, 5000.0))
+    tight = "site.shared_disk_gb=30000 site.local_disk_gb=2000 site.host_memory_gib=1024"
+    config = resolved("glm5", set=tight).config
+    problems = {problem.key: problem for problem in check_declared(config, needed, 1025.0)}
+    assert list(problems) == ["site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib"]
+    assert f"{needed.shared_bytes / 1e9:,.1f} GB" in problems["site.shared_disk_gb"].allowed
+    ample = resolved("glm5", set="site.shared_disk_gb=40000 site.local_disk_gb=3000 site.host_memory_gib=1024").config
+    assert not list(check_declared(ample, needed, 1024.0))
+
+
+def test_what_such_nodes_usually_lack_is_found_unless_the_site_declares_it(resolved):
+    config = resolved("glm5").config
+    needed = storage(config)
+    assert not list(check_typical(config, needed, 2048.0))
+    (problem,) = check_typical(config, needed, 2048.1)
+    assert (problem.key, problem.value) == ("hardware.host_memory_gib", "2,048 GiB, typical of h200")
+    assert not list(check_typical(resolved("glm5", set="site.host_memory_gib=4096").config, needed, 2048.1))
+    small = resolved("glm5", set="hardware.local_disk_gb=2000").config
+    assert [problem.key for problem in check_typical(small, needed, 1.0)] == ["hardware.local_disk_gb"]

@@ -1,0 +1,148 @@
+import dataclasses
+
+import pytest
+
+from posttrain.planner.sizing.activations import (
+    MicroBatch,
+    forward_bytes,
+    fullest_micro_batch,
+    saved_bytes,
+    stage_activations,
+)
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.engine import engine_memory
+from posttrain.planner.sizing.memory import GIB, stage_memory
+from posttrain.planner.sizing.memory_phases import (
+    LARGE_PHASES,
+    capacity_gib,
+    fullest_phase,
+    host_gib_by_phase,
+    phase_memory,
+    save_staging_bytes,
+)
+from posttrain.planner.sizing.phases import ASLEEP, PHASES
+from posttrain.training.phases import PhaseClock
+
+STAGE_1 = range(20, 40)
+
+
+def rows_of(config, stage):
+    return {row.phase: row for row in phase_memory(config) if row.stage == stage}
+
+
+def test_the_loop_and_the_planner_read_one_table(resolved):
+    clock = PhaseClock()
+    for name in PHASES:
+        with clock.phase(name):
+            pass
+    with pytest.raises(AssertionError, match="lunch"), clock.phase("lunch"):
+        pass
+    assert set(rows_of(resolved("glm5").config, 0)) == {*PHASES, ASLEEP.name}
+
+
+def test_who_is_awake_is_on_the_gpu_and_who_sleeps_in_host_memory(resolved):
+    config = resolved("glm5").config
+    rows = rows_of(config, 1)
+    for name, phase in PHASES.items():
+        gpu, host = rows[name].gpu, rows[name].host
+        assert phase.trainer_awake == ("weights" in gpu) == ("sleeping_weights" not in host)
+        assert phase.optimizer_awake == ("optimizer" in gpu) == ("gradients" in gpu)
+        assert phase.optimizer_awake == ("sleeping_optimizer" not in host)
+        assert phase.engines_awake == ("kv_pool" in gpu) == ("engine_weights" in gpu) == ("sleeping_engine" not in host)
+    assert set(rows["asleep"].gpu) == {"reserve"}
+    stage, served = stage_memory(config)[1], engine_memory(config)
+    held = (stage.weights_bytes + stage.optimizer_bytes) / GIB + served.weights_gib_per_gpu
+    staged = rows["asleep"].host["save_staging"]  # a checkpoint may still be on its way to the disk
+    assert rows["asleep"].host_gib == pytest.approx(held + staged)
+
+
+def test_the_pool_and_the_weights_of_an_engine_are_its_static_share(resolved):
+    gpu = rows_of(resolved("glm5").config, 0)["rollout"].gpu
+    assert gpu["engine_weights"] + gpu["kv_pool"] == pytest.approx(0.7 * 140.4)
+
+
+def test_saved_activations_of_the_recipe_by_hand(resolved):
+    config = resolved("glm5").config
+    batch = fullest_micro_batch(config, ASSUMPTIONS)
+    assert batch == MicroBatch(tokens=32768, num_sequences=1, longest=32768)
+    # Full recomputation of single layers: the input of each, 16,384 tokens of this rank over TP4, BF16.
+    inputs = 20 * (16384 // 4) * 6144 * 2
+    assert saved_bytes(config, 1, STAGE_1, batch) == inputs
+    needed = stage_activations(config, 1, STAGE_1, batch, ASSUMPTIONS)
+    assert needed.saved == 3 * inputs
+    # Sent and returned, and the same of the rows that arrive, half as many again at the busiest rank.
+    assert needed.dispatch == (16384 // 4) * 8 * 6144 * 2 * 2 * 2.5
+    assert needed.logprobs == 0
+    last = stage_activations(config, 3, range(60, 78), batch, ASSUMPTIONS)
+    assert last.logprobs == 1024 * (154880 // 4) * (2 + 4 + 4)
+
+
+def test_recomputation_and_chunks_bound_what_exists_at_a_time(resolved):
+    config = resolved("glm5").config
+    batch = fullest_micro_batch(config, ASSUMPTIONS)
+
+    def working(**trainer):
+        variant = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **trainer))
+        return stage_activations(variant, 1, STAGE_1, batch, ASSUMPTIONS)
+
+    one, two = working(), working(recompute_num_layers=2)
+    kept = working(recompute_granularity="none")
+    assert two.working > one.working
+    assert two.saved < one.saved
+    assert kept.saved > 20 * one.saved
+    assert working(attention_chunk_tokens=1024).working > one.working
+    # Without a backward pass one layer's tensors exist at a time, and no gradient of a weight.
+    assert forward_bytes(config, STAGE_1, batch, ASSUMPTIONS) < one.working
+
+
+def test_a_save_needs_room_for_one_tensor_of_its_stage(resolved):
+    config = resolved("glm5").config
+    stages = stage_memory(config)
+    first, middle, _, last = (save_staging_bytes(config, stage) for stage in stages)
+    # Embedding and output matrix over TP4 are 238 M elements; of their FP32 state a rank has at most its shard.
+    assert first == 4 * stages[0].dense_elements // 8 < 4 * (154880 // 4) * 6144
+    assert last == 4 * stages[3].dense_elements // 8
+    # The output projection over TP4 is whole on some rank: its state in FP32.
+    assert middle == 4 * 6144 * (64 * 256 // 4)
+    rows = rows_of(config, 0)
+    assert rows["save"].gpu_gib < rows["train"].gpu_gib
+    assert rows["save"].host["save_staging"] == first / GIB
+    assert rows["rollout"].host["save_staging"] == first / GIB, "it is written while the engines generate"
+
+
+def test_offload_moves_state_to_the_host(resolved):
+    inside = rows_of(resolved("glm5").config, 1)
+    outside = rows_of(resolved("glm5", set="trainer.optimizer_cpu_offload=true").config, 1)
+    state = inside["train"].gpu["optimizer"]
+    assert inside["train"].gpu_gib - outside["train"].gpu_gib == pytest.approx(state)
+    assert all(row.host["offloaded_optimizer"] == pytest.approx(state * 16 / 12) for row in outside.values())
+
+
+def test_on_a_cpu_everything_is_in_host_memory_all_the_time(resolved):
+    config = resolved("tiny", hardware="cpu", set="hardware.gpus_per_node=2").config
+    memory = phase_memory(config)
+    assert all({"weights", "gradients", "optimizer", "engine_weights"} <= set(row.gpu) for row in memory)
+    assert all(not row.host for row in memory)
+    assert capacity_gib(config) == 8
+    assert host_gib_by_phase(config, memory)["train"] == pytest.approx(
+        2 * max(row.gpu_gib for row in memory if row.phase == "train")
+    )
+
+
+@pytest.mark.parametrize("model", ["tiny", "glm5"])
+def test_the_shortcut_of_the_layout_search_finds_the_fullest_phase(resolved, model):
+    config = resolved(model).config
+    rows = [row for row in phase_memory(config) if row.phase in LARGE_PHASES]
+    expected = max(rows, key=lambda row: row.gpu_gib)
+    phase, gib = fullest_phase(config, stage_memory(config), engine_memory(config), ASSUMPTIONS)
+    assert (phase, gib) == (expected.phase, pytest.approx(expected.gpu_gib))
+    other = max(row.gpu_gib for row in phase_memory(config) if row.phase not in LARGE_PHASES)
+    assert other <= gib
+
+
+def test_the_heavier_kind_of_engine_sleeps_in_host_memory(resolved):
+    config = resolved("glm5", set="engine.pd.num_prefill_engines=2 engine.pd.gpus_per_prefill_engine=32").config
+    served = engine_memory(config)
+    asleep = {item.host["sleeping_engine"] for item in phase_memory(config) if item.phase == "train"}
+    assert asleep == {served.prefill.weights_gib_per_gpu}
+    assert served.prefill.weights_gib_per_gpu > served.weights_gib_per_gpu

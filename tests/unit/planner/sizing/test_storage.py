@@ -1,0 +1,36 @@
+from posttrain.planner.sizing.model_size import count_parameters, model_weights, mtp_weights
+from posttrain.planner.sizing.storage import storage
+
+
+def test_glm5_by_hand(resolved):
+    needed = storage(resolved("glm5").config)
+    mtp = 9_952_920_320
+    assert needed.hf == 1_487_822_475_264 + 2 * mtp + 4 * 256 == needed.torch_dist == needed.hf_export
+    assert needed.trained_weights == 2 * 743_911_199_232
+    # The frozen indexer is saved without optimizer state: queries, keys, head weights, and the keys' LayerNorm.
+    indexer = 78 * (2048 * 32 * 128 + 6144 * 128 + 6144 * 32 + 2 * 128)
+    assert needed.training_checkpoint == 14 * 743_911_199_232 - 12 * indexer
+    assert needed.num_training_checkpoints == 3
+    assert needed.shared_bytes == 3 * needed.hf + needed.rollout_fp8 + 3 * needed.training_checkpoint
+    assert needed.node_local_bytes == needed.torch_dist + needed.rollout_fp8
+
+
+def test_without_fp8_the_source_is_staged_instead(resolved):
+    needed = storage(resolved("glm5", set="rollout.fp8=false").config)
+    assert needed.rollout_fp8 == 0
+    assert needed.node_local_bytes == 2 * needed.hf
+
+
+def test_tiny_is_counted_in_its_own_precision(resolved):
+    config = resolved("tiny").config
+    arch = config.model.architecture
+    needed = storage(config)
+    indexer = 4 * (48 * 4 * 16 + 64 * 16 + 64 * 4 + 2 * 16)
+    assert needed.training_checkpoint == 16 * 292_352 - 12 * indexer
+    assert needed.hf == sum(weight.bf16_bytes for weight in [*model_weights(arch), *mtp_weights(arch)])
+
+
+def test_a_model_without_indexer_has_state_for_all_it_trains(resolved):
+    config = resolved("qwen3_4b").config
+    parameters = count_parameters(model_weights(config.model.architecture))
+    assert storage(config).training_checkpoint == 14 * parameters

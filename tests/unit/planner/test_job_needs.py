@@ -1,0 +1,80 @@
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.planner import job_needs
+from posttrain.planner.forecast.plan import build_plan
+from posttrain.planner.job_needs import RuleNeeds, about, counted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.001, "under 1 min"),
+        (59.9, "under 1 min"),
+        (60, "about 1 min"),
+        (1507.728, "about 25 min"),
+        (5999, "about 100 min"),
+        (6000, "about 1.7 h"),
+        (35_999, "about 10.0 h"),
+        (36_000, "about 10 h"),
+        (172_799, "about 48 h"),
+        (172_800, "about 2.0 days"),
+        (863_999, "about 10.0 days"),
+        (864_000, "about 10 days"),
+        (2_619_841, "about 30 days"),
+    ],
+)
+def test_a_duration_is_as_coarse_as_the_plan(seconds, text):
+    assert about(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("glm5", {}), ("glm5", {"set": "rollout.fp8=false"}), ("tiny", {}), ("tiny", {"hardware": "h200"})],
+)
+def test_a_message_says_what_the_plan_says(resolved, model, more):
+    configuration = resolved(model, **more)
+    rules = build_plan(configuration)["rules"]
+    for rule in rules:
+        words = [counted(rule["nodes"], "node")]
+        words += [counted(rule["gpus"], "GPU")] if rule["gpus"] else []
+        words += [about(rule["seconds"])] if rule["seconds"] is not None else []
+        message = RuleNeeds(configuration.config).message(rule["name"].partition(" ")[0])
+        assert message == f" ({', '.join(words)})"
+    timed = {rule["name"] for rule in rules if rule["seconds"] is not None}
+    assert {"convert_hf_to_torch_dist", "export_hf"} <= timed
+    assert ("train_grpo" in timed) == (configuration.config.hardware.device == "cuda")
+
+
+def test_the_recipe(resolved):
+    needs = RuleNeeds(resolved("glm5").config)
+    days = needs.seconds["train_grpo"] / 86400
+    assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {days:.0f} days)"
+    assert needs.message("evaluate") == " (3 nodes, 24 GPUs)", "what is not run takes no time"
+    assert needs.message("make_tiny_model") == ""
+
+
+def test_without_a_duration_there_is_none_in_the_message(resolved):
+    needs = RuleNeeds(resolved("tiny").config)
+    assert needs.message("train_grpo", with_nodes=False) == ""
+    assert needs.message("make_tiny_model") == " (1 node)"
+
+
+def test_durations_are_computed_when_asked_for_and_once(resolved, monkeypatch):
+    calls = []
+    monkeypatch.setattr(job_needs, "durations_seconds", lambda *_: calls.append(1) or {"download_hf_checkpoint": 90.0})
+    needs = RuleNeeds(resolved("glm5").config)
+    assert calls == []
+    assert {needs.message("download_hf_checkpoint") for _ in range(2)} == {" (1 node, about 2 min)"}
+    assert calls == [1]
+
+
+def test_messages_import_neither_torch_nor_a_template_engine():
+    code = (
+        "import sys; import posttrain.planner.job_needs; "
+        "print([m for m in ('torch', 'transformers', 'jinja2', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

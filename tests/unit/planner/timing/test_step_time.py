@@ -1,0 +1,175 @@
+import dataclasses
+
+import pytest
+from benchmarks.published import MODELS, machine_of
+
+from posttrain.planner.timing import rates
+from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, rollout_time
+from posttrain.planner.timing.flops import sequence_flops
+from posttrain.planner.timing.rates import COMPUTE_SHARE
+from posttrain.planner.timing.step_time import (
+    TrainingGpus,
+    Workload,
+    best_split,
+    engine_of,
+    logprob_seconds,
+    rollout_of,
+    step_durations,
+    train_seconds,
+    trainer_of,
+    workload,
+)
+
+SHARED_STORAGE = 20e9
+
+
+@pytest.fixture
+def glm5(resolved):
+    return resolved("glm5").config
+
+
+def rollout_seconds(config):
+    return rollout_of(engine_of(config), config.engine.num_engines, workload(config)).seconds
+
+
+@pytest.fixture
+def h200(glm5):
+    return machine_of("H200", glm5.hardware)
+
+
+def test_a_decode_step_by_hand(resolved):
+    """A dense model in BF16: all weights, and the cache of every request."""
+    config = resolved("qwen3_4b").config
+    engine = DecodingGpus(config.model.architecture, config.hardware, 1, "bf16", dp_attention=False)
+    weights = 2 * 4_022_468_096  # tied: the embedding is read as the output matrix
+    cache = 36 * 2 * 8 * 128 * 2 * 1000
+    seconds = (weights + 10 * cache) / (config.hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE)
+    assert decode_step_seconds(engine, 10, 1000) == pytest.approx(36 * rates.LAYER_SECONDS + seconds, rel=1e-9)
+
+
+def test_more_requests_read_more_experts_until_all_are_read(glm5):
+    engine = engine_of(glm5)
+    assert engine.num_gpus == 64
+    one, few, many = (decode_step_seconds(engine, count, 0) for count in (1, 8, 10_000))
+    assert one < few < many
+    others, experts = engine.weights_bytes()
+    all_read = (others + experts) / (glm5.hardware.hbm_gb_per_s * 1e9 * rates.MEMORY_SHARE)
+    assert many == pytest.approx(78 * rates.LAYER_SECONDS + all_read, rel=1e-6)
+
+
+def test_a_rollout_lasts_as_long_as_its_longest_response(glm5):
+    engine = engine_of(glm5)
+    long, short = (rollout_time(engine, 32, 0, tokens, 0.7) for tokens in (2000, 1000))
+    assert long.seconds > 2 * short.seconds  # the cache grows, too
+    # a mean of half the longest: the running requests fall in a straight line
+    even = rollout_time(engine, 32, 0, 1000, 0.5)
+    assert even.busy_share == pytest.approx(0.5, abs=0.02)
+    assert long.busy_share > even.busy_share
+
+
+def test_a_trainer_by_hand(h200):
+    work = Workload(num_samples=8, prompt_tokens=100, longest_response=1000, mean_share=0.9)
+    assert work.mean_tokens == 1000
+    arch = MODELS["Qwen3-30B-A3B"]
+    trainer = TrainingGpus(arch, h200, num_gpus=16, num_stages=4, num_micro_batches=3)
+    assert trainer.bubble == 2.0
+    operations = 8 * sequence_flops(arch, 1000).forward
+    seconds = 2 * operations / (16 * 989.5e12 * rates.COMPUTE_SHARE)
+    assert logprob_seconds(trainer, work) == pytest.approx(seconds)
+    # nothing is frozen: 2 more for the backward pass, and nearly 1 for recomputation, which leaves the head out
+    assert train_seconds(dataclasses.replace(trainer, recompute=False), work) == pytest.approx(3 * seconds)
+    assert 3.8 < train_seconds(trainer, work) / seconds < 4
+
+
+def test_a_step_waits_for_what_a_checkpoint_takes_longer_than_a_rollout(glm5):
+    fast, slow = step_durations(glm5, SHARED_STORAGE), step_durations(glm5, SHARED_STORAGE / 4)
+    assert slow["step_save"] == pytest.approx(4 * fast["step_save"])
+    wait = slow["step_save"] - slow["step_rollout"]
+    assert slow["step"] - fast["step"] == pytest.approx(wait / glm5.trainer.save_interval, abs=0.01)
+
+
+def test_the_recipe_of_16_nodes(glm5):
+    trainer = trainer_of(glm5)
+    assert (trainer.num_gpus, trainer.num_stages) == (128, 4)
+    # 16 samples a data-parallel rank, (256 + 0.7 32768) tokens each, in budgets of 2 x 16384
+    assert trainer.num_micro_batches == 12
+    seconds = step_durations(glm5, SHARED_STORAGE)
+    parts = ("rollout", "old_logprobs", "train", "weight_sync")
+    assert seconds["step_save"] < seconds["step_rollout"], "no step waits for a checkpoint"
+    assert seconds["step"] == pytest.approx(sum(seconds[f"step_{part}"] for part in parts), abs=0.01)
+    assert seconds["train_grpo"] == pytest.approx(3000 * seconds["step"] + seconds["step_save"], rel=1e-5)
+    assert seconds["step_weight_sync"] == pytest.approx(58.3 * 745.8 / 1487.8, rel=0.01)
+    assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
+    assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides
+
+
+def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
+    assert not {"evaluate before", "evaluate after"} & set(step_durations(glm5, SHARED_STORAGE)), "no node holds it"
+    seconds = step_durations(resolved("glm5_4layer").config, SHARED_STORAGE)
+    assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
+    one_node = resolved("glm5_4layer", set="data.num_heldout_prompts=16").config
+    fewer = step_durations(one_node, SHARED_STORAGE)
+    assert one_node.nodes == 1, "where an evaluation has the engines of training"
+    assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples
+
+
+def test_engines_that_prefill_do_not_decode(resolved, glm5):
+    """Half of 128 GPUs decode 64 samples at the speed of one engine of two; the prompts are short."""
+    both = resolved("glm5", set="engine.num_engines=2 engine.pd.num_prefill_engines=0").config
+    apart, together = rollout_seconds(glm5), rollout_seconds(both)
+    work = workload(glm5)
+    assert apart > together
+    half = dataclasses.replace(work, num_samples=work.num_samples // 2)
+    # The same 64 GPUs prefill the prompts of all, where each engine prefilled those of its half.
+    one = rollout_of(engine_of(both), 1, work).seconds
+    assert apart == pytest.approx(one, rel=1e-9)
+    assert together == pytest.approx(rollout_of(engine_of(both), 1, half).seconds, rel=1e-9)
+    slower = resolved("glm5", set="engine.pd.gpus_per_prefill_engine=8").config
+    prompts = work.num_samples * sequence_flops(glm5.model.architecture, work.prompt_tokens).forward
+    more = prompts * (1 / 8 - 1 / 64) / (glm5.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
+    assert rollout_seconds(slower) - apart == pytest.approx(more, rel=1e-6)
+
+
+def test_a_split_keeps_the_engines_that_prefill(resolved):
+    settings = "engine.gpus_per_engine=16 engine.pd.gpus_per_prefill_engine=32 trainer.optimizer_cpu_offload=true"
+    config = resolved("glm5", set=settings).config
+    # 10 of 16 nodes train: of 48 GPUs 32 prefill and one engine decodes; with 11 none is left to decode.
+    assert best_split(config, fits=lambda nodes: nodes == 10)
+    assert best_split(config, fits=lambda nodes: nodes == 11) is None
+
+
+def test_an_offloaded_optimizer_takes_longer(resolved, glm5):
+    offloaded = resolved("glm5", set="trainer.optimizer_cpu_offload=true").config
+    there, here = (step_durations(config, SHARED_STORAGE)["step_train"] for config in (offloaded, glm5))
+    # 744e9 parameters, 4 + 2 12 + 2 bytes, 16 nodes at 200 GB/s
+    assert there - here == pytest.approx(743.9 * 30 / (16 * 200), rel=0.05)
+
+
+def test_a_cpu_has_no_step_time(resolved):
+    assert step_durations(resolved("tiny").config, SHARED_STORAGE) == {}
+
+
+def test_the_best_split_leaves_both_enough(resolved):
+    settings = (
+        "engine.gpus_per_engine=16 engine.num_engines=8 engine.pd.num_prefill_engines=0 "
+        "trainer.optimizer_cpu_offload=true"
+    )
+    config = resolved("glm5", set=settings).config
+    split = best_split(config)
+    assert split.train_nodes + split.rollout_nodes == 16
+    # 744e9 parameters of 6 bytes on GPUs of 140.4 GiB
+    assert split.train_nodes >= 4
+    others = [best_split(config, fits=lambda nodes, only=count: nodes == only) for count in range(4, 15)]
+    assert split.step_seconds == min(other.step_seconds for other in others if other)
+
+
+def test_there_may_be_no_split(glm5):
+    """12 nodes hold the trainer; 4 nodes hold no engine of 64 GPUs, and none that prefills beside it."""
+    assert best_split(glm5) is None
+
+
+def test_a_longer_mean_costs_training_time_only(glm5):
+    short = workload(glm5)
+    long = dataclasses.replace(short, mean_share=0.9)
+    trainer = trainer_of(glm5)
+    assert train_seconds(trainer, long) > 1.25 * train_seconds(trainer, short)

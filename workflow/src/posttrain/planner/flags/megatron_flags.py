@@ -1,0 +1,316 @@
+"""Megatron Core's fields, spelled as version 0.16.1 names them.
+
+`MLATransformerConfig`, `DistributedDataParallelConfig` and `OptimizerConfig` are built from these tables. Values are
+plain data: a precision is "bf16" or "fp32", an activation is its name; `megatron_backend.arguments` turns them into
+torch's objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from posttrain.config.families import FAMILIES
+from posttrain.config.schema import Config
+from posttrain.planner.flags.flag import Flag, flag
+
+ARCHITECTURE, FAMILY = "model.architecture", "the model family"
+# Linux's name of the interface on which a machine talks to itself.
+LOOPBACK = "lo"
+QUIET_THREADS = flag(
+    "OMP_WAIT_POLICY",
+    "PASSIVE",
+    reason="trainer and engine share the cores: a thread that spins while it waits takes the core the other needs",
+)
+
+
+def megatron_flags(config: Config) -> dict[str, list[Flag]]:
+    """Return reader -> flags: `megatron.model`, `megatron.ddp`, `megatron.optimizer` and `trainer.env`."""
+    return {
+        "megatron.model": [*model_flags(config), *indexer_flags(config)],
+        "megatron.ddp": ddp_flags(config),
+        "megatron.optimizer": optimizer_flags(config),
+        "trainer.env": trainer_environment(config),
+    }
+
+
+def model_flags(config: Config) -> list[Flag]:
+    """Return the arguments of `MLATransformerConfig`."""
+    return [
+        *_attention_and_mlp(config),
+        *_experts(config),
+        *_layout(config),
+        *_precision_and_memory(config),
+        *_kernels(config),
+        flag(
+            "calculate_per_token_loss",
+            True,
+            reason="the loss is a weighted sum over all tokens of the global batch; nothing is averaged behind it",
+        ),
+    ]
+
+
+def indexer_flags(config: Config) -> list[Flag]:
+    """Return what is set on the model's settings after they are built.
+
+    Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer, which
+    refuses packed sequences and context parallelism; our layer reads the sizes from the same fields.
+    `attention_chunk_tokens` is ours alone.
+    """
+    arch = config.model.architecture
+    sizes = []
+    if arch.index_n_heads:
+        sizes = [
+            flag("dsa_indexer_n_heads", arch.index_n_heads, f"{ARCHITECTURE}.index_n_heads"),
+            flag("dsa_indexer_head_dim", arch.index_head_dim, f"{ARCHITECTURE}.index_head_dim"),
+            flag("dsa_indexer_topk", arch.index_topk, f"{ARCHITECTURE}.index_topk"),
+        ]
+    return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
+
+
+def ddp_flags(config: Config) -> list[Flag]:
+    """Return the arguments of `DistributedDataParallelConfig`: gradients in FP32, sharded with the optimizer."""
+    return [
+        flag("grad_reduce_in_fp32", True, reason="the recipe: gradients are accumulated and reduced in FP32"),
+        flag("use_distributed_optimizer", True, reason="each rank keeps its share of the optimizer's state"),
+        flag("overlap_grad_reduce", _on_cuda(config), "hardware.device", reason="needs CUDA streams"),
+        flag("overlap_param_gather", False, reason="weights leave for the engines right after the step"),
+        flag(
+            "check_for_nan_in_grad",
+            False,
+            reason="the step looks at the gradient norm itself and names what it found",
+        ),
+    ]
+
+
+def optimizer_flags(config: Config) -> list[Flag]:
+    """Return the arguments of `OptimizerConfig`: Megatron's distributed Adam."""
+    offload, offload_key = config.trainer.optimizer_cpu_offload, "trainer.optimizer_cpu_offload"
+    return [
+        flag("optimizer", "adam", reason="the only one"),
+        _key(config, "lr", "optimizer.lr"),
+        flag("min_lr", config.optimizer.lr, "optimizer.lr", reason="warm-up, then constant"),
+        _key(config, "weight_decay", "optimizer.weight_decay"),
+        _key(config, "adam_beta1", "optimizer.beta1"),
+        _key(config, "adam_beta2", "optimizer.beta2"),
+        _key(config, "adam_eps", "optimizer.eps"),
+        _key(config, "clip_grad", "optimizer.clip_grad"),
+        flag("bf16", config.trainer.params_dtype == "bf16", "trainer.params_dtype"),
+        _key(config, "params_dtype", "trainer.params_dtype"),
+        flag("use_distributed_optimizer", True, reason="as in megatron.ddp"),
+        flag("optimizer_cpu_offload", offload, offload_key),
+        flag(
+            "optimizer_offload_fraction",
+            float(offload),
+            offload_key,
+            reason="all of it; Megatron's own default is none",
+        ),
+        flag("overlap_cpu_optimizer_d2h_h2d", offload, offload_key, reason="the recipe, with offload"),
+        flag("use_precision_aware_optimizer", offload, offload_key, reason="the recipe, with offload"),
+    ]
+
+
+def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
+    """Return the variables that every trainer rank gets besides its place among the ranks.
+
+    Args:
+        config: The resolved configuration.
+        num_nodes: That the ranks are on; 0: as many as the configuration says.
+    """
+    flags = [QUIET_THREADS]
+    if _on_cuda(config) and config.parallel.tensor_model_parallel_size > 1:
+        flags.append(
+            flag(
+                "CUDA_DEVICE_MAX_CONNECTIONS",
+                1,
+                "hardware.device",
+                "parallel.tensor_model_parallel_size",
+                reason="Megatron overlaps tensor-parallel communication with computation only with one work queue",
+            )
+        )
+    return [*flags, *network_flags(config, num_nodes or config.nodes), *site_environment(config, "trainer_environment")]
+
+
+def network_flags(config: Config, num_nodes: int) -> list[Flag]:
+    """Return the interface over which ranks on so many nodes talk to each other, where it is known."""
+    interface, key = (
+        (LOOPBACK, "nodes") if num_nodes == 1 else (config.site.network_interface, "site.network_interface")
+    )
+    return [flag(f"{library}_SOCKET_IFNAME", interface, key) for library in ("GLOO", "NCCL") if interface]
+
+
+def site_environment(config: Config, key: str) -> list[Flag]:
+    """Return the variables that a site sets.
+
+    Args:
+        config: The resolved configuration.
+        key: "trainer_environment" or "engine_environment".
+    """
+    pairs = (item.partition("=") for item in getattr(config.site, key))
+    return [flag(name, value, f"site.{key}") for name, _, value in pairs]
+
+
+def _attention_and_mlp(config: Config) -> list[Flag]:
+    """Return the settings of the parts that every layer has."""
+    sizes = {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "ffn_hidden_size": "intermediate_size",
+        "num_attention_heads": "num_attention_heads",
+        "layernorm_epsilon": "rms_norm_eps",
+    }
+    return [
+        *_same(config, sizes),
+        *(_latent_attention(config) if config.model.architecture.kv_lora_rank else _grouped_attention(config)),
+        flag("normalization", "RMSNorm", reason=FAMILY),
+        flag("gated_linear_unit", True, reason=FAMILY),
+        flag("activation_func", "silu", reason=FAMILY),
+        flag("add_bias_linear", False, reason=FAMILY),
+        flag("hidden_dropout", 0.0, reason="the recipe; engines drop nothing either"),
+        flag("attention_dropout", 0.0, reason="the recipe; engines drop nothing either"),
+    ]
+
+
+def _latent_attention(config: Config) -> list[Flag]:
+    """Return the settings of MLA."""
+    sizes = {
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "rotary_base": "rope_theta",
+    }
+    return [
+        *_same(config, sizes),
+        flag("qk_layernorm", True, reason=FAMILY),
+        flag("rope_type", "rope", reason=f"{FAMILY}: no YaRN"),
+        flag("apply_rope_fusion", False, reason="Megatron's fused kernel knows no interleaved pairs"),
+    ]
+
+
+def _grouped_attention(config: Config) -> list[Flag]:
+    """Return the settings of GQA."""
+    arch = config.model.architecture
+    is_normed = arch.use_qk_norm or FAMILIES[arch.model_type].always_qk_norm
+    return [
+        *_same(config, {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}),
+        flag("add_qkv_bias", arch.attention_bias, f"{ARCHITECTURE}.attention_bias"),
+        flag("qk_layernorm", is_normed, f"{ARCHITECTURE}.use_qk_norm", f"{ARCHITECTURE}.model_type"),
+    ]
+
+
+def _experts(config: Config) -> list[Flag]:
+    """Return the settings of experts and dispatcher; none for a dense model."""
+    arch = config.model.architecture
+    if not arch.n_routed_experts:
+        return []
+    dense, layers = f"{ARCHITECTURE}.first_k_dense_replace", f"{ARCHITECTURE}.num_hidden_layers"
+    num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
+    shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
+    dispatcher = "flex" if config.trainer.deepep else "alltoall"
+    return [
+        *_same(config, {"num_moe_experts": "n_routed_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}),
+        flag("moe_layer_freq", [0] * arch.first_k_dense_replace + [1] * num_moe_layers, dense, layers),
+        flag(
+            "moe_shared_expert_intermediate_size",
+            arch.moe_intermediate_size * arch.n_shared_experts or None,
+            width,
+            shared,
+        ),
+        *_router(config),
+        flag("moe_token_dispatcher_type", dispatcher, "trainer.deepep"),
+        flag("moe_flex_dispatcher_backend", "deepep", reason="the dispatcher `flex` uses; without it no effect"),
+        flag("moe_grouped_gemm", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
+        flag("moe_permute_fusion", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
+    ]
+
+
+def _router(config: Config) -> list[Flag]:
+    has_bias = FAMILIES[config.model.architecture.model_type].router_bias
+    scaling = {"moe_router_topk_scaling_factor": "routed_scaling_factor"} if has_bias else {}
+    return [
+        *_same(config, {"moe_router_topk": "num_experts_per_tok"} | scaling),
+        flag("moe_router_score_function", "sigmoid" if has_bias else "softmax", f"{ARCHITECTURE}.model_type"),
+        flag("moe_router_enable_expert_bias", has_bias, f"{ARCHITECTURE}.model_type"),
+        flag("moe_router_bias_update_rate", 0.0, reason="the recipe: the router's bias stays as pre-trained"),
+        flag("moe_router_load_balancing_type", "none", reason="the recipe: no auxiliary loss"),
+        flag("moe_router_dtype", "fp32", reason="the recipe: close scores decide which experts a token sees"),
+    ]
+
+
+def _layout(config: Config) -> list[Flag]:
+    """Return which ranks hold what."""
+    parallel, last = config.parallel, "parallel.num_layers_in_last_pipeline_stage"
+    names = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    tensor, pipeline = f"parallel.{names[0]}", f"parallel.{names[1]}"
+    return [
+        *(_key(config, name, f"parallel.{name}") for name in names),
+        flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
+        flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
+        flag(
+            "variable_seq_lengths",
+            parallel.pipeline_model_parallel_size > 1,
+            pipeline,
+            reason="packed rows differ in length from micro-batch to micro-batch",
+        ),
+    ]
+
+
+def _precision_and_memory(config: Config) -> list[Flag]:
+    """Return number formats and recomputation."""
+    trainer, dtype = config.trainer, "trainer.params_dtype"
+    granularity = "trainer.recompute_granularity"
+    is_full = trainer.recompute_granularity == "full"
+    return [
+        flag("bf16", trainer.params_dtype == "bf16", dtype),
+        flag("params_dtype", trainer.params_dtype, dtype),
+        flag("pipeline_dtype", trainer.params_dtype, dtype),
+        flag("attention_softmax_in_fp32", True, reason="the recipe"),
+        flag("recompute_granularity", "full" if is_full else None, granularity),
+        flag(
+            "recompute_method", trainer.recompute_method if is_full else None, granularity, "trainer.recompute_method"
+        ),
+        flag(
+            "recompute_num_layers",
+            trainer.recompute_num_layers if is_full else None,
+            granularity,
+            "trainer.recompute_num_layers",
+        ),
+        flag("use_cpu_initialization", not _on_cuda(config), "hardware.device", reason="where weights are allocated"),
+        flag("perform_initialization", False, reason="weights come from a checkpoint"),
+    ]
+
+
+def _kernels(config: Config) -> list[Flag]:
+    """Return the fused kernels."""
+    fused = "fused kernels are CUDA kernels"
+    return [
+        flag("bias_activation_fusion", _on_cuda(config), "hardware.device", reason=fused),
+        flag("bias_dropout_fusion", _on_cuda(config), "hardware.device", reason=fused),
+        flag("masked_softmax_fusion", False, reason="the attention is ours"),
+        flag("persist_layer_norm", False, reason="a LayerNorm kernel; the model has RMSNorm"),
+        flag("gradient_accumulation_fusion", False, reason="needs apex or Transformer Engine weights"),
+    ]
+
+
+def _same(config: Config, fields: Mapping[str, str]) -> list[Flag]:
+    """Return flags whose values are the architecture's: Megatron's name -> ours."""
+    return [_key(config, name, f"{ARCHITECTURE}.{field}") for name, field in fields.items()]
+
+
+def _key(config: Config, name: str, key: str) -> Flag:
+    """Return a flag whose value is a key's, unchanged."""
+    value = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return flag(name, value, key)
+
+
+def _on_cuda(config: Config) -> bool:
+    return config.hardware.device == "cuda"

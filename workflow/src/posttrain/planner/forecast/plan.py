@@ -1,0 +1,265 @@
+"""The plan of a configuration: layout, memory, disk, durations, every rule and value, before any work starts.
+
+`build_plan` gives the content of `plan.json`; its keys do not change. This is its first form: what it does
+not model is listed under "not_modelled", in the JSON and on the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.artifacts import Paths
+from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
+from posttrain.config.load import Resolved
+from posttrain.config.rules import check_trainable
+from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
+from posttrain.errors import Problem
+from posttrain.observability.cost import cost_part
+from posttrain.observability.report import config_rows
+from posttrain.observability.report_dag import RuleState, draw_chain
+from posttrain.observability.report_data import flat_config
+from posttrain.observability.report_format import as_text, counted
+from posttrain.observability.report_page import render_page
+from posttrain.observability.verdict import Finding, Verdict
+from posttrain.planner.flags.rendered import rendered_flags
+from posttrain.planner.forecast import plan_goodput
+from posttrain.planner.forecast.plan_figures import GROUPS, flag_groups, stage_groups
+from posttrain.planner.forecast.plan_layout import TERMS, layout_picture
+from posttrain.planner.forecast.plan_time import step_part, why_no_split, why_no_step
+from posttrain.planner.job_needs import RuleNeeds
+from posttrain.planner.problems import find_problems, find_warnings
+from posttrain.planner.sizing import engine, memory, storage
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.evaluation import check_served
+from posttrain.planner.sizing.layout import LayoutProposal, assess_layout, propose_layouts
+from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
+from posttrain.planner.sizing.model_size import (
+    count_active_parameters,
+    count_parameters,
+    model_weights,
+    mtp_weights,
+    parameters_by_component,
+)
+from posttrain.planner.sizing.node_copy import node_copies
+from posttrain.planner.timing import duration
+from posttrain.planner.timing.step_time import split_part
+
+SHOWN_LAYOUTS = 12
+NOT_MODELLED = (
+    *memory.NOT_MODELLED,
+    *engine.NOT_MODELLED,
+    *storage.NOT_MODELLED,
+    *duration.NOT_MODELLED,
+    *plan_goodput.NOT_MODELLED,
+)
+
+
+def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str, Any]:
+    """Return the content of `plan.json` for a configuration that resolved.
+
+    Args:
+        resolved: The configuration.
+        jobs_at_once: Jobs that run side by side; None where it is not known, as if all did.
+    """
+    config, paths = resolved.config, Paths(resolved)
+    needs = RuleNeeds(config, jobs_at_once=jobs_at_once, is_fork=bool(resolved.fork))
+    needed = needs.storage
+    served, phases = engine.engine_memory(config), phase_memory(config)
+    layouts = propose_layouts(config)
+    return {
+        "run": resolved.run,
+        "algorithm": resolved.algorithm,
+        "model": _model_part(config),
+        "parallelism": _parallelism_part(config),
+        "layouts": _layouts_part(config, layouts, served),
+        "trainer": _trainer_part(config, phases),
+        "engine": _engine_part(config, served),
+        "storage": {
+            "shared_bytes": needed.shared_bytes,
+            "node_local_bytes": needed.node_local_bytes,
+            "store_bytes": needed.store_bytes,
+            "run_bytes": needed.run_bytes,
+            **dataclasses.asdict(needed),
+            "node_copies": _node_copies_part(config, needs.rates),
+        },
+        "durations_seconds": needs.seconds,
+        "jobs_at_once": jobs_at_once,
+        "step": step_part(config, needs.seconds),
+        "why_no_step": why_no_step(config),
+        "goodput": plan_goodput.goodput_part(config, needed, needs.rates, needs.seconds),
+        "assumptions": dataclasses.asdict(ASSUMPTIONS),
+        "best_split": split_part(config),
+        "why_no_split": why_no_split(config),
+        "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
+        "rules": needs.plan_part(
+            resolved.request, {f"evaluate {when}": paths.evaluation(when) for when in ("before", "after")}
+        ),
+        **cost_part(
+            config, [(rule.rule, needs.seconds[rule.name]) for rule in needs.chain if rule.name in needs.seconds]
+        ),
+        "flags": {
+            key: {"value": value, "origin": resolved.origins.get(key, "schema default")}
+            for key, value in flat_config(config).items()
+        }
+        | rendered_flags(config, resolved.origins),
+        "problems": [problem.as_dict() for problem in find_problems(config)],
+        "warnings": [problem.as_dict() for problem in find_warnings(config)],
+        "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_served(config))],
+        "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return the content of `plan.json` for a configuration that did not resolve: the problems only."""
+    parts = ("run", "algorithm", "model", "parallelism", "layouts", "trainer", "engine", "storage")
+    empty = dict.fromkeys((*parts, "durations_seconds", "rules", "flags"))
+    return {
+        **empty,
+        "problems": [problem.as_dict() for problem in problems],
+        "warnings": [],
+        "not_trainable": [],
+        "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def judge_plan(plan: Mapping[str, Any]) -> Verdict:
+    """Return what is to be known first: whether it can run, and what would make it.
+
+    Args:
+        plan: Content of `plan.json`.
+    """
+    levels = {"problems": "bad", "not_trainable": "bad", "warnings": "warning"}
+    findings = [
+        Finding(level, f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
+        for part, level in levels.items()
+        for row in plan[part]
+    ]
+    if plan["run"] is None:
+        return Verdict("The configuration has mistakes", findings)
+    if plan["problems"]:
+        return Verdict("This cannot run", findings)
+    if plan["not_trainable"]:
+        return Verdict("This can be planned, but this version cannot run it", findings)
+    doubts = f", with {counted(len(findings), 'doubt')}" if findings else ""
+    return Verdict(f"This can run{doubts}", findings)
+
+
+def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
+    """Return the plan as one self-contained HTML page.
+
+    Args:
+        plan: Content of `plan.json`.
+        resolved: The configuration; None when it did not resolve, the page then shows the problems only.
+    """
+    verdict = judge_plan(plan)
+    if resolved is None:
+        return render_page("plan.html.j2", plan=plan, verdict=verdict, config=None, title="mistakes")
+    config = resolved.config
+    rules = RuleNeeds(config, is_fork=bool(resolved.fork)).chain
+    planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
+    groups = stage_groups(plan["trainer"])
+    return render_page(
+        "plan.html.j2",
+        plan=plan,
+        verdict=verdict,
+        config=config,
+        title=plan_title(config),
+        chain=draw_chain(rules, planned),
+        nodes=layout_picture(config),
+        terms=TERMS,
+        stage_groups=groups,
+        fullest=next(group for group in groups if group.is_fullest),
+        memory_groups=GROUPS,
+        as_text=as_text,
+        goodput_chart=plan["goodput"] and plan_goodput.goodput_chart(plan["goodput"]),
+        proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
+        flag_groups=flag_groups(plan["flags"]),
+        config_sections=config_rows(config, resolved.origins),
+        experiment_sections=EXPERIMENT_SECTIONS,
+    )
+
+
+def plan_title(config: Config) -> str:
+    """Return what is planned, and on what: "GLM-5 on 24 × 8 H200"."""
+    model = config.model.source.repo_id.rpartition("/")[2] or config.model.name
+    return f"{model} on {config.nodes} × {config.hardware.gpus_per_node} {config.hardware.name.upper()}"
+
+
+def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[str, Any]]:
+    return [
+        {
+            **dataclasses.asdict(copy),
+            "seconds": round(duration.stage_seconds(copy, rates), 1),
+            "is_chosen": copy.choice == config.stage.copy,
+        }
+        for copy in node_copies(config)
+    ]
+
+
+def _model_part(config: Config) -> dict[str, Any]:
+    arch = config.model.architecture
+    weights = model_weights(arch)
+    return {
+        "name": config.model.name,
+        "model_type": arch.model_type,
+        "num_parameters": count_parameters(weights),
+        "num_active_parameters": count_active_parameters(arch),
+        "num_mtp_parameters": count_parameters(mtp_weights(arch)),
+        "parameters_by_component": parameters_by_component(weights),
+    }
+
+
+def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
+    part = dataclasses.asdict(served)
+    if part["prefill"]:
+        del part["prefill"]["prefill"]
+        pd = config.engine.pd
+        part["prefill"] |= {"num_engines": pd.num_prefill_engines, "gpus_per_engine": pd.gpus_per_prefill_engine}
+    counted = {"num_engines": config.engine.num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
+    bound = None if served.kv_tokens is None else engine.POOL_BOUND
+    return part | counted | {"kind": config.engine.kind, "pool_bound": bound}
+
+
+def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:
+    stages, capacity = memory.stage_memory(config), capacity_gib(config)
+    on_host = host_gib_by_phase(config, phases)
+    return {
+        "memory_gib_by_stage": [round(stage.total_gib, 4) for stage in stages],
+        "stages": [stage.as_dict() for stage in stages],
+        "capacity_gib": capacity,
+        "phases": [
+            {
+                "phase": item.phase,
+                "stage": item.stage,
+                "gpu_gib": round(item.gpu_gib, 4),
+                "fits": item.gpu_gib <= capacity,
+                "gpu": {part: round(gib, 4) for part, gib in item.gpu.items()},
+                "host_gib": round(item.host_gib, 4),
+                "host": {part: round(gib, 4) for part, gib in item.host.items()},
+            }
+            for item in phases
+        ],
+        "host_memory_gib_per_node": round(max(on_host.values()), 4),
+        "host_memory_gib_per_node_by_phase": {phase: round(gib, 4) for phase, gib in on_host.items()},
+    }
+
+
+def _layouts_part(config: Config, layouts: list[LayoutProposal], served: engine.EngineMemory) -> dict[str, Any]:
+    return {
+        "configured": assess_layout(config, served).as_dict(),
+        "num_valid": len(layouts),
+        "num_fitting": sum(layout.fits for layout in layouts),
+        "proposed": [layout.as_dict() for layout in layouts[:SHOWN_LAYOUTS]],
+    }
+
+
+def _parallelism_part(config: Config) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(config.parallel),
+        "data_parallel_size": data_parallel_size(config),
+        "world_size": world_size(config),
+        "nodes": config.nodes,
+        "layers_per_stage": layers_per_stage(config),
+    }

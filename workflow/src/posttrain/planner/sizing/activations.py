@@ -1,0 +1,301 @@
+"""What a micro-batch puts into memory: tensors saved for the backward pass, and what exists only while it is used.
+
+Letters: t tokens of a row on this rank, s = t / TP (Megatron's sequence parallelism), p bytes of a weight, H hidden
+size, n heads of this rank, d_qk and d_v head widths, r_q and r_kv ranks of MLA's latents, E experts, K experts per
+token, F width of an MLP, S longest sequence, P = B S the row spread over a block of B sequences.
+
+A layer without recomputation keeps, by the autograd of `megatron_backend/glm5` and of Megatron's local modules:
+
+    a norm of width W           4 W (FP32 copy of the input), 4 (statistics), p W (before the norm's weight)   per token
+    attention                   norm of H, p H; norms of r_q and r_kv and their outputs                              s
+                                rotary factors 4 p rope; q, k, v                                                     t
+                                q, k, v in the padded block                                                          P
+                                softmax 4 n S, its copy in BF16 2 n S, mask S (one chunk) or masks alone (several)   P
+                                p n d_v, the input of the output projection                                          t
+    gated MLP                   norm of H, p H (s); gate and up 2 F, silu F, the other half F, product F             t
+    router                      scores 4 E, chosen 8 K, probabilities 4 K and their sum 4; map E, 4 E, order 8 K     s
+    experts, per routed row     p H, 4, gate and up 2 F, silu F, up F, before the probability F, product F          s K
+
+With full recomputation a chunk of layers keeps its input alone, p H s, and is computed again in the backward pass: one
+chunk's tensors then exist at a time. In a pipeline, stage i of PP holds PP - i micro-batches (1F1B).
+Transformer Engine's fused kernels (CUDA) keep at most this: fused SwiGLU keeps 3 F instead of 5 F.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
+4 and 5, for the method; Narayanan et al. (arXiv 2104.04473), section 2.2, for 1F1B; the terms themselves are counted
+from this repository's `megatron_backend/glm5` and `algorithm/logprobs.py`, and from megatron-core 0.16.1
+(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`); `tests/unit/planner/test_memory_reality.py` holds
+them against what a trainer keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from posttrain.config.schema import Architecture, Config, Trainer
+from posttrain.planner.sizing.assumptions import Assumptions
+from posttrain.planner.sizing.memory import BYTES, largest_weights, layer_kinds
+from posttrain.planner.sizing.model_size import Weight
+
+INT64 = 8
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A packed row before context parallelism cuts it.
+
+    Args:
+        tokens: Tokens of the row, padding included.
+        num_sequences: Sequences in it.
+        longest: Tokens of the longest.
+    """
+
+    tokens: int
+    num_sequences: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank.
+
+    Args:
+        saved: Kept from forward to backward, by all micro-batches in flight.
+        working: One recomputed chunk with the attention scores of one chunk of queries.
+        dispatch: Copies of tokens on their way to the experts and back.
+        logprobs: Logits of one chunk and their copies; last stage only.
+    """
+
+    saved: float
+    working: float
+    dispatch: float
+    logprobs: float
+
+
+def fullest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
+    """Return the row that the token budget allows, filled with the longest samples."""
+    tokens = config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size
+    longest = min(tokens, int(config.rollout.max_response_tokens * (1 + assumptions.prompt_share)))
+    return MicroBatch(tokens, -(-tokens // longest), longest)
+
+
+def stage_activations(
+    config: Config, stage: int, layers: range, batch: MicroBatch, assumptions: Assumptions
+) -> Activations:
+    """Return what a rank of a stage needs for micro-batches like `batch`.
+
+    Args:
+        config: The resolved configuration.
+        stage: Its number.
+        layers: Its decoder layers.
+        batch: The largest micro-batch.
+        assumptions: Imbalance of the experts.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    row = _row(config, batch, assumptions.expert_imbalance)
+    of_layers = [row.layer(index) for index in layers]
+    saved = saved_bytes(config, stage, layers, batch, assumptions.expert_imbalance)
+    recomputed = config.trainer.recompute_num_layers if config.trainer.recompute_method == "uniform" else 1
+    is_recomputed = config.trainer.recompute_granularity == "full"
+    chunk = sum(sorted(of_layers)[-recomputed:]) if is_recomputed else 0
+    gradient = row.p * max(largest_weights(config, stage))
+    has_experts = any(row.is_moe(index) for index in layers)
+    return Activations(
+        saved=(stages - stage) * saved,
+        working=chunk + max(row.score_chunk(), row.index_chunk()) + gradient,
+        dispatch=row.dispatch() if has_experts else 0,
+        logprobs=row.logprob_chunk() if stage == stages - 1 else 0,
+    )
+
+
+def forward_bytes(config: Config, layers: range, batch: MicroBatch, assumptions: Assumptions) -> float:
+    """Return the activations of a pass without backward: at most one layer's tensors exist at a time."""
+    row = _row(config, batch, assumptions.expert_imbalance)
+    return max((row.layer(index) for index in layers), default=0) + max(row.score_chunk(), row.index_chunk())
+
+
+def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, expert_imbalance: float = 1.0) -> int:
+    """Return the bytes that the backward pass of one micro-batch finds on a rank of a stage.
+
+    Args:
+        config: The resolved configuration.
+        stage: Its number.
+        layers: Its decoder layers.
+        batch: The micro-batch.
+        expert_imbalance: Rows that reach this rank's experts over the mean.
+    """
+    row, trainer = _row(config, batch, expert_imbalance), config.trainer
+    inputs, whole = 0, list(layers)
+    if trainer.recompute_granularity == "full" and trainer.recompute_method == "uniform":
+        inputs, whole = -(-len(layers) // trainer.recompute_num_layers), []
+    elif trainer.recompute_granularity == "full":
+        inputs, whole = min(trainer.recompute_num_layers, len(layers)), list(layers)[trainer.recompute_num_layers :]
+    places = INT64 * row.t if whole else 0
+    saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) for index in whole) + places
+    saved += row.first_edge() if stage == 0 else 0
+    return int(saved + (row.last_edge() if stage == config.parallel.pipeline_model_parallel_size - 1 else 0))
+
+
+def _row(config: Config, batch: MicroBatch, expert_imbalance: float) -> _Row:
+    sizes = config.parallel
+    cuts = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_tensor_parallel_size)
+    return _cached_row(config.model.architecture, config.trainer, cuts, batch, expert_imbalance)
+
+
+@lru_cache(maxsize=256)
+def _cached_row(
+    arch: Architecture, trainer: Trainer, cuts: tuple[int, int, int], batch: MicroBatch, expert_imbalance: float
+) -> _Row:
+    """Many layouts share their rows: neither PP nor EP changes what a layer of one rank keeps."""
+    return _Row(arch, trainer, cuts, batch, expert_imbalance)
+
+
+class _Row:
+    """The terms of the module's table for one micro-batch on one rank."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        trainer: Trainer,
+        cuts: tuple[int, int, int],
+        batch: MicroBatch,
+        expert_imbalance: float,
+    ):
+        self._trainer, self._batch, self._imbalance = trainer, batch, expert_imbalance
+        self.arch = arch
+        self.hidden = arch.hidden_size
+        self.p = BYTES[trainer.params_dtype].weight
+        self.tp, context, self.expert_tensor = cuts
+        self.keys = batch.tokens
+        self.t = batch.tokens // context
+        self.s = self.t / self.tp
+        self.padded_keys = batch.num_sequences * batch.longest
+        self.padded = self.padded_keys / context
+        self._kinds, self._kind_of = layer_kinds(self.arch)
+        self._known: dict[int, float] = {}
+        self._scores = self._score_bytes()
+
+    def is_moe(self, index: int) -> bool:
+        """Tell whether a layer has experts."""
+        return _has_experts(self._kinds[self._kind_of[index]])
+
+    def layer(self, index: int) -> float:
+        """Return what a layer keeps without recomputation."""
+        kind = self._kind_of[index]
+        if kind not in self._known:
+            weights = self._kinds[kind]
+            feed_forward = self._experts(weights) if _has_experts(weights) else self._mlp(weights, "dense_mlp")
+            norm_and_input = self.s * (self._norm(self.hidden) + self.p * self.hidden)
+            self._known[kind] = self._attention(weights) + norm_and_input + feed_forward
+        return self._known[kind]
+
+    def first_edge(self) -> float:
+        """Return what the embedding keeps: token ids, and which of them another rank holds."""
+        return self.t * (INT64 + (self.tp > 1))
+
+    def last_edge(self) -> float:
+        """Return what final norm and log-probabilities keep: the norm, its output of all tokens, the targets."""
+        return self.s * self._norm(self.hidden) + self.t * (self.p * self.hidden + INT64)
+
+    def score_chunk(self) -> float:
+        """Return the attention scores of a chunk of queries: three in FP32, the weights and their gradient in p bytes.
+
+        Counted by hand from `masked_attention` and its backward pass.
+        """
+        return self._heads() * self._chunk_queries() * self._batch.longest * (3 * FP32 + 2 * self.p)
+
+    def index_chunk(self) -> float:
+        """Return the indexer's products of a chunk of queries: before and after scaling, FP32 (`index_scores`)."""
+        return 2 * FP32 * self.arch.index_n_heads * self._chunk_queries() * self._batch.longest
+
+    def logprob_chunk(self) -> float:
+        """Return the logits of a chunk: as the product gives them, scaled in FP32, and their gradient in FP32.
+
+        Counted from `algorithm.logprobs.chunked_logprobs` and Megatron's `vocab_parallel_cross_entropy`, whose softmax
+        takes the place of the scaled logits.
+        """
+        rows = min(self.t, self._trainer.log_probs_chunk_size)
+        return rows * (self.arch.vocab_size // self.tp) * (2 * FP32 + (self.p if self.p < FP32 else 0))
+
+    def dispatch(self) -> float:
+        """Return token copies in flight: sent and returned by this rank, received and answered by its experts."""
+        sent = self.s * self.arch.num_experts_per_tok
+        return self.p * self.hidden * 2 * (sent + self._expert_rows())
+
+    def _norm(self, width: int) -> float:
+        return FP32 * width + FP32 + self.p * width
+
+    def _heads(self) -> int:
+        return self.arch.num_attention_heads // self.tp
+
+    def _chunk_queries(self) -> float:
+        """Return the queries whose scores exist at a time (`attend_in_chunks`)."""
+        sequences, wanted = self._batch.num_sequences, self._trainer.attention_chunk_tokens
+        return min(self.padded, max(1, wanted // sequences) * sequences)
+
+    def _attention(self, weights: tuple[Weight, ...]) -> float:
+        projections = (
+            self._latents() if self.arch.kv_lora_rank else self.s * (self._norm(self.hidden) + self.p * self.hidden)
+        )
+        query, key_value, value = self._widths(weights)
+        row = self.t * (query + value) + self.keys * key_value
+        block = self.padded * query + self.padded_keys * key_value
+        return projections + self.p * (row + block) + self._scores
+
+    def _latents(self) -> float:
+        arch, p = self.arch, self.p
+        # An FP32 row is its own FP32 copy, together with the rotary key that it was split from.
+        uncopied_rope = FP32 * arch.qk_rope_head_dim if p == FP32 else 0
+        latents = sum(self._norm(rank) + p * rank for rank in (arch.q_lora_rank, arch.kv_lora_rank))
+        split = self._norm(self.hidden) + p * self.hidden + latents + uncopied_rope
+        return self.s * split + self.t * 4 * p * arch.qk_rope_head_dim
+
+    def _widths(self, weights: tuple[Weight, ...]) -> tuple[float, float, float]:
+        """Return the width of the queries, of keys and values, and of the attention's output on this rank."""
+        if self.arch.kv_lora_rank:
+            per_query = self.arch.qk_nope_head_dim + self.arch.qk_rope_head_dim
+            value = self._heads() * self.arch.v_head_dim
+            return self._heads() * per_query, self._heads() * per_query + value, value
+        matrices = [weight for weight in weights if weight.component == "attention" and len(weight.shape) == 2]
+        width = matrices[-1].shape[1] / self.tp
+        total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
+        return width, total - 2 * width, width
+
+    def _score_bytes(self) -> float:
+        """Return softmax and mask of one chunk, or the masks of several, which are recomputed themselves."""
+        longest, sequences = self._batch.longest, self._batch.num_sequences
+        chunk = self._chunk_queries()
+        if chunk >= self.padded:
+            mask = self._mask_rows(self.padded, longest) * longest
+            return self._heads() * self.padded * longest * (FP32 + (self.p if self.p < FP32 else 0)) + mask
+        step = int(chunk // sequences)
+        ends = [min(start + step, longest) for start in range(0, longest, step)]
+        share = self.padded / self.padded_keys
+        return share * sum(self._mask_rows(sequences * step, end) * end for end in ends)
+
+    def _mask_rows(self, queries: float, keys: int) -> float:
+        """Return the rows of a mask: below top-k, all sequences share the causal one."""
+        is_selected = self.arch.index_n_heads > 0 and self.arch.index_topk < keys
+        return queries if is_selected else queries / self._batch.num_sequences
+
+    def _mlp(self, weights: tuple[Weight, ...], component: str) -> float:
+        down = [weight for weight in weights if weight.component == component]
+        return self.t * self.p * 5 * down[-1].shape[1] / self.tp if down else 0.0
+
+    def _experts(self, weights: tuple[Weight, ...]) -> float:
+        arch = self.arch
+        router = FP32 * arch.n_routed_experts + (INT64 + FP32) * arch.num_experts_per_tok + FP32
+        placing = (1 + FP32) * arch.n_routed_experts + INT64 * arch.num_experts_per_tok
+        width = arch.moe_intermediate_size / self.expert_tensor
+        rows = self._expert_rows() * (self.p * (self.hidden + 6 * width) + FP32)
+        return self._mlp(weights, "shared_experts") + self.s * (router + placing) + rows
+
+    def _expert_rows(self) -> float:
+        """Return the rows that this rank's experts compute; ranks that share an expert gather each other's."""
+        gathered = self.expert_tensor
+        return self.s * self.arch.num_experts_per_tok * gathered * self._imbalance
+
+
+def _has_experts(weights: tuple[Weight, ...]) -> bool:
+    return any(weight.split == "expert" for weight in weights)

@@ -1,0 +1,40 @@
+"""Figures that the plan needs and nobody has measured for this trainer: all of them, in one place.
+
+Each can be doubted by itself; `plan.json` repeats them under "assumptions".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Unmeasured figures; GiB per GPU where no other unit is named.
+
+    Args:
+        cuda_context: CUDA context, loaded kernels and cuBLAS workspaces of one process.
+        nccl: Buffers of the communicators: TP, PP, CP, EP, data parallel and the world.
+        deepep: Send and receive buffers of DeepEP, when the trainer uses it.
+        engine_work: Activations, CUDA graphs and communicators of an engine, beyond its static share.
+        cpu_process: Interpreter and libraries of a trainer rank on a CPU machine.
+        fragmentation: Share of what is allocated and freed in a step that the allocator cannot use again.
+        headroom: Share of a GPU's memory that has to stay free for a layout to be proposed first.
+        expert_imbalance: Rows at the busiest rank's experts over the mean, in the worst layer and micro-batch.
+        prompt_share: Longest prompt over the longest response.
+        queue_seconds: Wait of a job that was requeued for new nodes, or that asks for a spare one.
+    """
+
+    cuda_context: float = 1.5
+    nccl: float = 2.0
+    deepep: float = 1.5
+    engine_work: float = 6.0
+    cpu_process: float = 0.4
+    fragmentation: float = 0.1
+    headroom: float = 0.03
+    expert_imbalance: float = 1.5
+    prompt_share: float = 0.25
+    queue_seconds: float = 1800.0
+
+
+ASSUMPTIONS = Assumptions()

@@ -1,0 +1,228 @@
+"""What the trainer holds from step to step, rank by rank: weights, gradient buffer, optimizer state.
+
+Per parameter, under Megatron's distributed optimizer:
+
+    bf16   weight 2 B   gradient 4 B (accumulated in FP32)   FP32 master copy, first and second moment 12 B / shards
+    fp32   weight 4 B   gradient 4 B                         first and second moment 8 B / shards
+                                                             (the weight is its own master copy)
+
+Tensor parallelism (TP) cuts what has heads, dense and shared MLPs, embedding and output matrix; latent projections,
+norms, router and indexer stand on every rank. Expert parallelism (EP) spreads the experts, expert tensor parallelism
+(ETP) cuts each. The optimizer's state of a dense weight is spread over the ranks that hold the same piece:
+world / (TP PP); of an expert's over world / (EP ETP PP).
+
+Weights and gradients that are trained lie in one buffer each, dense and experts apart. Each tensor starts at a multiple
+of 64 elements and the buffer ends at a multiple of lcm(shards, 128). The indexer is frozen (docs/decisions/007) and the
+router's bias is no parameter: both have neither gradient nor state.
+
+Source: megatron-core 0.16.1, `core/distributed/param_and_grad_buffer.py` (buffers and their padding),
+`core/optimizer/distrib_optimizer.py` (shards), `core/optimizer/cpu_offloading/hybrid_optimizer.py` (offload).
+What depends on tokens is in `activations`, what sleeps when in `memory_phases`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from posttrain.config.derived import layers_per_stage, world_size
+from posttrain.config.schema import Architecture, Config
+from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights
+
+GIB = 1 << 30
+PARAMETER_ALIGNMENT = 64
+BUFFER_ALIGNMENT = 128
+# The router's bias, and the count of tokens per expert that Megatron keeps beside it.
+ROUTER_BUFFER_BYTES = 4 + 4
+# An offloaded shard: FP32 master copy, two moments, and the pinned copy of the gradient that the CPU's Adam reads.
+OFFLOADED_BYTES = 12 + 4
+NOT_MODELLED = (
+    "trainer memory: fragmentation beyond the stated reserve, kernels' workspaces, rows of very unequal sequences, "
+    "which attention pads to the longest",
+)
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes that one parameter costs on a rank; `optimizer` is divided by the number of shards."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+BYTES = {"bf16": BytesPerParameter(2, 4, 12), "fp32": BytesPerParameter(4, 4, 8)}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one rank of a pipeline stage holds from step to step.
+
+    Args:
+        stage: Its number, from 0.
+        num_layers: Decoder layers in it.
+        parameters_per_rank: Parameters that one rank holds.
+        weights_bytes: Their bytes, padding and router buffers included.
+        gradients_bytes: Gradient buffer.
+        optimizer_bytes: Optimizer state on this rank, wherever it lies (GPU, or host when offloaded).
+        optimizer_on_host: The optimizer's state is offloaded.
+        dense_elements: Trained elements outside of experts, padding included: the length of their buffer.
+        expert_elements: The same of the experts.
+    """
+
+    stage: int
+    num_layers: int
+    parameters_per_rank: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    optimizer_on_host: bool
+    dense_elements: int
+    expert_elements: int
+
+    @property
+    def total_gib(self) -> float:
+        """GiB on the GPU (on a CPU machine: in host memory)."""
+        optimizer = 0 if self.optimizer_on_host else self.optimizer_bytes
+        return (self.weights_bytes + self.gradients_bytes + optimizer) / GIB
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the stage as it stands in `plan.json`."""
+        return {**asdict(self), "total_gib": round(self.total_gib, 4)}
+
+
+def stage_memory(config: Config) -> list[StageMemory]:
+    """Return what a rank of each pipeline stage holds from step to step.
+
+    Example:
+        GLM-5 on 16 nodes (TP4 PP4 CP2 EP32, [20, 20, 20, 18] layers): 110.59 GiB in the middle stages.
+    """
+    return list(iterate_stages(config))
+
+
+def iterate_stages(config: Config) -> Iterator[StageMemory]:
+    """Yield what `stage_memory` returns: who only asks whether all fit can stop at the first that does not."""
+    counts, cuts, start = layers_per_stage(config), _cuts(config), 0
+    for stage, count in enumerate(counts):
+        is_first, is_last = stage == 0, stage == len(counts) - 1
+        elements = _stage_elements(config.model.architecture, cuts, start, count, is_first, is_last)
+        yield _memory_of(config, stage, count, elements)
+        start += count
+
+
+def shards(config: Config) -> tuple[int, int]:
+    """Return over how many ranks the optimizer's state of a dense weight and of an expert's is spread."""
+    parallel = config.parallel
+    stage_ranks = world_size(config) // parallel.pipeline_model_parallel_size
+    expert_size = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    return stage_ranks // parallel.tensor_model_parallel_size, stage_ranks // expert_size
+
+
+def largest_weights(config: Config, stage: int) -> tuple[int, int]:
+    """Return the elements of the largest dense tensor and of an expert's on a rank of a pipeline stage.
+
+    What is done tensor by tensor needs room for one: its gradient beside the buffer, its copy on the way to a file.
+    """
+    parallel, counts = config.parallel, layers_per_stage(config)
+    cuts = (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size, 1)
+    start, is_first, is_last = sum(counts[:stage]), stage == 0, stage == len(counts) - 1
+    return _largest_weights(config.model.architecture, cuts, start, counts[stage], is_first, is_last)
+
+
+@lru_cache(maxsize=4096)
+def _largest_weights(
+    arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
+) -> tuple[int, int]:
+    kinds, kind_of = layer_kinds(arch)
+    first, last = edge_weights(arch)
+    there = [*(first if is_first else ()), *(last if is_last else ())]
+    for kind in set(kind_of[start : start + count]):
+        there += kinds[kind]
+    parts, largest = dict(zip(("tensor", "expert", "none"), cuts, strict=True)), {True: 0, False: 0}
+    for weight in there:
+        is_expert = weight.split == "expert"
+        largest[is_expert] = max(largest[is_expert], math.prod(weight.shape) // parts[weight.split])
+    return largest[False], largest[True]
+
+
+def _cuts(config: Config) -> tuple[int, int, int]:
+    """Return into how many pieces "tensor", "expert" and "none" are cut."""
+    parallel = config.parallel
+    expert_size = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    return parallel.tensor_model_parallel_size, expert_size, 1
+
+
+def _memory_of(config: Config, stage: int, num_layers: int, elements: Mapping[str, int]) -> StageMemory:
+    cost, offloaded = BYTES[config.trainer.params_dtype], config.trainer.optimizer_cpu_offload
+    dense_shards, expert_shards = shards(config)
+    dense = _round_up(elements["dense"], math.lcm(dense_shards, BUFFER_ALIGNMENT))
+    expert = _round_up(elements["expert"], math.lcm(expert_shards, BUFFER_ALIGNMENT))
+    in_shards = dense // dense_shards + expert // expert_shards
+    weights = (dense + expert + elements["frozen"]) * cost.weight + elements["buffers"] * ROUTER_BUFFER_BYTES
+    return StageMemory(
+        stage=stage,
+        num_layers=num_layers,
+        parameters_per_rank=elements["parameters"],
+        weights_bytes=weights,
+        gradients_bytes=(dense + expert) * cost.gradient,
+        optimizer_bytes=in_shards * (OFFLOADED_BYTES if offloaded else cost.optimizer),
+        optimizer_on_host=offloaded,
+        dense_elements=dense,
+        expert_elements=expert,
+    )
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(arch: Architecture) -> tuple[tuple[tuple[Weight, ...], ...], tuple[int, ...]]:
+    """Return the different layers of a model and, for each layer, which of them it is: a model has two or three."""
+    layers = decoder_weights(arch)
+    kinds = tuple(dict.fromkeys(layers))
+    return kinds, tuple(kinds.index(layer) for layer in layers)
+
+
+@lru_cache(maxsize=4096)
+def _stage_elements(
+    arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
+) -> Counter[str]:
+    """Return dense, expert, frozen and buffer elements and the parameters of a stage's rank."""
+    kinds, kind_of = layer_kinds(arch)
+    elements: Counter[str] = Counter(dict.fromkeys(("dense", "expert", "frozen", "buffers", "parameters"), 0))
+    for kind, repeats in Counter(kind_of[start : start + count]).items():
+        of_layer = _elements(kinds[kind], cuts)
+        elements.update({part: repeats * number for part, number in of_layer.items()})
+    # A tied embedding stands once on a stage that is first and last, else on both ends.
+    first, last = edge_weights(arch, num_stages=1 if is_first and is_last else 2)
+    for is_there, weights in ((is_first, first), (is_last, last)):
+        if is_there:
+            elements.update(_elements(weights, cuts))
+    return elements
+
+
+def _elements(weights: Iterable[Weight], cuts: tuple[int, int, int]) -> Counter[str]:
+    parts = dict(zip(("tensor", "expert", "none"), cuts, strict=True))
+    elements: Counter[str] = Counter()
+    for weight in weights:
+        here = weight.num_elements // parts[weight.split]
+        if weight.is_buffer:
+            elements["buffers"] += here
+            continue
+        elements["parameters"] += here
+        if weight.component == "indexer":
+            elements["frozen"] += here
+        else:
+            elements["expert" if weight.split == "expert" else "dense"] += _aligned(weight, parts[weight.split])
+    return elements
+
+
+def _aligned(weight: Weight, parts: int) -> int:
+    """Return a weight's elements in Megatron's buffer; experts are spread, everything else is cut."""
+    here = weight.num_elements // parts
+    tensors = max(1, weight.count // parts) if weight.split == "expert" else weight.count
+    return tensors * _round_up(here // tensors, PARAMETER_ALIGNMENT)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

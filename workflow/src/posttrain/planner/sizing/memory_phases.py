@@ -1,0 +1,222 @@
+"""Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
+
+Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`; what is asleep lies in host
+memory, gradients apart, which are dropped. Per phase and rank:
+
+    engines awake     engine weights, KV pool, the engine's own work
+    trainer awake     weights; without backward one layer's activations (old_logprobs, mismatch)
+    optimizer awake   gradient buffer, optimizer state (unless offloaded)
+    train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits
+    weight_sync       a bucket of weights, gathered and in the engines' precision
+    while a checkpoint is written, from the end of a step until the end of the next rollout:
+                      nothing on the GPU; in host memory one tensor on its way to the file
+
+On a machine without GPUs nothing sleeps and everything lies in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
+from posttrain.planner.sizing.engine import EngineMemory, engine_memory
+from posttrain.planner.sizing.memory import BYTES, GIB, StageMemory, largest_weights, shards, stage_memory
+from posttrain.planner.sizing.phases import ASLEEP, PHASES, Phase
+
+MIB = 1 << 20
+# Master weights and moments: FP32.
+STATE_BYTES = 4
+# The others hold part of what one of these holds.
+LARGE_PHASES = ("rollout", "train", "weight_sync")
+WRITING_PHASES = ("rollout", ASLEEP.name, "save")
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory of one rank in one phase, in GiB.
+
+    Args:
+        phase: Its name.
+        stage: Pipeline stage of the rank.
+        gpu: What lies on the GPU (on a CPU machine: in host memory), by part.
+        host: What the rank adds to its node's host memory, by part.
+    """
+
+    phase: str
+    stage: int
+    gpu: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def gpu_gib(self) -> float:
+        """All on the GPU."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_gib(self) -> float:
+        """All in host memory, by this rank."""
+        return sum(self.host.values())
+
+
+def phase_memory(
+    config: Config, assumptions: Assumptions = ASSUMPTIONS, batch: MicroBatch | None = None
+) -> list[PhaseMemory]:
+    """Return the memory of a rank of every stage in every phase.
+
+    Args:
+        config: The resolved configuration.
+        assumptions: Figures that nobody has measured.
+        batch: The largest micro-batch; by default what the token budget allows.
+    """
+    planned = _Plan(config, assumptions, batch or fullest_micro_batch(config, assumptions), engine_memory(config))
+    phases = (*PHASES.values(), ASLEEP)
+    memory, start = [], 0
+    for stage in stage_memory(config):
+        layers = range(start, start + stage.num_layers)
+        memory += [planned.of(phase, stage, layers) for phase in phases]
+        start += stage.num_layers
+    return memory
+
+
+def fullest_phase(
+    config: Config, stages: list[StageMemory], served: EngineMemory, assumptions: Assumptions
+) -> tuple[str, float]:
+    """Return the fullest phase, and the GiB of its fullest rank.
+
+    Args:
+        config: The resolved configuration.
+        stages: `stage_memory` of it.
+        served: `engine_memory` of it.
+        assumptions: Figures that nobody has measured.
+    """
+    planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), served)
+    fullest, start, seen = ("", 0.0), 0, set()
+    for stage in stages:
+        layers = range(start, start + stage.num_layers)
+        start = layers.stop
+        kind = (stage.num_layers, stage.weights_bytes)
+        # Of equal stages the first holds the most micro-batches; only the last has logits.
+        if kind in seen and stage.stage < len(stages) - 1:
+            continue
+        seen.add(kind)
+        for name in LARGE_PHASES:
+            gib = planned.of(PHASES[name], stage, layers).gpu_gib
+            fullest = max(fullest, (name, gib), key=lambda found: found[1])
+    return fullest
+
+
+def capacity_gib(config: Config) -> float:
+    """Return the memory of a rank: its GPU's, or its part of a node without GPUs."""
+    hardware = config.hardware
+    share = hardware.gpus_per_node if hardware.device == "cpu" else 1
+    return hardware.memory_gib_per_gpu / share
+
+
+def host_gib_by_phase(config: Config, memory: list[PhaseMemory]) -> dict[str, float]:
+    """Return phase -> GiB of host memory of a node whose ranks are all of the fullest stage."""
+    is_cpu, ranks = config.hardware.device == "cpu", config.hardware.gpus_per_node
+    of_rank: dict[str, float] = {}
+    for item in memory:
+        gib = item.host_gib + (item.gpu_gib if is_cpu else 0.0)
+        of_rank[item.phase] = max(of_rank.get(item.phase, 0.0), gib)
+    return {phase: ranks * gib for phase, gib in of_rank.items()}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    config: Config
+    assumptions: Assumptions
+    batch: MicroBatch
+    served: EngineMemory
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.config.hardware.device == "cpu"
+
+    def of(self, phase: Phase, stage: StageMemory, layers: range) -> PhaseMemory:
+        everything = self._is_cpu
+        gpu = {"reserve": self._reserve()}
+        gpu |= self._engine(phase.engines_awake or everything)
+        if phase.trainer_awake or everything:
+            gpu["weights"] = stage.weights_bytes / GIB
+        if phase.optimizer_awake or everything:
+            gpu["gradients"] = stage.gradients_bytes / GIB
+            gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
+        gpu |= self._work(phase, stage, layers)
+        host = {} if everything else self._asleep(phase, stage)
+        if phase.name in WRITING_PHASES:
+            (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
+        return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
+
+    def _reserve(self) -> float:
+        assumptions = self.assumptions
+        if self._is_cpu:
+            return assumptions.cpu_process
+        # Trainer and engine are processes of their own, each with a context.
+        return (
+            2 * assumptions.cuda_context
+            + assumptions.nccl
+            + (assumptions.deepep if self.config.trainer.deepep else 0.0)
+        )
+
+    def _engine(self, is_awake: bool) -> dict[str, float]:
+        if not is_awake:
+            return {}
+        weights = self.served.weights_gib_per_gpu
+        if self._is_cpu:
+            engine, hardware = self.config.engine, self.config.hardware
+            ranks = self.config.nodes * hardware.gpus_per_node
+            return {"engine_weights": weights * engine.num_engines * engine.gpus_per_engine / ranks}
+        pool = max(0.0, self.served.kv_gib_per_gpu or 0.0)
+        return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.assumptions.engine_work}
+
+    def _work(self, phase: Phase, stage: StageMemory, layers: range) -> dict[str, float]:
+        config, batch, assumptions = self.config, self.batch, self.assumptions
+        if phase.name == "weight_sync":
+            return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
+        if phase.name not in ("train", "old_logprobs", "mismatch"):
+            return {}
+        needed = stage_activations(config, stage.stage, layers, batch, assumptions)
+        activations = needed.saved + needed.working
+        if phase.name != "train":
+            activations = forward_bytes(config, layers, batch, assumptions)
+        work = {"activations": activations, "dispatch": needed.dispatch, "logprobs": needed.logprobs}
+        return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
+
+    def _fragments(self, work: float) -> dict[str, float]:
+        return {} if self._is_cpu else {"fragmentation": self.assumptions.fragmentation * work / GIB}
+
+    def _asleep(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
+        optimizer = 0.0 if phase.optimizer_awake and not stage.optimizer_on_host else stage.optimizer_bytes / GIB
+        part = "offloaded_optimizer" if stage.optimizer_on_host else "sleeping_optimizer"
+        host = {part: optimizer}
+        host["sleeping_weights"] = 0.0 if phase.trainer_awake else stage.weights_bytes / GIB
+        host["sleeping_engine"] = 0.0 if phase.engines_awake else self.served.heaviest_weights_gib
+        return host
+
+
+def save_staging_bytes(config: Config, stage: StageMemory) -> int:
+    """Return what a save adds in host memory of one rank: its largest tensor, weight or optimizer state.
+
+    A rank writes a weight whole, and of its state what lies in the rank's shard of the buffer.
+
+    Args:
+        config: The resolved configuration.
+        stage: What a rank of the stage holds.
+
+    Example:
+        GLM-5 on 16 nodes: 0.77 GiB on the first stage, of the embedding; 0.09 in the middle, of a projection.
+    """
+    weight_bytes = BYTES[config.trainer.params_dtype].weight
+    buffers = (stage.dense_elements, stage.expert_elements)
+    return max(
+        max(weight_bytes * elements, STATE_BYTES * min(elements, buffer // parts))
+        for elements, buffer, parts in zip(largest_weights(config, stage.stage), buffers, shards(config), strict=True)
+    )
+
+
+def _present(parts: Mapping[str, float]) -> dict[str, float]:
+    return {part: gib for part, gib in parts.items() if gib > 0}

@@ -1,0 +1,86 @@
+"""Bytes on disk: every checkpoint state in the store, a run's checkpoints, and each node's own copy.
+
+Counted are tensors: safetensors headers, indexes, tokenizers, datasets, logs and persisted rollouts are small
+beside them. The patched checkpoint's weights are links to the source and cost nothing; so do the links to a
+model that the workflow makes itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config.schema import Config
+from posttrain.planner.sizing.memory import BYTES
+from posttrain.planner.sizing.model_size import count_parameters, model_weights, mtp_weights
+from posttrain.planner.sizing.node_copy import node_copy
+
+# What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
+# frozen (docs/decisions/007) and has no state.
+OPTIMIZER_STATE_BYTES = 12
+NOT_MODELLED = ("storage: datasets, logs, persisted rollouts, file headers; the NVFP4 checkpoint, made on demand",)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes on disk.
+
+    Args:
+        hf: The source checkpoint, MTP layers included.
+        torch_dist: The same in Megatron's format.
+        rollout_fp8: FP8 weights for the engines; 0 when engines serve the source's precision.
+        trained_weights: The weights, the frozen indexer's too, in one checkpoint of the training run.
+        training_checkpoint: One checkpoint of the training run: weights and optimizer state.
+        num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
+        hf_export: The trained model in Hub layout.
+        node_local_bytes: What staging puts on each node's own disk, at most.
+    """
+
+    hf: int
+    torch_dist: int
+    rollout_fp8: int
+    trained_weights: int
+    training_checkpoint: int
+    num_training_checkpoints: int
+    hf_export: int
+    node_local_bytes: int
+
+    @property
+    def store_bytes(self) -> int:
+        """Made once per model, below `site.store`."""
+        return self.hf + self.torch_dist + self.rollout_fp8
+
+    @property
+    def run_bytes(self) -> int:
+        """Made by one run, below `site.results`."""
+        return self.num_training_checkpoints * self.training_checkpoint + self.hf_export
+
+    @property
+    def shared_bytes(self) -> int:
+        """All that lies on shared storage."""
+        return self.store_bytes + self.run_bytes
+
+
+def storage(config: Config) -> Storage:
+    """Return what a run needs on disk.
+
+    Example:
+        GLM-5: hf 1,507,728,316,928 bytes (1,487,822,475,264 of them without the MTP layer).
+    """
+    arch = config.model.architecture
+    trained = model_weights(arch)
+    saved = [*trained, *mtp_weights(arch)]
+    hf = sum(weight.bf16_bytes for weight in saved)
+    fp8 = sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else 0
+    num_parameters = count_parameters(trained)
+    frozen = count_parameters(weight for weight in trained if weight.component == "indexer")
+    trained_weights = BYTES[config.trainer.params_dtype].weight * num_parameters
+    return Storage(
+        hf=hf,
+        torch_dist=hf,
+        rollout_fp8=fp8,
+        trained_weights=trained_weights,
+        training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),
+        num_training_checkpoints=config.trainer.keep_checkpoints + 1,
+        hf_export=hf,
+        node_local_bytes=node_copy(config, config.stage.copy).node_bytes,
+    )

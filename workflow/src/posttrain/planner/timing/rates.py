@@ -1,0 +1,37 @@
+"""What the step-time model takes from measurements: each constant with the one place it was taken from.
+
+Peaks of a machine stand in its file in `config/hardware`; here is what share of them is reached, and what no peak
+tells. `benchmarks/published.py` holds the systems that the model is compared with; none of these sets a constant of its
+own.
+"""
+
+from __future__ import annotations
+
+# Share of a published time that a prediction may be off by: beyond it, what is missing is named there.
+TOLERANCE = 0.25
+
+# Share of the BF16 peak that training and prefill reach, recomputation counted as work. Fitted on one system, GLM-5.1
+# on 28 H200 nodes with 131k context: 3.7 minutes for 256 samples (`benchmarks/published.py`). A test repeats the fit.
+COMPUTE_SHARE = 0.1101
+
+# Time of one layer of one decode step that does not depend on bytes: launches and communication. From the first row of
+# a public server's table, GLM-5 FP8 on eight B200: 18.31 ms per token of a single request, less the bytes it reads
+# (`vllm-glm5-b200-deployment.txt`).
+LAYER_SECONDS = 221e-6
+
+# Share of the memory bandwidth that decoding reaches: 3,000 of 3,350 GB/s (deepseek-ai/FlashMLA, README, dense decoding
+# on H800).
+MEMORY_SHARE = 0.9
+
+# New weights of the whole model per second, by broadcast, on nodes with 400 GB/s: 1,487.8 GB of GLM-5 in 58.3 s
+# (radixark/miles, docs/advanced/p2p-weight-transfer.md). The same page has 8.48 s with RDMA from peer to peer.
+SYNC_BYTES_PER_SECOND, SYNC_NETWORK_GB_PER_S = 1487.8e9 / 58.3, 400.0
+
+# Mean length of a response as a share of the longest: 5,698 of 8,192 tokens (NVIDIA-NeMo/RL,
+# docs/about/performance-summary.md, Qwen3-235B). Depends on model and data more than anything else here.
+MEAN_RESPONSE_SHARE = 0.7
+
+# Assumed, without a source: tokens of a prompt of mathematics, and how fast a node's host updates offloaded optimizer
+# state (bytes read and written).
+PROMPT_TOKENS = 256
+HOST_OPTIMIZER_BYTES_PER_SECOND = 200e9

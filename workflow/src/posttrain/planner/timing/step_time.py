@@ -1,0 +1,309 @@
+"""How long a training step takes, phase by phase, and the best split of nodes when trainer and engines are apart.
+
+    rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
+                   others share the samples and start when all prompts are prefilled
+    old_logprobs   a forward pass over all samples
+    train          forward, backward and recomputation; x (m + p - 1) / m for p pipeline stages and m micro-batches;
+                   and the optimizer's state read and written once per update
+    weight_sync    all weights in the engines' format, at the rate of a published broadcast
+    save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
+                   step's rollout, so that a step waits only for what is longer
+    evaluation     held-out prompts, before and after the run
+    idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
+
+Sources: the pipeline's bubble, Narayanan et al., arXiv 2104.04473, section 2.2; constants in `rates`. Only for GPUs:
+the model is fitted on none else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from posttrain.config.derived import (
+    data_parallel_size,
+    num_updates_per_step,
+    prefill_gpus,
+    rollout_samples_per_step,
+    world_size,
+)
+from posttrain.config.schema import Architecture, Config, Hardware
+from posttrain.planner.flags.sglang_flags import has_dp_attention
+from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
+from posttrain.planner.sizing.memory import BYTES
+from posttrain.planner.sizing.model_size import count_parameters, model_weights
+from posttrain.planner.sizing.storage import storage
+from posttrain.planner.timing.decoding import DecodingGpus, RolloutTime, rollout_time
+from posttrain.planner.timing.flops import sequence_flops
+from posttrain.planner.timing.rates import (
+    COMPUTE_SHARE,
+    HOST_OPTIMIZER_BYTES_PER_SECOND,
+    MEAN_RESPONSE_SHARE,
+    MEMORY_SHARE,
+    PROMPT_TOKENS,
+    SYNC_BYTES_PER_SECOND,
+    SYNC_NETWORK_GB_PER_S,
+)
+
+NOT_MODELLED = (
+    "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
+    "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
+    "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
+    "step time: our plain-torch attention multiplies every query with every key; attention over the selected keys is "
+    "counted, as a sparse kernel computes it",
+)
+
+IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step trains on.
+
+    Args:
+        num_samples: Samples per step.
+        prompt_tokens: Tokens of a prompt.
+        longest_response: Tokens of the longest response.
+        mean_share: Mean length of a response as a share of the longest.
+    """
+
+    num_samples: int
+    prompt_tokens: float
+    longest_response: float
+    mean_share: float
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of an average sample."""
+        return self.prompt_tokens + self.mean_share * self.longest_response
+
+
+@dataclass(frozen=True)
+class TrainingGpus:
+    """What trains.
+
+    Args:
+        arch: The model.
+        hardware: What it runs on.
+        num_gpus: GPUs.
+        num_stages: Pipeline stages.
+        num_micro_batches: Micro-batches of a pipeline per update.
+        recompute: Full recomputation.
+    """
+
+    arch: Architecture
+    hardware: Hardware
+    num_gpus: int
+    num_stages: int = 1
+    num_micro_batches: int = 1
+    recompute: bool = True
+
+    @property
+    def bubble(self) -> float:
+        """Time with the pipeline's bubble over the time without."""
+        return (self.num_micro_batches + self.num_stages - 1) / self.num_micro_batches
+
+    def seconds(self, operations: float) -> float:
+        """Return the time of so many operations."""
+        return operations * self.bubble / (self.num_gpus * self.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Nodes of trainer and engines that work at the same time, each on its own nodes.
+
+    Args:
+        train_nodes: The trainer's.
+        rollout_nodes: The engines'.
+        train_seconds: Log-probabilities and training of a step.
+        rollout_seconds: A step's rollout.
+    """
+
+    train_nodes: int
+    rollout_nodes: int
+    train_seconds: float
+    rollout_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The slower of the two: each works on the other's last result."""
+        return max(self.train_seconds, self.rollout_seconds)
+
+
+def train_seconds(trainer: TrainingGpus, work: Workload) -> float:
+    """Return the time of forward and backward passes over a step's samples."""
+    return trainer.seconds(
+        work.num_samples * sequence_flops(trainer.arch, work.mean_tokens).training(trainer.recompute)
+    )
+
+
+def logprob_seconds(trainer: TrainingGpus, work: Workload) -> float:
+    """Return the time of one forward pass over a step's samples."""
+    return trainer.seconds(work.num_samples * sequence_flops(trainer.arch, work.mean_tokens).forward)
+
+
+def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> RolloutTime:
+    """Return how long equal engines take for a step's samples."""
+    requests = work.num_samples / num_engines
+    return rollout_time(engine, requests, work.prompt_tokens, work.longest_response, work.mean_share)
+
+
+def workload(config: Config) -> Workload:
+    """Return what a step of a configuration trains on; the mean length is an assumption, see `rates`."""
+    return Workload(
+        rollout_samples_per_step(config), PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE
+    )
+
+
+def step_with_save_seconds(config: Config, shared_storage: float) -> float:
+    """Return how long a step takes that ends with a checkpoint; 0 for a machine without GPUs."""
+    seconds = step_durations(config, shared_storage)
+    return sum(seconds[f"step_{phase}"] for phase in (*IN_EVERY_STEP, "save")) if seconds else 0.0
+
+
+def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
+    """Return "step" and "step_{phase}" -> seconds, and those of the rules that train and evaluate.
+
+    Args:
+        config: The resolved configuration.
+        shared_storage: Bytes per second of shared storage.
+
+    Returns:
+        Nothing for a machine without GPUs. `step_save` is one checkpoint; `step` holds its share of the wait for one,
+        and only after the last step it is waited for in full. `step_idle` is part of the other phases.
+    """
+    if config.hardware.device == "cpu":
+        return {}
+    work, trainer, engine = workload(config), trainer_of(config), engine_of(config)
+    rollout = rollout_of(engine, config.engine.num_engines, work)
+    train = train_seconds(trainer, work)
+    phases = {
+        "rollout": rollout.seconds,
+        "old_logprobs": logprob_seconds(trainer, work),
+        "train": train + num_updates_per_step(config) * optimizer_seconds(config),
+        "weight_sync": sync_seconds(config),
+        "save": storage(config).training_checkpoint / shared_storage,
+    }
+    phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
+    wait = max(phases["save"] - rollout.seconds, 0.0)
+    step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
+    total = config.training.num_steps * step + phases["save"]
+    seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
+    rules = {"train_grpo": total}
+    if evaluation_nodes(config) == 1:
+        rules |= dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
+    return _rounded(seconds | rules)
+
+
+def trainer_of(config: Config) -> TrainingGpus:
+    """Return the trainer of a configuration; micro-batches hold as many tokens as the budget allows."""
+    work, parallel = workload(config), config.parallel
+    budget = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
+    per_rank = config.training.global_batch_size / data_parallel_size(config)
+    return TrainingGpus(
+        arch=config.model.architecture,
+        hardware=config.hardware,
+        num_gpus=world_size(config),
+        num_stages=parallel.pipeline_model_parallel_size,
+        num_micro_batches=max(math.ceil(per_rank * work.mean_tokens / budget), 1),
+        recompute=config.trainer.recompute_granularity == "full",
+    )
+
+
+def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
+    """Return an engine of a configuration, one that decodes where engines differ.
+
+    Args:
+        config: The resolved configuration.
+        num_engines: How many share the engines that only prefill; by default the configuration's.
+    """
+    full = "fp32" if config.engine.dtype == "float32" else "bf16"
+    return DecodingGpus(
+        arch=config.model.architecture,
+        hardware=config.hardware,
+        num_gpus=config.engine.gpus_per_engine,
+        stored="fp8" if config.rollout.fp8 else full,
+        dp_attention=has_dp_attention(config),
+        prefill_gpus=prefill_gpus(config) / (num_engines or config.engine.num_engines) or None,
+    )
+
+
+def optimizer_seconds(config: Config) -> float:
+    """Return the time of one update: gradients and state are read, state and weights written."""
+    cost, parameters = BYTES[config.trainer.params_dtype], count_parameters(model_weights(config.model.architecture))
+    moved = parameters * (cost.gradient + 2 * cost.optimizer + cost.weight)
+    if config.trainer.optimizer_cpu_offload:
+        return moved / (config.nodes * HOST_OPTIMIZER_BYTES_PER_SECOND)
+    return moved / (world_size(config) * config.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE)
+
+
+def sync_seconds(config: Config) -> float:
+    """Return the time in which all engines get new weights."""
+    weights = model_weights(config.model.architecture)
+    size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
+    return size / (SYNC_BYTES_PER_SECOND * config.hardware.network_gb_per_s / SYNC_NETWORK_GB_PER_S)
+
+
+def evaluation_seconds(config: Config) -> float:
+    """Return the time of one evaluation of the held-out prompts."""
+    samples = config.data.num_heldout_prompts * config.evaluation.num_samples_per_prompt
+    work = Workload(samples, PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
+    served = serving_on_one_node(config)
+    return rollout_of(engine_of(served), served.engine.num_engines, work).seconds
+
+
+def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:
+    """Return the split of the nodes with the shortest step, when trainer and engines have nodes of their own.
+
+    Engines keep their size, and those that only prefill their number; the trainer is taken without a pipeline, because
+    its layout for fewer nodes is a choice of its own.
+
+    Args:
+        config: The resolved configuration.
+        fits: Tells whether the trainer fits on so many nodes; by default, whether weights, gradients and optimizer
+            state fit into their GPUs' memory together.
+
+    Returns:
+        None where no split leaves both enough.
+    """
+    fits = fits or (lambda nodes: _state_fits(config, nodes))
+    return min(
+        (split for nodes in range(1, config.nodes) if fits(nodes) and (split := _split(config, nodes))),
+        key=lambda split: split.step_seconds,
+        default=None,
+    )
+
+
+def split_part(config: Config) -> dict[str, float] | None:
+    """Return the best split as it stands in `plan.json`; nothing for a machine without GPUs, or without a split."""
+    split = best_split(config) if config.hardware.device == "cuda" else None
+    return None if split is None else _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
+
+
+def _split(config: Config, train_nodes: int) -> Split | None:
+    work, per_node = workload(config), config.hardware.gpus_per_node
+    decode_gpus = (config.nodes - train_nodes) * per_node - prefill_gpus(config)
+    engines = decode_gpus // config.engine.gpus_per_engine
+    if engines < 1:
+        return None
+    recompute = config.trainer.recompute_granularity == "full"
+    trainer = TrainingGpus(config.model.architecture, config.hardware, train_nodes * per_node, recompute=recompute)
+    return Split(
+        train_nodes,
+        config.nodes - train_nodes,
+        train_seconds(trainer, work) + logprob_seconds(trainer, work),
+        rollout_of(engine_of(config, engines), engines, work).seconds,
+    )
+
+
+def _state_fits(config: Config, nodes: int) -> bool:
+    cost, gpus = BYTES[config.trainer.params_dtype], nodes * config.hardware.gpus_per_node
+    on_gpu = cost.weight + cost.gradient + (0 if config.trainer.optimizer_cpu_offload else cost.optimizer)
+    parameters = count_parameters(model_weights(config.model.architecture))
+    return parameters * on_gpu <= gpus * config.hardware.memory_gib_per_gpu * 1024**3
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
