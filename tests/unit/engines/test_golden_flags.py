@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 
 import pytest
-from posttrain.planner.sglang_flags import roles, sglang_flags
 from tests.support.flag_cases import flag_cases
 
-from posttrain.planner.flags import rendered_flags
+from posttrain.planner.flags.rendered import rendered_flags
+from posttrain.planner.flags.sglang_flags import roles, sglang_flags
 
 GOLDEN = Path(__file__).parent / "golden"
 
