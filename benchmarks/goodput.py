@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.claims import report
 from tests.support.workflow_runs import ROOT
 
-from posttrain.planner.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
+from posttrain.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
 from posttrain.planner.job_needs import RuleNeeds
 from posttrain.planner.resolve import resolve
 

@@ -16,7 +16,7 @@ from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
 from posttrain.launch.queue import QueuedJob, queued_jobs
 from posttrain.launch.status import RunStatus, find_runs, read_status
-from posttrain.observability.report_format import format_number, format_seconds
+from posttrain.readable import format_number, format_seconds
 
 
 def main() -> None:

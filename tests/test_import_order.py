@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 ORDER = (
-    *("document", "types", "algorithm", "config", "artifacts", "observability", "planner", "rendezvous", "preflight"),
-    *("checkpoint", "data", "reward", "batching", "engines", "rollout", "megatron_backend", "weight_sync", "training"),
-    *("launch", "evaluation"),
+    *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "observability", "forecast"),
+    *("rendezvous", "preflight", "checkpoint", "data", "reward", "batching", "engines", "rollout", "megatron_backend"),
+    *("weight_sync", "training", "launch", "evaluation"),
 )
 # Programs: they set up logging and end like a script, and nothing imports them.
 PROGRAMS = {

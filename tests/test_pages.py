@@ -9,11 +9,11 @@ import pytest
 from tests.support.chromium import measure_pages
 from tests.support.synthetic_run import REPOSITORY, make_run
 
+from posttrain.forecast.plan import build_plan, render_plan
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
-from posttrain.planner.forecast.plan import build_plan, render_plan
 from posttrain.planner.resolve import resolve
 
 WIDTHS = (1400, 700)

@@ -93,5 +93,5 @@ def test_many_nodes_and_jobs_are_planned_fast(tmp_path: Path) -> None:
     jobs = {line.split()[0]: int(line.split()[1]) for line in job_table(output).split("\n\n")[0].splitlines()}
     assert jobs["total"] >= 1000
     assert jobs["stage_to_node_local"] == NODES
-    assert f"on {NODES} nodes of h200 ({NODES * 8:,} GPUs, about " in output
+    assert f"on h200 ({NODES} nodes, {NODES * 8:,} GPUs, about " in output
     assert ratios_of(measure(tmp_path, {"many": MANY_JOBS}, repeats=3))["many"] <= GOAL_OF_MANY_JOBS

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.support.planned_jobs import planned_jobs
 from tests.support.workflow_runs import ROOT, run_snakemake
 
-from posttrain.observability.rule_chain import rule_chain
+from posttrain.config.site_rules import time_limit_minutes
+from posttrain.planner.job_needs import RuleNeeds, check_served, job_needs
 from posttrain.planner.resolve import resolve
 
 # They run nothing: one names the results, the other joins the nodes.
@@ -71,13 +74,51 @@ def test_a_rule_is_complete(name: str) -> None:
     assert bool(has_output) == bool(has_benchmark)
 
 
-@pytest.mark.parametrize("model", ["tiny", "glm5"])
-def test_messages_end_with_what_the_plan_says(model: str) -> None:
-    config = resolve({"model": model, "site": "local"}, ROOT / "config").config
-    for node in rule_chain(config):
-        message = re.search(r"^ *message:\n(.*?)^ *shell:$", RULES[node.rule], re.MULTILINE | re.DOTALL)
-        assert message, node.rule
-        assert re.search(rf"{{NEEDS\.message\('{node.rule}'(, with_nodes=False)?\)}}\"\n$", message[1]), node.rule
+# The picture leaves out the target, the configuration's own files, and the file that joins the nodes' copies.
+NOT_DRAWN = {"all", "resolve_config", "stage_all_nodes"}
+RECIPES = [path.stem.rpartition("_") for path in sorted((ROOT / "config" / "nodes").glob("*.yaml"))]
+PLANNED: list[dict[str, object]] = [
+    *({"model": model, "nodes": int(nodes), "site": "local"} for model, _, nodes in RECIPES),
+    {"model": "glm5", "nodes": 16, "site": "example_slurm", "set": "site.slurm.spare_nodes=2"},
+    {"model": "glm5_4layer", "site": "example_kubernetes"},
+    {"model": "tiny", "site": "local"},
+    {"model": "tiny", "site": "local", "set": "site.node_names=[] rollout.fp8=false"},
+    {"model": "tiny", "site": "local", "set": "download.torch_dist_folder=somewhere"},
+]
+
+
+def test_what_snakemake_plans_is_what_the_chain_says(tmp_path: Path) -> None:
+    """Who waits for whom, how many jobs there are, and what each takes, in its resources, its message and the plan."""
+    for given, jobs in zip(PLANNED, planned_jobs(tmp_path, PLANNED), strict=True):
+        config = resolve(given, ROOT / "config").config
+        needs = RuleNeeds(config)
+        chain = {rule.name: set(rule.after) for rule in needs.chain}
+        planned = {name: {before for job in same for before in job["after"]} for name, same in jobs.items()}
+        assert everything_before(chain) == everything_before(planned), given
+        for row in needs.plan_part(given, {}):
+            name, rule = row["name"], row["name"].partition(" ")[0]
+            taken = {"nodes": row["nodes"], "gpus": row["gpus"]}
+            if limit := job_needs(config, rule).time_limit:
+                taken["runtime"] = time_limit_minutes(limit)
+            assert row["jobs"] == len(jobs[name]), (given, name)
+            for job in jobs[name]:
+                assert {"nodes": 1, "gpus": 0} | job["resources"] == taken, (given, name)
+                assert job["message"].endswith(needs.message(rule)), (given, name)
+        served = [problem.value.partition(" ")[0] for problem in check_served(config)]
+        nodes = jobs["evaluate before"][0]["resources"]["nodes"]
+        assert served == ([str(nodes)] if nodes > 1 else []), given
+
+
+def everything_before(inputs: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return rule -> all rules that must have ended before it."""
+    found: dict[str, set[str]] = {}
+
+    def ancestors(name: str) -> set[str]:
+        if name not in found:
+            found[name] = inputs[name].union(*(ancestors(other) for other in inputs[name])) - NOT_DRAWN
+        return found[name]
+
+    return {name: ancestors(name) for name in inputs if name not in NOT_DRAWN}
 
 
 def test_no_lint_without_a_reason(tmp_path: Path) -> None:

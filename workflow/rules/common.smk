@@ -17,10 +17,10 @@ from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_re
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before, refuse_other_experiment
-from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_settings
+from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
-from posttrain.planner.job_needs import RuleNeeds, counted
+from posttrain.planner.job_needs import RuleNeeds
 from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
 from posttrain.launch.child import name_driver
@@ -29,6 +29,7 @@ from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
 from posttrain.preflight.refusals import refusal
 from posttrain.preflight.storage import require_writable
+from posttrain.readable import counted
 from posttrain.training.lineage import check_fork
 
 name_driver()

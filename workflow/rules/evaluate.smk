@@ -47,7 +47,7 @@ rule benchmark_serving:
         dataset=PATHS.dataset,
         measured=PATHS.run / "evaluation" / "serving.json",
     message:
-        "measure the serving speed of the trained model at several concurrencies"
+        f"measure the serving speed of the trained model at several concurrencies{NEEDS.message('benchmark_serving')}"
     shell:
         "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/benchmark_serving.py --resolved {RESOLVED_FILE:q}"
         " --checkpoint {params.checkpoint:q}"

@@ -49,7 +49,7 @@ rule train_grpo:
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
     message:
-        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {NODES} of {CFG.hardware.name}{NEEDS.message('train_grpo', with_nodes=False)}"
+        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train_grpo')}"
     shell:
         "POSTTRAIN_LOG={log:q} {ON_ALL_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
         " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
@@ -66,7 +66,7 @@ rule preflight:
     resources:
         **resources_of_training(CFG, None),
     message:
-        f"look at the nodes of {RESOLVED.run}: {counted(nodes_with_spares(CFG), 'node')} of {CFG.hardware.name}"
+        f"look at the nodes of {RESOLVED.run}, {CFG.hardware.name}{NEEDS.message('preflight')}"
     shell:
         "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --resolved {RESOLVED_FILE:q}"
 

@@ -32,6 +32,7 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
     asked = resources(tmp_path, model="glm5", nodes=16)
     assert asked == {
         "nodes": 17,  # and a spare one
+        "gpus": 136,
         "tasks": 17,
         "mpi": "srun",
         "runtime": "2d",
@@ -40,11 +41,14 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
     }
 
 
-def test_an_evaluation_asks_for_the_gpus_of_one_node() -> None:
-    config = resolve({"model": "glm5", "nodes": 16, "site": "example_slurm"}, CONFIG_DIR).config
-    assert resources_of_serving(config) == {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
-    for choice in ({"model": "tiny", "site": "example_slurm"}, {"model": "glm5", "nodes": 16, "site": "local"}):
-        assert resources_of_serving(resolve(choice, CONFIG_DIR).config) == {}
+def test_an_evaluation_asks_for_all_gpus_of_its_nodes() -> None:
+    """Of three nodes for GLM-5, as the plan says; that is refused, and one node is asked for where that is enough."""
+    for model, nodes in (("glm5", 3), ("glm5_4layer", 1)):
+        config = resolve({"model": model, "site": "example_slurm"}, CONFIG_DIR).config
+        topology = {"nodes": nodes, "gpus": nodes * 8}
+        assert resources_of_serving(config) == topology | {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
+        assert resources_of_serving(resolve({"model": model, "site": "local"}, CONFIG_DIR).config) == topology
+    assert resources_of_serving(resolve({"model": "tiny", "site": "example_slurm"}, CONFIG_DIR).config) == {"nodes": 1}
 
 
 def test_only_a_job_with_spare_nodes_outlives_a_lost_one(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from posttrain.observability.report import common_frame, describe_attempt, pair_
 from posttrain.observability.report import render_report as render
 from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
-from posttrain.observability.rule_chain import rule_chain
 from posttrain.observability.verdict import judge_run
 from posttrain.planner.resolve import resolve
+from posttrain.planner.rule_chain import rule_chain
 
 CONFIG_DIR = REPOSITORY / "config"
 VOID = {"meta", "link", "br", "img", "input", "hr"}

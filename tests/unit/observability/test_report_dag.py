@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.observability.report_dag import NODE_HEIGHT, NODE_WIDTH, RuleState, draw_chain
-from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.planner.resolve import resolve
+from posttrain.planner.rule_chain import RuleNode, rule_chain
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 

@@ -16,13 +16,13 @@ from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import Receipt
 from posttrain.errors import Problem
+from posttrain.forecast.plan import plan_of_problems, render_plan
 from posttrain.observability.provenance import Artefact
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.report_page import CONTROLS, _environment, render_page
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
-from posttrain.planner.forecast.plan import plan_of_problems, render_plan
 
 NASTY = "</pre></title></style><script>alert('x')</script><img src=x onerror=\"y\">&amp;&lt;{{ 7 * 7 }}"
 # Tags, attributes and links that a page of ours has.

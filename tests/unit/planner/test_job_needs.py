@@ -3,9 +3,10 @@ import sys
 
 import pytest
 
+from posttrain.forecast.plan import build_plan
 from posttrain.planner import job_needs
-from posttrain.planner.forecast.plan import build_plan
-from posttrain.planner.job_needs import RuleNeeds, about, counted
+from posttrain.planner.job_needs import JobNeeds, RuleNeeds, about
+from posttrain.readable import counted
 
 
 @pytest.mark.parametrize(
@@ -51,14 +52,30 @@ def test_a_message_says_what_the_plan_says(resolved, model, more):
 def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
     days = needs.seconds["train_grpo"] / 86400
-    assert needs.message("train_grpo", with_nodes=False) == f" (128 GPUs, about {days:.0f} days)"
+    assert needs.message("train_grpo") == f" (16 nodes, 128 GPUs, about {days:.0f} days)"
     assert needs.message("evaluate") == " (3 nodes, 24 GPUs)", "what is not run takes no time"
-    assert needs.message("make_tiny_model") == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "rule", "wanted"),
+    [
+        ({"model": "glm5", "nodes": 16}, "train_grpo", JobNeeds(16, 128)),
+        ({"model": "glm5", "nodes": 16}, "evaluate", JobNeeds(3, 24)),
+        ({"model": "glm5", "nodes": 16}, "benchmark_serving", JobNeeds(3, 24)),
+        ({"model": "glm5", "nodes": 16}, "convert_hf_to_torch_dist", JobNeeds()),
+        # A spare node is held as long as the others.
+        ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "train_grpo", JobNeeds(17, 136, "2d")),
+        ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "preflight", JobNeeds(17, 136, "2d")),
+        ({"model": "tiny"}, "train_grpo", JobNeeds(1, 0)),
+    ],
+)
+def test_what_a_job_takes(resolved, choice, rule, wanted):
+    assert job_needs.job_needs(resolved(**choice).config, rule) == wanted
 
 
 def test_without_a_duration_there_is_none_in_the_message(resolved):
     needs = RuleNeeds(resolved("tiny").config)
-    assert needs.message("train_grpo", with_nodes=False) == ""
+    assert needs.message("train_grpo") == " (1 node)"
     assert needs.message("make_tiny_model") == " (1 node)"
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.planner.forecast.plan_layout import layout_picture
+from posttrain.forecast.plan_layout import layout_picture
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.rank_order import engines_by_gpu, rank_place, rank_places
 

@@ -18,6 +18,7 @@ from posttrain.artifacts.lease import living_holder
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config, Site
 from posttrain.launch.slurm_query import job_is_alive, job_number
+from posttrain.planner.job_needs import job_needs
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,12 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
         config: The resolved configuration.
         lease_folder: Of the run: a job that holds the lease is waited for in the queue; None: for nobody.
     """
-    slurm = config.site.slurm
+    slurm, needs = config.site.slurm, job_needs(config, "train_grpo")
     if config.site.launcher != "slurm":
-        return {"nodes": config.nodes}
-    count = nodes_with_spares(config)
+        return needs.resources
+    count = needs.nodes
     return {
-        "nodes": count,
-        "runtime": slurm.time_limit,
+        **needs.resources,
         "mem_mb": 0,  # no --mem: what the site gives with its nodes
         **({"mpi": "srun", "tasks": count} if count > 1 else {}),
         **({"constraint": slurm.constraint} if slurm.constraint else {}),
@@ -52,11 +52,12 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 
 
 def resources_of_serving(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that serves a model on one node: its GPUs. On CPUs it is a job like any other."""
-    if config.site.launcher != "slurm" or config.hardware.device != "cuda":
-        return {}
-    slurm = config.site.slurm
+    """Return what a job asks for that serves a model: nodes with all their GPUs. On CPUs it is a job like any other."""
+    slurm, needs = config.site.slurm, job_needs(config, "evaluate")
+    if config.site.launcher != "slurm" or not needs.gpus:
+        return needs.resources
     return {
+        **needs.resources,
         "mem_mb": 0,  # what the site gives with the node
         **({"constraint": slurm.constraint} if slurm.constraint else {}),
         "slurm_extra": shlex.join(_whole_nodes(config)),

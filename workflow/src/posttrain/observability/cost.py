@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
-from posttrain.observability.rule_chain import rule_chain
+from posttrain.planner.job_needs import job_needs
 
 
 def cost_part(config: Config, jobs: Iterable[tuple[str, float]]) -> dict[str, Any]:
@@ -21,8 +20,6 @@ def cost_part(config: Config, jobs: Iterable[tuple[str, float]]) -> dict[str, An
     unknown = {"gpu_hours": None, "cost": None, "currency": config.site.currency}
     if config.hardware.device == "cpu":
         return unknown
-    held = {rule.rule: rule.gpus for rule in rule_chain(config)}
-    held["train_grpo"] = nodes_with_spares(config) * config.hardware.gpus_per_node
-    hours = math.fsum(held.get(rule, 0) * seconds for rule, seconds in jobs) / 3600
+    hours = math.fsum(job_needs(config, rule).gpus * seconds for rule, seconds in jobs) / 3600
     price = config.site.price_per_gpu_hour
     return unknown | {"gpu_hours": round(hours, 2), "cost": round(hours * price, 2) if price else None}

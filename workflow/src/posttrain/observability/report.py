@@ -15,10 +15,10 @@ from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
-from posttrain.observability.report_format import as_text, format_seconds
 from posttrain.observability.report_page import render_page
-from posttrain.observability.rule_chain import RuleNode, rule_chain
 from posttrain.observability.verdict import Verdict
+from posttrain.planner.rule_chain import RuleNode, rule_chain
+from posttrain.readable import as_text, format_seconds
 
 # Of a prompt or response at first sight, and of all of them together once they are unfolded.
 SHOWN_CHARACTERS, ALL_CHARACTERS = 400, 1_400_000

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from posttrain.observability.report_format import decade_ticks, format_tick, nice_ticks
+from posttrain.readable import decade_ticks, format_tick, nice_ticks
 
 WIDTH, WIDE_WIDTH, HEIGHT = 420.0, 868.0, 216.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 38.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from posttrain.observability.report_charts import svg_text
-from posttrain.observability.report_format import format_seconds
-from posttrain.observability.rule_chain import RuleNode
+from posttrain.planner.rule_chain import RuleNode
+from posttrain.readable import format_seconds
 
 NODE_WIDTH, NODE_HEIGHT = 84.0, 72.0
 GAP_X, GAP_Y, LANE_HEIGHT = 12.0, 12.0, 8.0

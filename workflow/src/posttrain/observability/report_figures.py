@@ -9,7 +9,7 @@ from posttrain.config.derived import mismatch_limits
 from posttrain.observability.metrics import METRICS
 from posttrain.observability.report_charts import Chart, Series
 from posttrain.observability.report_data import RunData
-from posttrain.observability.report_format import format_number, format_percent, format_tick
+from posttrain.readable import format_number, format_percent, format_tick
 
 PHASES = {
     "perf/rollout_seconds": "rollout",

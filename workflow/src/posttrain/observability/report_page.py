@@ -7,8 +7,8 @@ from typing import Any
 
 import jinja2
 
+from posttrain import readable
 from posttrain.errors import printable
-from posttrain.observability import report_format
 
 # What a reader would not see: control characters, but for tab and newline, and those that turn the direction of text.
 CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {
@@ -38,12 +38,12 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": report_format.format_number,
-        "seconds": report_format.format_seconds,
-        "size": report_format.format_bytes,
-        "percent": report_format.format_percent,
-        "counted": report_format.counted,
-        "cost": report_format.format_cost,
+        "number": readable.format_number,
+        "seconds": readable.format_seconds,
+        "size": readable.format_bytes,
+        "percent": readable.format_percent,
+        "counted": readable.counted,
+        "cost": readable.format_cost,
     }
     return environment
 

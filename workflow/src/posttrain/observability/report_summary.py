@@ -11,7 +11,7 @@ from rich.table import Table
 
 from posttrain.observability.cost import cost_part
 from posttrain.observability.report_data import RuleTime, RunData
-from posttrain.observability.report_format import format_cost, format_number, format_percent, format_seconds
+from posttrain.readable import format_cost, format_number, format_percent, format_seconds
 
 
 def summarize(run: RunData) -> dict[str, Any]:

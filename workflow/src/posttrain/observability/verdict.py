@@ -18,7 +18,7 @@ from rich.console import Console
 
 from posttrain.config.derived import mismatch_limits
 from posttrain.observability.report_data import RunData
-from posttrain.observability.report_format import MINUS, counted, format_number, format_percent
+from posttrain.readable import MINUS, counted, format_number, format_percent
 
 # From the worst to the best, with the terminal's colour.
 LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}

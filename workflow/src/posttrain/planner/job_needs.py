@@ -1,26 +1,77 @@
-"""What each rule takes: nodes, GPUs and time, for `plan.json` and for the messages of the dry run alike.
-
-Both read the same chain of rules and the same durations, so that they cannot differ.
-"""
+"""What each job takes: nodes, GPUs and time. Resources, messages, `plan.json`, refusals and costs all ask here."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
-from posttrain.observability.report_format import DAY, HOUR, LONGEST_IN_HOURS, counted
-from posttrain.observability.rule_chain import RuleNode, rule_chain
-from posttrain.planner.sizing.evaluation import evaluation_nodes
+from posttrain.errors import Problem
+from posttrain.planner.rule_chain import RuleNode, rule_chain
+from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
 from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.planner.timing.duration import Bandwidths, durations_seconds
+from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted
 
 MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
+# Rules whose jobs use GPUs; all others work with files.
+TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "benchmark_serving")
+
+
+@dataclass(frozen=True)
+class JobNeeds:
+    """What one job of a rule takes.
+
+    Args:
+        nodes: Nodes, spare ones included.
+        gpus: All GPUs of those nodes; 0 where it uses none.
+        time_limit: What it asks a scheduler for; empty: what the site gives a job without a wish of its own.
+    """
+
+    nodes: int = 1
+    gpus: int = 0
+    time_limit: str = ""
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """The same as resources of Snakemake."""
+        asked = {"nodes": self.nodes, "gpus": self.gpus, "runtime": self.time_limit}
+        return {name: value for name, value in asked.items() if value}
+
+
+def job_needs(config: Config, rule: str) -> JobNeeds:
+    """Return what a job of a rule takes; how long it takes is in `RuleNeeds.seconds`.
+
+    Example:
+        GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train, 3 nodes and 24 GPUs to evaluate.
+    """
+    per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
+    if rule in SERVING:
+        nodes = evaluation_nodes(config)
+        return JobNeeds(nodes, nodes * per_node)
+    if rule not in TRAINING:
+        return JobNeeds()
+    if config.site.launcher != "slurm":
+        return JobNeeds(config.nodes, config.nodes * per_node)
+    nodes = nodes_with_spares(config)
+    return JobNeeds(nodes, nodes * per_node, config.site.slurm.time_limit)
+
+
+def check_served(config: Config) -> Iterator[Problem]:
+    """Yield that a model is too large for one node, on which evaluations serve it in the precision of its source."""
+    if (nodes := job_needs(config, "evaluate").nodes) > 1:
+        on_node = serving_on_one_node(config).engine.gpus_per_engine
+        found = f"{nodes} nodes of {config.hardware.gpus_per_node} {config.hardware.name} hold the model"
+        allowed = f"1 node ({on_node} GPUs) to evaluate with this version"
+        remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
+        yield Problem("evaluate", found, allowed, remedy)
 
 
 class RuleNeeds:
@@ -47,7 +98,7 @@ class RuleNeeds:
     @cached_property
     def chain(self) -> list[RuleNode]:
         """The rules that lead to the report."""
-        return rule_chain(self._config, self._is_fork, evaluation_nodes(self._config))
+        return rule_chain(self._config, self._is_fork)
 
     @cached_property
     def storage(self) -> Storage:
@@ -68,26 +119,20 @@ class RuleNeeds:
         """
         return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
-    def message(self, rule: str, *, with_nodes: bool = True) -> str:
+    def message(self, rule: str) -> str:
         """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
 
-        Args:
-            rule: The rule's name.
-            with_nodes: Whether nodes are named; a message that names them itself leaves them out.
-
         Returns:
-            Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none. Empty for a rule
-            that this configuration does not use, and where nothing is left to say.
+            Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none.
         """
-        node = next((node for node in self.chain if node.rule == rule), None)
-        if node is None:
-            return ""
-        words = [counted(node.nodes, "node")] if with_nodes else []
-        words += [counted(node.gpus, "GPU")] if node.gpus else []
-        words += [about(self.seconds[node.name])] if node.name in self.seconds else []
-        return f" ({', '.join(words)})" if words else ""
+        needs = job_needs(self._config, rule)
+        words = [counted(needs.nodes, "node"), *([counted(needs.gpus, "GPU")] if needs.gpus else [])]
+        seconds = self.seconds.get("evaluate before" if rule == "evaluate" else rule)
+        words += [] if seconds is None else [about(seconds)]
+        return f" ({', '.join(words)})"
 
     def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
+        needs = job_needs(self._config, node.rule)
         given = {key: value for key, value in workflow.items() if value not in (None, "")}
         settings = [f"{key}={value}" for key, value in given.items() if not isinstance(value, Mapping)]
         own = ["--configfile", "MY.yaml"] if len(settings) < len(given) else []
@@ -98,8 +143,8 @@ class RuleNeeds:
             "does": node.does,
             "after": list(node.after),
             "jobs": node.num_jobs,
-            "nodes": node.nodes,
-            "gpus": node.gpus,
+            "nodes": needs.nodes,
+            "gpus": needs.gpus,
             "seconds": self.seconds.get(node.name),
             "command": shlex.join(command),
         }

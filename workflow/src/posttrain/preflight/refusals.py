@@ -13,15 +13,15 @@ from posttrain.config.derived import world_size
 from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
+from posttrain.planner.job_needs import SERVING, check_served
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.evaluation import check_served
 from posttrain.preflight.wandb_key import check_wandb
 
-# Rules that fetch what cannot be converted, train, and serve; the others ask for nothing that this version lacks.
+# Rules that fetch what cannot be converted, and that train; others, but those that serve, ask for nothing that this
+# version lacks.
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train_grpo")
-SERVING = ("evaluate", "benchmark_serving")
 # Shortest responses that a nearest configuration may be left with.
 SHORTEST_RESPONSE_TOKENS = 1024
 

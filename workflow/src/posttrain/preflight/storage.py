@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import Paths, partial_of
-from posttrain.observability.report_format import format_bytes
 from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.preflight.report import Finding, failed, ok
+from posttrain.readable import format_bytes
 
 # Room that logs, datasets, persisted rollouts and file headers may take beside the tensors.
 SPARE_BYTES = 1 << 30

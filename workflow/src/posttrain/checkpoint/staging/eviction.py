@@ -28,7 +28,7 @@ from posttrain.checkpoint.staging.staging_record import (
     read_testimony,
 )
 from posttrain.errors import CheckpointError
-from posttrain.observability.report_format import format_bytes
+from posttrain.readable import format_bytes
 
 log = logging.getLogger(__name__)
 

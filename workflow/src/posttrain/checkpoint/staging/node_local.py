@@ -35,7 +35,7 @@ from posttrain.checkpoint.staging.file_placement import (
 from posttrain.checkpoint.staging.staging_record import CopiedFile, NodeCopy, known_files, testify, vouched_files
 from posttrain.errors import CheckpointError
 from posttrain.observability.progress import ProgressBar
-from posttrain.observability.report_format import format_bytes
+from posttrain.readable import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from posttrain.config.schema import Config, PrefillDecode
-from posttrain.errors import Problem
 from posttrain.planner.sizing.engine import engine_memory
 
 # Beyond this nobody would serve a model for an evaluation.
@@ -40,17 +38,6 @@ def evaluation_nodes(config: Config) -> int:
     size = serving_on_one_node(config).engine.gpus_per_engine
     counts = (nodes for nodes in range(1, MOST_NODES) if _holds_weights(config, nodes * size))
     return next(counts, MOST_NODES)
-
-
-def check_served(config: Config) -> Iterator[Problem]:
-    """Yield that a model is too large for one node, on which evaluations serve it in the precision of its source."""
-    nodes = evaluation_nodes(config)
-    if nodes > 1:
-        on_node = serving_on_one_node(config).engine.gpus_per_engine
-        found = f"{nodes} nodes of {config.hardware.gpus_per_node} {config.hardware.name} hold the model"
-        allowed = f"1 node ({on_node} GPUs) to evaluate with this version"
-        remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
-        yield Problem("evaluate", found, allowed, remedy)
 
 
 def _holds_weights(config: Config, gpus: int) -> bool:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from posttrain.planner.forecast.goodput import (
+from posttrain.forecast.goodput import (
     RestartSeconds,
     Scenario,
     best_of,

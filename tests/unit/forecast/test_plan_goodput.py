@@ -3,11 +3,11 @@ import subprocess
 import sys
 
 import pytest
-from tests.unit.planner.conftest import CONFIG_DIR, resolve_model
+from tests.unit.conftest import CONFIG_DIR, resolve_model
 
-from posttrain.planner.forecast.plan import build_plan, render_plan
-from posttrain.planner.forecast.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
-from posttrain.planner.forecast.plan_table import print_plan
+from posttrain.forecast.plan import build_plan, render_plan
+from posttrain.forecast.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
+from posttrain.forecast.plan_table import print_plan
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,15 @@ from typing import Any
 
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
-from posttrain.observability.report_charts import Chart, Series
-from posttrain.planner.forecast.goodput import (
+from posttrain.forecast.goodput import (
     RestartSeconds,
     Scenario,
     best_of,
     effective_shares,
     with_intervals,
 )
-from posttrain.planner.forecast.restart import KINDS, Means, means_today, restart_parts, total
+from posttrain.forecast.restart import KINDS, Means, means_today, restart_parts, total
+from posttrain.observability.report_charts import Chart, Series
 from posttrain.planner.job_needs import counted
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.storage import Storage

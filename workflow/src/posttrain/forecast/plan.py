@@ -16,23 +16,21 @@ from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.errors import Problem
+from posttrain.forecast import plan_goodput
+from posttrain.forecast.plan_figures import GROUPS, flag_groups, stage_groups
+from posttrain.forecast.plan_layout import TERMS, layout_picture
+from posttrain.forecast.plan_time import step_part, why_no_split, why_no_step
 from posttrain.observability.cost import cost_part
 from posttrain.observability.report import config_rows
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
-from posttrain.observability.report_format import as_text, counted
 from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner.flags.rendered import rendered_flags
-from posttrain.planner.forecast import plan_goodput
-from posttrain.planner.forecast.plan_figures import GROUPS, flag_groups, stage_groups
-from posttrain.planner.forecast.plan_layout import TERMS, layout_picture
-from posttrain.planner.forecast.plan_time import step_part, why_no_split, why_no_step
-from posttrain.planner.job_needs import RuleNeeds
+from posttrain.planner.job_needs import RuleNeeds, check_served
 from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.sizing import engine, memory, storage
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.planner.sizing.evaluation import check_served
 from posttrain.planner.sizing.layout import LayoutProposal, assess_layout, propose_layouts
 from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
 from posttrain.planner.sizing.model_size import (
@@ -45,6 +43,7 @@ from posttrain.planner.sizing.model_size import (
 from posttrain.planner.sizing.node_copy import node_copies
 from posttrain.planner.timing import duration
 from posttrain.planner.timing.step_time import split_part
+from posttrain.readable import as_text, counted
 
 SHOWN_LAYOUTS = 12
 NOT_MODELLED = (

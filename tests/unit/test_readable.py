@@ -1,6 +1,6 @@
 import pytest
 
-from posttrain.observability.report_format import (
+from posttrain.readable import (
     as_text,
     counted,
     decade_ticks,

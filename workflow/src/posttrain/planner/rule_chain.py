@@ -1,7 +1,7 @@
-"""The workflow's chain of rules for one configuration: what runs after what, how often, and on how much.
+"""The workflow's chain of rules for one configuration: what runs after what, and how often.
 
 The Snakefile decides what runs; this is its picture, drawn by the report and the plan. A test of the workflow
-holds both against each other.
+holds both against each other. What a job takes is said by `job_needs`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ class RuleNode:
         does: What it does, in a few words.
         after: Names of the rules it waits for.
         num_jobs: How many jobs of it run side by side.
-        nodes: Nodes of one job.
-        gpus: GPUs of one job.
     """
 
     name: str
     does: str
     after: tuple[str, ...]
     num_jobs: int = 1
-    nodes: int = 1
-    gpus: int = 0
 
     @property
     def rule(self) -> str:
@@ -37,16 +33,14 @@ class RuleNode:
         return self.name.split(" ")[0]
 
 
-def rule_chain(config: Config, is_fork: bool = False, evaluation_nodes: int = 1) -> list[RuleNode]:
+def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
     """Return the rules that lead to the report, in the order of the data.
 
     Args:
         config: The resolved configuration.
         is_fork: The run begins with another run's state.
-        evaluation_nodes: Nodes that serve the model while it is evaluated; what runs, runs on one.
     """
-    training = _training_rules(config, is_fork, evaluation_nodes)
-    return [*_source_rules(config), *_checkpoint_rules(config), *training]
+    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config, is_fork)]
 
 
 def is_staged(config: Config) -> bool:
@@ -101,13 +95,11 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
     return rules
 
 
-def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> list[RuleNode]:
-    gpus_per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
+def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
     parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
     rollout = "finalize_rollout_fp8" if config.rollout.fp8 else "patch_hf_config"
     before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, rollout)
-    evaluated = {"nodes": evaluation_nodes, "gpus": evaluation_nodes * gpus_per_node}
     fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
     return [
         *fork,
@@ -115,15 +107,11 @@ def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> lis
             "evaluate before",
             "pass rate of the model as it came",
             ("patch_hf_config", "download_dataset"),
-            **evaluated,
         ),
         RuleNode(
             "train_grpo",
             "rollout, update, weight sync",
             (*before, "download_dataset", *(rule.name for rule in fork)),
-            1,
-            config.nodes,
-            config.nodes * gpus_per_node,
         ),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
         RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),
@@ -131,7 +119,6 @@ def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> lis
             "evaluate after",
             "pass rate of the trained model",
             ("finalize_export_hf", "download_dataset"),
-            **evaluated,
         ),
         RuleNode("render_report", "writes the report", ("evaluate before", "evaluate after")),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.observability.report_format import (
+from posttrain.readable import (
     format_bytes,
     format_cost,
     format_number,

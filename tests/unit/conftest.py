@@ -5,7 +5,7 @@ import pytest
 
 from posttrain.planner.resolve import resolve
 
-CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from posttrain.observability.report_format import as_text
+from posttrain.readable import as_text
 
 # Parts of memory in the order of the bars: label, colour of the page's palette, what belongs to it.
 GROUPS = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
-from posttrain.planner.forecast.goodput import RestartSeconds
+from posttrain.forecast.goodput import RestartSeconds
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.storage import Storage
 from posttrain.planner.timing.duration import Bandwidths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from posttrain.config.schema import Config
-from posttrain.planner.forecast.plan_figures import joined
+from posttrain.forecast.plan_figures import joined
 from posttrain.planner.sizing.rank_order import RankPlace, engines_by_gpu, rank_places
 
 # The parts of a layout: how they are called, the key of their size, and what they mean.
