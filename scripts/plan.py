@@ -8,7 +8,8 @@ from pathlib import Path
 from posttrain.artifacts import write_json, write_text
 from posttrain.cli import add_configuration, run
 from posttrain.errors import Problem, raise_if_any
-from posttrain.forecast.plan import build_plan, judge_plan, render_plan
+from posttrain.forecast.plan import build_plan
+from posttrain.forecast.plan_page import judge_plan, render_plan
 from posttrain.forecast.plan_table import print_plan
 
 

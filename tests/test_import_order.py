@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,32 @@ def test_what_is_shared_lies_in_support() -> None:
         borrowed = {name for name in imports_of(ast.parse(path.read_text())) if name.partition(".")[0] == "tests"}
         found += [f"{path.name}: {name}" for name in borrowed if not name.startswith("tests.support")]
     assert not found
+
+
+RULES = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
+OF_RULES = "\n".join(re.findall(r"^from posttrain\S* import .*$", RULES, re.MULTILINE))
+# What costs a dry run or a plan more to import than to compute, ours last.
+HEAVY = {"torch", "transformers", "megatron", "sglang", "wandb", "aiohttp", "safetensors", "huggingface_hub"}
+PAGES = {"jinja2", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "unwanted"),
+    [
+        (
+            "\n".join(re.findall(r"^from posttrain\S* import .*$", RULES, re.M)),
+            HEAVY | PAGES | {"numpy", "posttrain.forecast"},
+        ),
+        ("import posttrain.forecast.plan", HEAVY | PAGES | {"snakemake"}),
+        ("import posttrain.forecast.plan_page, posttrain.forecast.plan_table", HEAVY | {"snakemake"}),
+    ],
+    ids=["reading the Snakefile", "a plan's figures", "a plan's page"],
+)
+def test_only_what_is_needed_is_imported(wanted: str, unwanted: set[str]) -> None:
+    code = f"import sys\n{wanted}\nprint(*(name for name in sys.modules if name in {unwanted}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert wanted
+    assert ended.stdout.split() == []
 
 
 def test_files_and_functions_are_small() -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.support.chromium import measure_pages
 from tests.support.synthetic_run import REPOSITORY, make_run
 
-from posttrain.forecast.plan import build_plan, render_plan
+from posttrain.forecast.plan import build_plan
+from posttrain.forecast.plan_page import render_plan
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize

@@ -16,7 +16,8 @@ from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import Receipt
 from posttrain.errors import Problem
-from posttrain.forecast.plan import plan_of_problems, render_plan
+from posttrain.forecast.plan import plan_of_problems
+from posttrain.forecast.plan_page import render_plan
 from posttrain.observability.provenance import Artefact
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import RunData, read_run

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 
 from posttrain.forecast.plan import build_plan
@@ -86,12 +83,3 @@ def test_durations_are_computed_when_asked_for_and_once(resolved, monkeypatch):
     assert calls == []
     assert {needs.message("download_hf_checkpoint") for _ in range(2)} == {" (1 node, about 2 min)"}
     assert calls == [1]
-
-
-def test_messages_import_neither_torch_nor_a_template_engine():
-    code = (
-        "import sys; import posttrain.planner.job_needs; "
-        "print([m for m in ('torch', 'transformers', 'jinja2', 'rich') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

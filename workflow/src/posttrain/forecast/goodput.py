@@ -188,12 +188,14 @@ class _Runs:
 
     def _restart(self, draw: Array) -> Array:
         loses_node = draw < self._node_loss_share
-        place = self._until_there.argmin(axis=0)[None]
-        nearest = np.take_along_axis(self._until_there, place, axis=0)
-        has_spare = nearest[0] == 0.0
-        np.put_along_axis(self._until_there, place, np.where(loses_node & has_spare, self._refill, nearest), axis=0)
-        np.copyto(self._until_there, self._all_there, where=loses_node & ~has_spare)
-        return np.where(loses_node, np.where(has_spare, self._on_spare, self._requeued), self._in_place)
+        has_spare = np.zeros(loses_node.shape, dtype=bool)
+        for place in self._until_there:
+            takes = loses_node & ~has_spare & (place == 0.0)
+            np.copyto(place, self._refill, where=takes)
+            has_spare |= takes
+        without = loses_node & ~has_spare
+        np.copyto(self._until_there, self._all_there, where=without)
+        return np.where(has_spare, self._on_spare, np.where(without, self._requeued, self._in_place))
 
     def _rollouts_in(self, seconds: Array) -> Array:
         """Return how many rollouts of new steps end in so many seconds: a step begins with its rollout."""

@@ -7,25 +7,19 @@ not model is listed under "not_modelled", in the JSON and on the page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from posttrain.artifacts import Paths
 from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
-from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
+from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.forecast import plan_goodput
-from posttrain.forecast.plan_figures import GROUPS, flag_groups, stage_groups
-from posttrain.forecast.plan_layout import TERMS, layout_picture
 from posttrain.forecast.plan_time import step_part, why_no_split, why_no_step
 from posttrain.observability.cost import cost_part
-from posttrain.observability.report import config_rows
-from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import flat_config
-from posttrain.observability.report_page import render_page
-from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner.flags.rendered import rendered_flags
 from posttrain.planner.job_needs import RuleNeeds, check_served
 from posttrain.planner.problems import find_problems, find_warnings
@@ -43,7 +37,6 @@ from posttrain.planner.sizing.model_size import (
 from posttrain.planner.sizing.node_copy import node_copies
 from posttrain.planner.timing import duration
 from posttrain.planner.timing.step_time import split_part
-from posttrain.readable import as_text, counted
 
 SHOWN_LAYOUTS = 12
 NOT_MODELLED = (
@@ -121,69 +114,6 @@ def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
         "not_trainable": [],
         "not_modelled": list(NOT_MODELLED),
     }
-
-
-def judge_plan(plan: Mapping[str, Any]) -> Verdict:
-    """Return what is to be known first: whether it can run, and what would make it.
-
-    Args:
-        plan: Content of `plan.json`.
-    """
-    levels = {"problems": "bad", "not_trainable": "bad", "warnings": "warning"}
-    findings = [
-        Finding(level, f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
-        for part, level in levels.items()
-        for row in plan[part]
-    ]
-    if plan["run"] is None:
-        return Verdict("The configuration has mistakes", findings)
-    if plan["problems"]:
-        return Verdict("This cannot run", findings)
-    if plan["not_trainable"]:
-        return Verdict("This can be planned, but this version cannot run it", findings)
-    doubts = f", with {counted(len(findings), 'doubt')}" if findings else ""
-    return Verdict(f"This can run{doubts}", findings)
-
-
-def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
-    """Return the plan as one self-contained HTML page.
-
-    Args:
-        plan: Content of `plan.json`.
-        resolved: The configuration; None when it did not resolve, the page then shows the problems only.
-    """
-    verdict = judge_plan(plan)
-    if resolved is None:
-        return render_page("plan.html.j2", plan=plan, verdict=verdict, config=None, title="mistakes")
-    config = resolved.config
-    rules = RuleNeeds(config, is_fork=bool(resolved.fork)).chain
-    planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}
-    groups = stage_groups(plan["trainer"])
-    return render_page(
-        "plan.html.j2",
-        plan=plan,
-        verdict=verdict,
-        config=config,
-        title=plan_title(config),
-        chain=draw_chain(rules, planned),
-        nodes=layout_picture(config),
-        terms=TERMS,
-        stage_groups=groups,
-        fullest=next(group for group in groups if group.is_fullest),
-        memory_groups=GROUPS,
-        as_text=as_text,
-        goodput_chart=plan["goodput"] and plan_goodput.goodput_chart(plan["goodput"]),
-        proposed_layouts=[(str(place), row) for place, row in enumerate(plan["layouts"]["proposed"], start=1)],
-        flag_groups=flag_groups(plan["flags"]),
-        config_sections=config_rows(config, resolved.origins),
-        experiment_sections=EXPERIMENT_SECTIONS,
-    )
-
-
-def plan_title(config: Config) -> str:
-    """Return what is planned, and on what: "GLM-5 on 24 × 8 H200"."""
-    model = config.model.source.repo_id.rpartition("/")[2] or config.model.name
-    return f"{model} on {config.nodes} × {config.hardware.gpus_per_node} {config.hardware.name.upper()}"
 
 
 def _node_copies_part(config: Config, rates: duration.Bandwidths) -> list[dict[str, Any]]:

@@ -24,11 +24,11 @@ from posttrain.forecast.goodput import (
 )
 from posttrain.forecast.restart import KINDS, Means, means_today, restart_parts, total
 from posttrain.observability.report_charts import Chart, Series
-from posttrain.planner.job_needs import counted
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.storage import Storage
 from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import IN_EVERY_STEP
+from posttrain.readable import counted
 
 GOAL = 0.95
 # Share of the failures after which another node is needed; see the head of this file.

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from posttrain.errors import explain
@@ -108,6 +106,9 @@ class Ending(logging.Filter):
     def speak(self) -> None:
         """Say it; nothing where all went well."""
         if words := self.words():
+            from rich.console import Console
+            from rich.text import Text
+
             Console(stderr=True, soft_wrap=True, highlight=False).print(Text("\n\n".join(["", *words]), style="red"))
 
 

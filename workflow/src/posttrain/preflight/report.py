@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from posttrain.errors import Problem, raise_if_any
 
 
@@ -63,6 +61,9 @@ def raise_problems(findings: Sequence[Finding]) -> None:
 
 def print_findings(findings: list[Finding]) -> None:
     """Print one line per check on stdout."""
+    # What every dry run reads imports no printer.
+    from rich.console import Console
+
     console = Console(width=110, highlight=False)
     colors = {"ok": "green", "skipped": "yellow", "problem": "bold red"}
     for finding in findings:

@@ -88,7 +88,9 @@ def layer_weights(arch: Architecture, is_moe: bool) -> tuple[Weight, ...]:
 def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
     """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
     num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
-    return [layer_weights(arch, index >= num_dense) for index in range(arch.num_hidden_layers)]
+    num_moe = max(arch.num_hidden_layers - num_dense, 0)
+    dense = [layer_weights(arch, is_moe=False)] * (arch.num_hidden_layers - num_moe)
+    return dense + [layer_weights(arch, is_moe=True)] * num_moe if num_moe else dense
 
 
 def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
