@@ -146,14 +146,15 @@ def test_neighbours_are_told_together():
 
 def test_what_is_doubtful_is_a_warning_on_page_and_table(plan_of, resolved, capsys):
     assert [found["key"] for found in plan_of("tiny")["warnings"]] == []
-    # The local site names two nodes.
-    assert [found["key"] for found in plan_of("glm5")["warnings"]] == ["site.node_names"]
+    # Nothing sleeps, and the local site names two nodes.
+    doubts = ["engine.mem_fraction_static", "site.node_names"]
+    assert [found["key"] for found in plan_of("glm5")["warnings"]] == doubts
     small = "hardware.host_memory_gib=512"
     plan = plan_of("glm5", set=small)
-    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", "site.node_names"]
+    assert [found["key"] for found in plan["warnings"]] == ["hardware.host_memory_gib", *doubts]
     assert plan["problems"] == []
     page = html.unescape(render_plan(plan, resolved("glm5", set=small)))
-    assert page.count('<li class="warning">') == 2
+    assert page.count('<li class="warning">') == 3
     judge_plan(plan).print()
     printed = " ".join(capsys.readouterr().out.split())
     for text in (page, printed):

@@ -17,7 +17,13 @@ from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.layout import propose_layouts
 from posttrain.planner.sizing.layout_choice import requests_that_fit
 from posttrain.planner.sizing.made_model import check_made
-from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
+from posttrain.planner.sizing.memory_phases import (
+    PhaseMemory,
+    capacity_gib,
+    gib_without_sleep,
+    host_gib_by_phase,
+    phase_memory,
+)
 from posttrain.planner.sizing.storage import storage
 from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import step_with_save_seconds
@@ -42,6 +48,7 @@ def find_warnings(config: Config) -> list[Problem]:
     """Return what may keep the run from working, but is not known well enough to refuse it."""
     return [
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
+        *_check_sleep(config),
         *_check_node_names(config),
     ]
 
@@ -94,6 +101,15 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
     if config.site.launcher == "slurm" and needed > 60 * time_limit_minutes(limit):
         allowed = f"more than {needed / 60:,.0f}m, which a step with its checkpoint takes by the plan"
         yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
+
+
+def _check_sleep(config: Config) -> Iterator[Problem]:
+    """Yield that the phases' memory counts on a sleep that no version has."""
+    awake, fraction = gib_without_sleep(config), config.engine.mem_fraction_static
+    if config.hardware.device == "cuda" and awake > capacity_gib(config):
+        found = f"{fraction}: {awake:.1f} GiB per rank that trains while engines keep their memory, as they do today"
+        remedy = "give engines less, or the job more nodes; the plan's phases count on engines that sleep"
+        yield Problem("engine.mem_fraction_static", found, _limit(config), remedy)
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
 
-Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`; what is asleep lies in host
-memory, gradients apart, which are dropped. Per phase and rank:
+Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`; what is asleep is taken to lie
+in host memory, gradients apart, which are dropped. Per phase and rank:
 
     engines awake     engine weights, KV pool, the engine's own work
     trainer awake     weights; without backward one layer's activations (old_logprobs, mismatch)
@@ -17,7 +17,7 @@ On a machine without GPUs nothing sleeps and everything lies in host memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
@@ -105,6 +105,16 @@ def fullest_phase(
         for name in LARGE_PHASES:
             gib = planned.of(PHASES[name], stage, layers).gpu_gib
             fullest = max(fullest, (name, gib), key=lambda found: found[1])
+    return fullest
+
+
+def gib_without_sleep(config: Config) -> float:
+    """Return the GiB of the fullest rank while it trains beside engines that keep their memory."""
+    planned = _Plan(config, ASSUMPTIONS, fullest_micro_batch(config, ASSUMPTIONS), engine_memory(config))
+    phase, start, fullest = replace(PHASES["train"], engines_awake=True), 0, 0.0
+    for stage in stage_memory(config):
+        layers = range(start, start + stage.num_layers)
+        start, fullest = layers.stop, max(fullest, planned.of(phase, stage, layers).gpu_gib)
     return fullest
 
 

@@ -1,7 +1,8 @@
-"""Which of the two models is awake in each phase of a step: the one table of it.
+"""Which of the two models a phase of a step needs awake: the one table of it.
 
 The training loop refuses work outside of a phase and takes its time (`training/phases.py`); the planner budgets GPU and
-host memory from the same rows. On one machine without GPUs nothing is put to sleep: both models stay in host memory.
+host memory from the same rows, as if a model slept where it is not needed. No version puts one to sleep yet: where both
+do not fit awake, `planner.problems.find_warnings` says so. Without GPUs both always lie in host memory.
 """
 
 from __future__ import annotations
