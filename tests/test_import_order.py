@@ -65,6 +65,15 @@ def test_a_part_imports_only_parts_above_it(module: str) -> None:
         assert packages - set(sys.stdlib_module_names) <= {"torch", "posttrain"}
 
 
+def test_the_planners_parts_import_only_parts_above_them() -> None:
+    """What a layout needs knows nothing of how long it takes."""
+    order = ("flags", "sizing", "timing")
+    for module in (name for name in MODULES if name.startswith(tuple(f"planner/{part}/" for part in order))):
+        mine = module.split("/")[1]
+        ours = {name.split(".")[2] for name in imports_of(MODULES[module]) if name.startswith("posttrain.planner.")}
+        assert ours <= {*order[: order.index(mine) + 1]}, module
+
+
 @pytest.mark.parametrize("part", ["config", "artifacts", "planner"])
 def test_a_part_that_every_dry_run_reads_imports_no_torch(part: str) -> None:
     names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in MODULES]

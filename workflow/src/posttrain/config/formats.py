@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from posttrain.document import _doc
 
+# A side of the blocks that share a scale in the Hub's FP8 checkpoints (`weight_block_size`).
+FP8_BLOCK = 128
+
 
 @dataclass(frozen=True)
 class Quantize:

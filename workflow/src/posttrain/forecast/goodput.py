@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+# 12,288 failures of each scenario: a share's standard error is about 0.2 %, which the tests' tolerance is made for.
 NUM_RUNS, NUM_FAILURES = 192, 64
 
 

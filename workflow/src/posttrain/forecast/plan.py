@@ -38,6 +38,7 @@ from posttrain.planner.sizing.node_copy import node_copies
 from posttrain.planner.timing import duration
 from posttrain.planner.timing.step_time import split_part
 
+# The first of many: what comes after them is slower, or does not fit.
 SHOWN_LAYOUTS = 12
 NOT_MODELLED = (
     *memory.NOT_MODELLED,

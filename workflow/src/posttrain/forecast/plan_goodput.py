@@ -30,6 +30,7 @@ from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import IN_EVERY_STEP
 from posttrain.readable import counted
 
+# What the project promises (benchmarks/README.md).
 GOAL = 0.95
 # Share of the failures after which another node is needed; see the head of this file.
 NODE_LOSS_SHARE = 0.78

@@ -16,6 +16,7 @@ from posttrain.readable import (
     format_seconds,
 )
 
+# Columns of a terminal beside an editor; layouts that leave the rest of the plan on one screen.
 WIDTH = 110
 SHOWN_LAYOUTS = 5
 

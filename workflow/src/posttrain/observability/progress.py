@@ -26,6 +26,7 @@ from rich.progress import (
 )
 
 log = logging.getLogger(__name__)
+# Often enough to see that it goes on, seldom enough for a log of hours to be read.
 LOG_EVERY_SECONDS = 5.0
 
 

@@ -21,6 +21,7 @@ BEAT_SECONDS = 5.0
 SHARE_ROLLOUT = "share_rollout"
 # A step is done, and its checkpoint is about to be written in a thread: the same.
 BEGIN_SAVE = "begin_save"
+# Longer than any step, phase and clock; of one length, so that a line replaces the whole line before it.
 _LINE_BYTES = 64
 
 

@@ -21,6 +21,7 @@ WIDTH, WIDE_WIDTH, HEIGHT = 420.0, 868.0, 216.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 16.0, 26.0, 38.0
 # Of the labels beside reference lines. On a narrow screen wide charts shrink, and their text does not.
 LETTER_WIDTH, WIDE_LETTER_WIDTH, LINE_HEIGHT = 6.8, 9.0, 18.0
+# About a point per pixel of the narrow plot, and three pixels for a bar.
 MAX_POINTS = 400
 MAX_BARS = 110
 

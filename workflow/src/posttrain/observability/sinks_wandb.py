@@ -30,6 +30,7 @@ from posttrain.config.load import digest8
 from posttrain.config.schema import Logging
 from posttrain.observability.wandb_login import login_of_wandb
 
+# What is not sent by then lies on disk, and `wandb sync` sends it: a run's end does not wait for a service.
 FINISH_TIMEOUT_SECONDS = 60.0
 # No question, no phoning, and nothing of the environment in the run.
 PRIVATE_SETTINGS: Mapping[str, Any] = {

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 MODULES = {"mooncake": ("torch", "mooncake.engine"), "nixl": ("torch", "nixl._api")}
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOONCAKE_PROTOCOLS = {"cpu": "tcp", "cuda": "rdma"}
+# The best of so many is told: others may use the network at the same time.
 NUM_REPEATS = 5
 SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
 # What two processes tell each other is far shorter.

@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from posttrain.rendezvous import join_ranks
 
+# Some seconds to set up a communicator and milliseconds to exchange: what takes this long does not come.
 ROUND_SECONDS = 20.0
 # At most so many partners per node; with more nodes each meets some of the others.
 MAX_ROUNDS = 31
+# The best of so many is told: others may use the network at the same time.
 NUM_REPEATS = 3
 EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 MATRIX_ROWS = {"cpu": 256, "cuda": 8192}

@@ -15,6 +15,7 @@ from posttrain.config.schema import Config
 from posttrain.preflight.report import Finding, failed, ok, skipped
 from posttrain.preflight.versions import installed_versions, pinned_versions, untested
 
+# A first import from a cold shared file system may take minutes; one that takes longer would make each start as slow.
 IMPORT_TIMEOUT_SECONDS = 300.0
 # A trainer rank alone had 110 files, pipes and sockets open, and 8 to 12 more for each further rank: gloo connects all
 # ranks of each group with each other.

@@ -23,9 +23,11 @@ from posttrain.preflight.versions import installed_versions, is_too_old
 
 NVIDIA_SMI = "nvidia-smi"
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.used", "ecc.errors.uncorrected.volatile.total")
+# A healthy driver answers in seconds.
 QUERY_SECONDS = 60.0
 # A GPU that holds more than this before anything was started is used by somebody else, or by what they left.
 USED_MIB = 4096
+# Small enough for a slow file system; the best of three, because others use it, too.
 WRITE_BYTES, NUM_WRITES = 16 << 20, 3
 DISKS = {"node-local disk": "site.node_local", "shared storage": "site.results"}
 

@@ -12,6 +12,7 @@ from posttrain.preflight.report import Finding, failed, ok, skipped
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "sinfo")
 EXECUTOR = "snakemake_executor_plugin_slurm"
+# A controller that has no answer for so long starts no job either.
 QUERY_SECONDS = 60.0
 
 

@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.preflight.report import Finding, failed, ok, skipped
 
+# A Hub that is slower for one question is no Hub to load a model from; nobody waits longer for a check.
 HUB_TIMEOUT_SECONDS = 10.0
 
 

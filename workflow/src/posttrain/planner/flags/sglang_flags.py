@@ -16,16 +16,17 @@ from collections.abc import Callable
 
 from posttrain.config.derived import rollout_samples_per_step
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
+from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
 from posttrain.planner.flags.flag import Flag, flag
 from posttrain.planner.flags.megatron_flags import QUIET_THREADS, network_flags, site_environment
-from posttrain.planner.sizing.model_size import FP8_BLOCK
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
 RECIPE = "the recipe"
 # Tokens of KV cache of an engine on a CPU, and its share of host memory: enough for small models beside a trainer.
 CPU_MAX_TOTAL_TOKENS = 32768
 CPU_MEM_FRACTION = 0.1
+# The published recipe's: tokens of one prefill per GPU, and of a page of the sparse attention's kernels.
 CHUNKED_PREFILL_TOKENS_PER_RANK = 2048
 KV_PAGE_TOKENS = 64
 WATCHDOG_SECONDS = 3600

@@ -24,12 +24,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Architecture, Config, Hardware
-from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, has_dp_attention, roles, world_size
+from posttrain.planner.flags.sglang_flags import DECODE, KV_PAGE_TOKENS, PREFILL, has_dp_attention, roles, world_size
 from posttrain.planner.sizing.memory import GIB
-from posttrain.planner.sizing.model_size import FP8_BLOCK, model_weights
+from posttrain.planner.sizing.model_size import model_weights
 
-PAGE_TOKENS = 64
 # An engine must hold at least one request of this length, and leave the rest of the memory to what is not modelled.
 REQUEST_TOKENS, SERVING_SHARE = 32768, 0.95
 # SGLang's pool is what `mem_fraction_static` of the memory free before loading leaves beside what loading took (sglang,
@@ -102,8 +102,8 @@ def kv_tokens(arch: Architecture, memory_bytes: float, num_gpus: int = 1) -> int
     Example:
         GLM-5: 64.49 GiB hold 691,392 tokens.
     """
-    pages = int(memory_bytes // (kv_bytes_per_token(arch, num_gpus) * PAGE_TOKENS))
-    return max(pages, 0) * PAGE_TOKENS
+    pages = int(memory_bytes // (kv_bytes_per_token(arch, num_gpus) * KV_PAGE_TOKENS))
+    return max(pages, 0) * KV_PAGE_TOKENS
 
 
 @lru_cache(maxsize=1024)

@@ -28,6 +28,7 @@ from posttrain.planner.sizing.layout_cost import Cost, layout_cost
 from posttrain.planner.sizing.memory import iterate_stages, stage_memory
 from posttrain.planner.sizing.memory_phases import capacity_gib, fullest_phase
 
+# The largest size of context parallelism that is tried: of a response of 32,768 tokens a rank has 2,048 then.
 LARGEST_CONTEXT = 16
 # Problems of a layout; what else a configuration may lack is no reason to change the layout.
 LAYOUT_KEYS = ("parallel", "training.global_batch_size", "trainer.max_tokens_per_gpu")

@@ -24,6 +24,7 @@ from posttrain.planner.sizing.layout import (
     some_layout_is_valid,
 )
 
+# How far the nearest larger request is looked for: each count on the way costs a search of its layouts.
 LARGEST_NODES = 128
 ENGINE_KEYS = ("engine.gpus_per_engine", "engine.num_engines")
 

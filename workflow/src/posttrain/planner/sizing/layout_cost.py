@@ -30,6 +30,7 @@ from posttrain.planner.sizing.activations import MicroBatch
 from posttrain.planner.sizing.memory import BYTES, StageMemory, shards
 from posttrain.planner.sizing.model_size import count_active_parameters
 
+# Forward, its recomputation, backward: each sends the same bytes.
 PASSES = 3
 
 

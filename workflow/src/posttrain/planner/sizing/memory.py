@@ -33,6 +33,7 @@ from posttrain.config.schema import Architecture, Config
 from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights
 
 GIB = 1 << 30
+# Elements that tensors and the buffer begin and end at; see the head of this file.
 PARAMETER_ALIGNMENT = 64
 BUFFER_ALIGNMENT = 128
 # The router's bias, and the count of tokens per expert that Megatron keeps beside it.

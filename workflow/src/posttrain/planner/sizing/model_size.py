@@ -29,9 +29,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.families import family_of
+from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Architecture
-
-FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from posttrain.planner.sizing.model_size import Weight, model_weights
 from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.rates import COMPUTE_SHARE, LAYER_SECONDS, MEMORY_SHARE
 
+# A rollout is summed in so many stretches of its longest response; more change its time by less than a thousandth.
 SLICES = 32
 STORED_BYTES = {"bf16": 2, "fp32": 4}
 # An FP8 code, and one FP32 scale, of a key of the indexer.
