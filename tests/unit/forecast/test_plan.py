@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from posttrain.errors import Problem
-from posttrain.forecast.plan import NOT_MODELLED, build_plan, plan_of_problems
+from posttrain.forecast.plan import NOT_MODELLED, build_plan
 from posttrain.forecast.plan_figures import GROUPS, flag_groups, joined, stage_groups
 from posttrain.forecast.plan_page import judge_plan, render_plan
 from posttrain.forecast.plan_table import print_plan
@@ -169,7 +169,6 @@ def test_the_verdict_is_as_loud_as_the_worst_that_is_known():
         ("run", [], [], [row, row], "This can run, with 2 doubts", ["warning", "warning"]),
         ("run", [], [row], [row], "This can be planned, but this version cannot run it", ["bad", "warning"]),
         ("run", [row], [row], [row], "This cannot run", ["bad", "bad", "warning"]),
-        (None, [row], [], [], "The configuration has mistakes", ["bad"]),
     ):
         plan = {"run": run, "problems": problems, "not_trainable": not_trainable, "warnings": warnings}
         verdict = judge_plan(plan)
@@ -215,17 +214,6 @@ def test_the_title_says_what_is_planned_on_what(plan_of, resolved):
 def test_more_engines_than_gpus_is_a_problem(plan_of):
     (problem,) = plan_of("glm5", set="engine.num_engines=3 engine.pd.num_prefill_engines=0")["problems"]
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
-
-
-def test_problems_of_a_configuration_that_does_not_resolve_keep_the_keys(plan_of):
-    problem = Problem("optimizer.lrr", "3", "a known key", "did you mean 'lr'?")
-    empty = plan_of_problems([problem])
-    assert set(empty) <= set(plan_of("tiny"))
-    assert empty["problems"] == [problem.as_dict()]
-    assert empty["model"] is None
-    page = render_plan(empty, None)
-    assert "optimizer.lrr" in page
-    assert "did you mean" in page
 
 
 def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):

@@ -16,7 +16,7 @@ from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import Receipt
 from posttrain.errors import Problem
-from posttrain.forecast.plan import plan_of_problems
+from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import render_plan
 from posttrain.observability.provenance import Artefact
 from posttrain.observability.report import render_report
@@ -113,10 +113,10 @@ def test_a_hostile_text_changes_no_tag_and_is_shown_as_it_is(run: RunData, place
     assert NASTY in "".join(nasty.text)
 
 
-def test_a_hostile_problem_is_a_text_of_the_plan() -> None:
-    plain, nasty = (
-        Parts(render_plan(plan_of_problems([Problem(text, text, text, text)]), None)) for text in ("harmless", NASTY)
-    )
+def test_a_hostile_problem_is_a_text_of_the_plan(resolved) -> None:
+    plan = build_plan(resolved("tiny"))
+    found = ({"problems": [Problem(text, text, text, text).as_dict()]} for text in ("harmless", NASTY))
+    plain, nasty = (Parts(render_plan(plan | problems, resolved("tiny"))) for problems in found)
     assert (nasty.tags, [name for name, _ in nasty.values]) == (plain.tags, [name for name, _ in plain.values])
     assert "".join(nasty.text).count(NASTY) == 4
 

@@ -19,7 +19,6 @@ everything has a closed form, for all runs of all scenarios at a time.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,38 +102,6 @@ def best_of(intervals: Sequence[int], shares: Sequence[float]) -> tuple[int, flo
 def with_intervals(scenario: Scenario, intervals: Sequence[int]) -> list[Scenario]:
     """Return the scenario with each save interval."""
     return [dataclasses.replace(scenario, save_interval=interval) for interval in intervals]
-
-
-def share_without_failures(scenario: Scenario) -> float:
-    """Return k s / (k s + c - h): waiting for saves is all that is lost."""
-    kept = scenario.save_interval * scenario.step
-    return kept / (kept + scenario.save - scenario.hidden_save)
-
-
-def share_without_replay(scenario: Scenario) -> float:
-    """Return the expected share when every restart takes `restart.in_place` and nothing is replayed.
-
-        share = l w exp(-l (R + w + c)) / (1 - exp(-l (w + c - h))),  w = k s,  l failures per second
-
-    The first checkpoint of an attempt counts after R + w + c seconds, each further one w + c - h later. Source, for
-    h = 0: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
-    Computer Systems 22 (2006), equation 20, which is exact for exponential failures.
-    """
-    rate, work = scenario.failures_per_second, scenario.save_interval * scenario.step
-    first, cycle = scenario.restart.in_place + work + scenario.save, work + scenario.save - scenario.hidden_save
-    return rate * work * math.exp(-rate * first) / -math.expm1(-rate * cycle)
-
-
-def young_interval_seconds(save: float, failures_per_second: float) -> float:
-    """Return the work between saves that loses least, to first order: sqrt(2 c / l).
-
-    Source: J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of the ACM 17
-    (1974).
-
-    Example:
-        Saves of 50 s, a failure in 10,000 s: 1,000 s.
-    """
-    return math.sqrt(2 * save / failures_per_second)
 
 
 class _Runs:

@@ -7,7 +7,6 @@ not model is listed under "not_modelled", in the JSON and on the page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from posttrain.artifacts import Paths
@@ -15,7 +14,6 @@ from posttrain.config.derived import data_parallel_size, layers_per_stage, world
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
-from posttrain.errors import Problem
 from posttrain.forecast import plan_goodput
 from posttrain.forecast.plan_time import step_part, why_no_split, why_no_step
 from posttrain.observability.cost import cost_part
@@ -100,19 +98,6 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "problems": [problem.as_dict() for problem in find_problems(config)],
         "warnings": [problem.as_dict() for problem in find_warnings(config)],
         "not_trainable": [problem.as_dict() for problem in (*check_trainable(config), *check_served(config))],
-        "not_modelled": list(NOT_MODELLED),
-    }
-
-
-def plan_of_problems(problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the content of `plan.json` for a configuration that did not resolve: the problems only."""
-    parts = ("run", "algorithm", "model", "parallelism", "layouts", "trainer", "engine", "storage")
-    empty = dict.fromkeys((*parts, "durations_seconds", "rules", "flags"))
-    return {
-        **empty,
-        "problems": [problem.as_dict() for problem in problems],
-        "warnings": [],
-        "not_trainable": [],
         "not_modelled": list(NOT_MODELLED),
     }
 

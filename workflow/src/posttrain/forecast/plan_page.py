@@ -30,8 +30,6 @@ def judge_plan(plan: Mapping[str, Any]) -> Verdict:
         for part, level in levels.items()
         for row in plan[part]
     ]
-    if plan["run"] is None:
-        return Verdict("The configuration has mistakes", findings)
     if plan["problems"]:
         return Verdict("This cannot run", findings)
     if plan["not_trainable"]:
@@ -40,16 +38,14 @@ def judge_plan(plan: Mapping[str, Any]) -> Verdict:
     return Verdict(f"This can run{doubts}", findings)
 
 
-def render_plan(plan: Mapping[str, Any], resolved: Resolved | None) -> str:
+def render_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:
     """Return the plan as one self-contained HTML page.
 
     Args:
         plan: Content of `plan.json`.
-        resolved: The configuration; None when it did not resolve, the page then shows the problems only.
+        resolved: The configuration.
     """
     verdict = judge_plan(plan)
-    if resolved is None:
-        return render_page("plan.html.j2", plan=plan, verdict=verdict, config=None, title="mistakes")
     config = resolved.config
     rules = rule_chain(config, is_fork=bool(resolved.fork))
     planned = {rule.name: RuleState("planned", plan["durations_seconds"].get(rule.name)) for rule in rules}

@@ -6,6 +6,7 @@ holds both against each other. What a job takes is said by `job_needs`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
@@ -40,85 +41,53 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         config: The resolved configuration.
         is_fork: The run begins with another run's state.
     """
-    return [*_source_rules(config), *_checkpoint_rules(config), *_training_rules(config, is_fork)]
+    left_out = {
+        "make_tiny_model": config.model.source.kind != "made",
+        "adopt_torch_dist": not config.download.torch_dist_folder,
+        "convert_hf_to_torch_dist": bool(config.download.torch_dist_folder),
+        "finalize_torch_dist": bool(config.download.torch_dist_folder),
+        "quantize_rollout_fp8": not config.rollout.fp8,
+        "finalize_rollout_fp8": not config.rollout.fp8,
+        "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
+        "fork_checkpoint": not is_fork,
+    }
+    rules = [rule for rule in [*_rules_of_weights(config), *_rules_of_a_run(config)] if not left_out.get(rule.name)]
+    names = {rule.name for rule in rules}
+    return [dataclasses.replace(rule, after=tuple(name for name in rule.after if name in names)) for rule in rules]
 
 
-def is_staged(config: Config) -> bool:
-    """Tell whether rules copy the weights to nodes before training starts."""
-    return bool(config.site.node_names) and config.stage.copy != "nothing"
-
-
-def _source_rules(config: Config) -> list[RuleNode]:
-    is_made = config.model.source.kind == "made"
-    made = [RuleNode("make_tiny_model", "makes and warms up a small model", ())] if is_made else []
-    fetched_after = ("make_tiny_model",) if is_made else ()
+def _rules_of_weights(config: Config) -> list[RuleNode]:
+    """Return all that there may be, each with all that it may wait for."""
+    parts, joins, patched = config.convert.num_parts, "joins and checks the parts", ("patch_hf_config",)
+    ready = ("adopt_torch_dist", "finalize_torch_dist", "finalize_rollout_fp8", *patched)
+    downloaded, fetches = ("download_hf_checkpoint",), "fetches the model in parts, every file verified"
     return [
-        *made,
-        RuleNode("list_hf_checkpoint", "lists the model's files with their hashes", fetched_after),
-        RuleNode(
-            "download_hf_checkpoint",
-            "fetches the model in parts, every file verified",
-            ("list_hf_checkpoint",),
-            config.download.num_parts,
-        ),
-        RuleNode("finalize_hf_checkpoint", "joins and checks the parts", ("download_hf_checkpoint",)),
+        RuleNode("make_tiny_model", "makes and warms up a small model", ()),
+        RuleNode("list_hf_checkpoint", "lists the model's files with their hashes", ("make_tiny_model",)),
+        RuleNode("download_hf_checkpoint", fetches, ("list_hf_checkpoint",), config.download.num_parts),
+        RuleNode("finalize_hf_checkpoint", joins, downloaded),
         RuleNode("download_dataset", "fetches or generates the prompts", ()),
         RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("finalize_hf_checkpoint",)),
+        RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched),
+        RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
+        RuleNode("finalize_torch_dist", joins, ("convert_hf_to_torch_dist",)),
+        RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
+        RuleNode("finalize_rollout_fp8", joins, ("quantize_rollout_fp8",)),
+        RuleNode("stage_to_node_local", "copies to the node's own disk, verified", ready, len(config.site.node_names)),
     ]
 
 
-def _checkpoint_rules(config: Config) -> list[RuleNode]:
-    parts, patched = config.convert.num_parts, ("patch_hf_config",)
-    if config.download.torch_dist_folder:
-        rules = [RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched)]
-    else:
-        rules = [
-            RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
-            RuleNode("finalize_torch_dist", "joins and checks the parts", ("convert_hf_to_torch_dist",)),
-        ]
-    torch_dist = rules[-1].name
-    if config.rollout.fp8:
-        rules += [
-            RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
-            RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
-        ]
-    if is_staged(config):
-        staged = (torch_dist, *(("finalize_rollout_fp8",) if config.rollout.fp8 else patched))
-        rules.append(
-            RuleNode(
-                "stage_to_node_local",
-                "copies to the node's own disk, verified",
-                staged,
-                len(config.site.node_names),
-            )
-        )
-    return rules
-
-
-def _training_rules(config: Config, is_fork: bool) -> list[RuleNode]:
+def _rules_of_a_run(config: Config) -> list[RuleNode]:
+    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_rollout_fp8")
+    before = (*ready, "patch_hf_config", "download_dataset", "fork_checkpoint")
+    exported, evaluated = ("finalize_export_hf", "download_dataset"), ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
-    torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
-    rollout = "finalize_rollout_fp8" if config.rollout.fp8 else "patch_hf_config"
-    before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, rollout)
-    fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
     return [
-        *fork,
-        RuleNode(
-            "evaluate before",
-            "pass rate of the model as it came",
-            ("patch_hf_config", "download_dataset"),
-        ),
-        RuleNode(
-            "train_grpo",
-            "rollout, update, weight sync",
-            (*before, "download_dataset", *(rule.name for rule in fork)),
-        ),
+        RuleNode("fork_checkpoint", "begins with another run's state", ()),
+        RuleNode("evaluate before", "pass rate of the model as it came", ("patch_hf_config", "download_dataset")),
+        RuleNode("train_grpo", "rollout, update, weight sync", before),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
         RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),
-        RuleNode(
-            "evaluate after",
-            "pass rate of the trained model",
-            ("finalize_export_hf", "download_dataset"),
-        ),
-        RuleNode("render_report", "writes the report", ("evaluate before", "evaluate after")),
+        RuleNode("evaluate after", "pass rate of the trained model", exported),
+        RuleNode("render_report", "writes the report", evaluated),
     ]

@@ -3,11 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.forecast.plan_layout import layout_picture
+from posttrain.forecast.plan_layout import engines_by_gpu, layout_picture, rank_place, rank_places
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.rank_order import engines_by_gpu, rank_place, rank_places
 
-CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 LAYOUTS = [("glm5", {}), ("glm5", {"nodes": 32}), ("glm5_20layer", {}), ("glm5_4layer", {}), ("glm5", {"nodes": 24})]
 
 
