@@ -147,8 +147,8 @@ def test_numbers_and_markup_of_ours_pass() -> None:
 
 
 def test_what_a_template_was_not_given_is_an_error() -> None:
-    with pytest.raises(jinja2.UndefinedError, match="'verdict' is undefined"):
-        render_page("plan.html.j2", config=None, title="t", plan={})
+    with pytest.raises(jinja2.UndefinedError, match="'config' is undefined"):
+        render_page("plan.html.j2", title="t", plan={})
 
 
 def test_the_browser_may_fetch_nothing(run: RunData) -> None:
