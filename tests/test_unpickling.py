@@ -21,7 +21,7 @@ from tests.support.payload import Payload
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import Receipt, read_receipt
-from posttrain.checkpoint.export import open_export
+from posttrain.checkpoint.export import open_trained
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable
 from posttrain.checkpoint.formats.hf_layout import check_source, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
@@ -168,7 +168,7 @@ def test_a_trained_checkpoint_that_is_exported_is_not_run(tmp_path, payload):
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained/.metadata").write_bytes(payload.content)
     with pytest.raises(CheckpointError, match=r"trained/\.metadata: not the metadata"):
-        open_export(tmp_path / "trained", tmp_path / "hf", TINY)
+        open_trained(tmp_path / "trained", tmp_path / "hf", TINY)
 
 
 def test_weights_for_an_engine_are_not_run(payload):

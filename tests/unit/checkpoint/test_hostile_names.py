@@ -22,8 +22,8 @@ from posttrain.checkpoint.formats.safetensors_io import read_index
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.hub.listed_files import ListedFile, read_manifest
 from posttrain.checkpoint.hub.listing import HubSource, list_files
-from posttrain.checkpoint.parts.parts import description_path, read_parts, write_part_receipt
-from posttrain.checkpoint.parts.parts import make_files as make_parts
+from posttrain.checkpoint.parts.parts import description_path
+from posttrain.checkpoint.parts.steps import read_parts
 from posttrain.checkpoint.staging.eviction import Eviction, find_copies, make_room
 from posttrain.checkpoint.staging.node_local import Origin, stage
 from posttrain.checkpoint.staging.staging_record import path_of_testimony, read_testimony
@@ -76,14 +76,14 @@ def link_of_a_testimony(folder: Path, name: str) -> None:
 
 
 def description(folder: Path, name: str) -> None:
-    made = make_parts(folder / "x", [], "nothing")
+    (folder / "x").mkdir()
+    (folder / "x" / "a").write_text("a")
     path = folder / "x.parts" / "0.receipt.json"
-    write_part_receipt(path, "convert_hf_to_torch_dist", 0, 1, made, {}, 0.0)
-    known = Receipt("convert_hf_to_torch_dist", (FileRecord("a", 1, "0" * 32),), {}, {"part": 0, "num_parts": 1})
-    write_receipt(path, known)
+    settings = {"part": 0, "num_parts": 1, "notes": ""}
+    write_receipt(path, Receipt("convert_hf_to_torch_dist", (FileRecord("a", 1, "0" * 32),), {}, settings))
     content = {"record": {**ROW, "path": name}, "made_from": "", "notes": {}}
     description_path(folder / "x", "a").write_text(json.dumps(content))
-    read_parts(folder / "x", [path], "convert_hf_to_torch_dist", {})
+    read_parts(folder / "x", [path], Receipt("convert_hf_to_torch_dist", (), {}, {}), ["a"])
 
 
 def final_checkpoint(folder: Path, name: str) -> None:

@@ -85,11 +85,11 @@ def _checkpoint_rules(config: Config) -> list[RuleNode]:
     torch_dist = rules[-1].name
     if config.rollout.fp8:
         rules += [
-            RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
-            RuleNode("finalize_rollout_fp8", "joins and checks the parts", ("quantize_rollout_fp8",)),
+            RuleNode("quantize", "quantises to FP8 in parts", patched, parts),
+            RuleNode("finalize_quantized", "joins and checks the parts", ("quantize",)),
         ]
     if is_staged(config):
-        staged = (torch_dist, *(("finalize_rollout_fp8",) if config.rollout.fp8 else patched))
+        staged = (torch_dist, *(("finalize_quantized",) if config.rollout.fp8 else patched))
         rules.append(
             RuleNode(
                 "stage_to_node_local",
@@ -105,7 +105,7 @@ def _training_rules(config: Config, is_fork: bool, evaluation_nodes: int) -> lis
     gpus_per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
     parts = config.convert.num_parts
     torch_dist = "adopt_torch_dist" if config.download.torch_dist_folder else "finalize_torch_dist"
-    rollout = "finalize_rollout_fp8" if config.rollout.fp8 else "patch_hf_config"
+    rollout = "finalize_quantized" if config.rollout.fp8 else "patch_hf_config"
     before = ("stage_to_node_local",) if is_staged(config) else (torch_dist, rollout)
     evaluated = {"nodes": evaluation_nodes, "gpus": evaluation_nodes * gpus_per_node}
     fork = [RuleNode("fork_checkpoint", "begins with another run's state", ())] if is_fork else []
