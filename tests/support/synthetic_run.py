@@ -38,7 +38,7 @@ RULE_SECONDS = {
     "download_dataset": 0.6,
     "patch_hf_config": 0.7,
     "finalize_torch_dist": 1.9,
-    "finalize_rollout_fp8": 1.4,
+    "finalize_quantized": 1.4,
     "train_grpo": 151.3,
     "export_hf": 3.2,
     "finalize_export_hf": 0.6,
@@ -52,8 +52,8 @@ RULE_ORDER = (
     "patch_hf_config",
     "convert_hf_to_torch_dist",
     "finalize_torch_dist",
-    "quantize_rollout_fp8",
-    "finalize_rollout_fp8",
+    "quantize",
+    "finalize_quantized",
     "stage_to_node_local",
     "evaluate",
     "train_grpo",
@@ -320,7 +320,7 @@ def _write_benchmarks(paths: Paths, logs: Path, rng: random.Random) -> None:
     jobs = {(rule, store if rule not in OF_THE_RUN else run): s for rule, s in RULE_SECONDS.items()}
     for part in range(config.convert.num_parts):
         jobs["convert_hf_to_torch_dist", f"{store}.{part}"] = 1.6 + 0.1 * part
-        jobs["quantize_rollout_fp8", f"{store}.{part}"] = 1.2 + 0.1 * part
+        jobs["quantize", f"{store}.{part}"] = 1.2 + 0.1 * part
     for node in config.site.node_names:
         jobs["stage_to_node_local", f"{run}.{node}"] = 0.4
     for when in ("before", "after"):

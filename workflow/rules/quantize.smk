@@ -8,28 +8,34 @@ from posttrain.artifacts.recodings import BF16, ENGINES, SERVING
 # BF16 before the format was one of them is not cast again.
 QUANTIZED = {
     PATHS.rollout_fp8.name: SimpleNamespace(
+        parts=parts_of(PATHS.rollout_fp8, CFG.convert.num_parts),
         steps=ENGINES,
         source=PATHS.hf_patched,
         settings=json.dumps(fp8_settings(CFG)),
         calibration=[],
-        title=f"FP8, a scale per {CFG.quantize.strategy}",
-        needs=NEEDS.message,
+        title="FP8",
+        more={
+            "quantize": f", a scale per {CFG.quantize.strategy}{NEEDS.message('quantize')}",
+            "finalize_quantized": f"{NEEDS.message('finalize_quantized')}",
+        },
     ),
     PATHS.serving.name: SimpleNamespace(
+        parts=parts_of(PATHS.serving, CFG.convert.num_parts),
         steps=SERVING,
         source=PATHS.hf_patched,
         settings=json.dumps(serving_settings(CFG)),
         calibration=CFG.serving.calibration,
         title=CFG.serving.format,
-        needs=lambda rule: "",
+        more={"quantize": "", "finalize_quantized": ""},
     ),
     PATHS.bf16.name: SimpleNamespace(
+        parts=parts_of(PATHS.bf16, CFG.convert.num_parts),
         steps=BF16,
         source=PATHS.hf,
         settings=UserString(json.dumps({"format": "bf16"})),
         calibration=[],
         title="BF16",
-        needs=lambda rule: "",
+        more={"quantize": "", "finalize_quantized": ""},
     ),
 }
 QUANTIZED_FOLDER = PATHS.model_root / "{quantized}"
@@ -37,10 +43,6 @@ QUANTIZED_FOLDER = PATHS.model_root / "{quantized}"
 
 wildcard_constraints:
     quantized="|".join(QUANTIZED),
-
-
-def parts_of_quantized(wildcards):
-    return parts_of(PATHS.model_root / wildcards.quantized, CFG.convert.num_parts)
 
 
 rule quantize:
@@ -58,12 +60,12 @@ rule quantize:
         source=lambda wildcards: QUANTIZED[wildcards.quantized].source,
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
-        num_parts=lambda wildcards: len(parts_of_quantized(wildcards)),
+        num_parts=lambda wildcards: len(QUANTIZED[wildcards.quantized].parts),
         # Words: what depends on the input is no reason to run again.
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
-        needs=lambda wildcards, input: QUANTIZED[wildcards.quantized].needs("quantize"),
+        more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["quantize"],
     message:
-        "quantise part {wildcards.part} of {params.num_parts} to {params.title}{params.needs}"
+        "quantise part {wildcards.part} of {params.num_parts} to {params.title}{params.more}"
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize.py --source {params.source:q} --source-receipt {input.source:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
@@ -74,7 +76,8 @@ rule finalize_quantized:
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
         parts=lambda wildcards: [
-            part_receipt_of(PATHS.model_root / wildcards.quantized, part) for part in parts_of_quantized(wildcards)
+            part_receipt_of(PATHS.model_root / wildcards.quantized, part)
+            for part in QUANTIZED[wildcards.quantized].parts
         ],
         calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
     output:
@@ -89,9 +92,9 @@ rule finalize_quantized:
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
-        needs=lambda wildcards, input: QUANTIZED[wildcards.quantized].needs("finalize_quantized"),
+        more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["finalize_quantized"],
     message:
-        "join the parts in {params.title}: index and config{params.needs}"
+        "join the {params.title} parts: index and config{params.more}"
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_quantized.py --source {params.source:q} --source-receipt {input.source:q}"
         " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
