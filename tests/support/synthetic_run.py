@@ -145,8 +145,8 @@ def _write_node_copy(paths: Paths, node: str) -> None:
         shutil.copytree(origin, folder)
         receipt = read_receipt(receipt_of(origin))
         copies.append({"folder": str(folder), "receipt_digest": receipt.digest, "files": []})
-    testimony = {"node": node, "folder": str(paths.node_local(node)), "boot_id": "0", "copies": copies}
-    write_json(paths.node_local_testimony(node), testimony)
+    record = {"node": node, "folder": str(paths.node_local(node)), "boot_id": "0", "copies": copies}
+    write_json(paths.node_record(node), record)
 
 
 def _write_artefact(

@@ -70,7 +70,7 @@ STORE: dict[str, Callable[[Paths], Path]] = {
 RUN: dict[str, Callable[[Paths], Path]] = {
     "resolve_config": lambda paths: paths.config,
     "fork_checkpoint": lambda paths: paths.fork_receipt,
-    "stage_to_node_local": lambda paths: paths.node_local_testimony("node0"),
+    "stage_to_node_local": lambda paths: paths.node_record("node0"),
     "stage_all_nodes": lambda paths: paths.run / "node_local.staged",
     "train_grpo": lambda paths: paths.train_done,
     "export_hf": lambda paths: part_receipt_of(paths.hf_export, 0),
