@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
+from posttrain.checkpoint.parts.steps import read_architecture
 from posttrain.cli import run
-from posttrain.config.schema import Architecture
 
 STEP = "adopt_torch_dist"
 
@@ -44,11 +43,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="files and tensors handled at a time")
     parser.add_argument("--receipt", type=Path, required=True, help="receipt of the folder, written last")
     return parser.parse_args()
-
-
-def read_architecture(text: str) -> Architecture:
-    """Return the dimensions that the workflow passes as JSON."""
-    return Architecture(**json.loads(text))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ The copy's weights are links; `config.json` and `tokenizer_config.json` change w
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, require_files, write_receipt
 from posttrain.checkpoint.formats.hf_config import CONFIG, check_config, patch_folder
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
+from posttrain.checkpoint.parts.steps import read_architecture
 from posttrain.cli import run
-from posttrain.config.schema import Architecture
 from posttrain.errors import raise_if_any
 
 
@@ -40,15 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--source-receipt", required=True, type=Path)
     parser.add_argument("--destination", required=True, type=Path, help="where the patched copy goes")
     parser.add_argument("--receipt", required=True, type=Path)
-    parser.add_argument("--architecture", required=True, type=architecture, help="model.architecture as JSON")
+    parser.add_argument("--architecture", required=True, type=read_architecture, help="model.architecture as JSON")
     parser.add_argument("--target", required=True, choices=("native", "deepseek_v32"))
     parser.add_argument("--trust-remote-code", action="store_true", help="accept a checkpoint with `auto_map`")
     return parser.parse_args()
-
-
-def architecture(text: str) -> Architecture:
-    """Return the typed architecture."""
-    return Architecture(**json.loads(text))
 
 
 if __name__ == "__main__":

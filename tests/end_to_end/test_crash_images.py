@@ -100,8 +100,8 @@ def steps_of(store: Store) -> Iterator[Step]:
     yield Step("patch_hf_config", [*source, *_to("destination", patched), *more], receipt_of(patched), patched)
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),
-        ("rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8"),
-        ("serving", "quantize_serving", "finalize_serving"),
+        ("rollout_fp8", "quantize", "finalize_quantized"),
+        ("serving", "quantize", "finalize_quantized"),
     ):
         folder = store.folder(name)
         for part in range(NUM_PARTS):

@@ -31,6 +31,7 @@ ARCHITECTURE = json.dumps(dataclasses.asdict(TINY))
 SETTINGS = {
     "rollout_fp8": json.dumps({"format": "fp8", "strategy": "block", "scale": "fp32"}),
     "serving": json.dumps({"format": "nvfp4", "calibration": []}),
+    "bf16": json.dumps({"format": "bf16"}),
 }
 
 
@@ -96,14 +97,13 @@ class Store:
         return [*self._export_common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
 
     def _export_common(self, folder: Path) -> list[object]:
-        origin = ["--origin", self.source, "--origin-receipt", receipt_of(self.source)]
-        return [*origin, "--destination", folder]
+        return ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
         if folder.name == "torch_dist":
             return [*common, "--architecture", ARCHITECTURE]
-        return [*common, "--settings", SETTINGS[folder.name]] if folder.name in SETTINGS else common
+        return [*common, "--settings", SETTINGS[folder.name]]
 
 
 def run_here(script: str, arguments: Sequence[object]) -> None:
@@ -145,14 +145,24 @@ def make_export(store: Store, name: str = "hf") -> None:
 
 def make_rollout_fp8(store: Store) -> None:
     """Quantise, whole."""
-    make_in_parts(store, "rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8")
+    make_quantized(store, "rollout_fp8")
 
 
-def make_in_parts(store: Store, name: str, part_step: str, last_step: str) -> None:
-    """Make a folder of the store, whole."""
+def make_quantized(store: Store, name: str) -> None:
+    """Make a folder of the store in another number format, whole."""
     for part in range(NUM_PARTS):
-        run_here(part_step, store.part(name, part))
-    run_here(last_step, store.finalize(name))
+        run_here("quantize", store.part(name, part))
+    run_here("finalize_quantized", store.finalize(name))
+
+
+def make_quantized_store(root: Path) -> Store:
+    """Return a store whose source is quantised."""
+    first = make_store(root / "first")
+    make_rollout_fp8(first)
+    store = Store(root)
+    shutil.copytree(first.folder("rollout_fp8"), store.source)
+    shutil.copy2(receipt_of(first.folder("rollout_fp8")), receipt_of(store.source))
+    return store
 
 
 def assert_same_folder(made: Path, expected: Path) -> None:

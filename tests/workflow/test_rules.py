@@ -15,8 +15,8 @@ from posttrain.config.site_rules import time_limit_minutes
 from posttrain.planner.job_needs import RuleNeeds, check_served, job_needs
 from posttrain.planner.resolve import resolve
 
-# They run nothing: one names the results, the other joins the nodes.
-WITHOUT_WORK = {"all", "stage_all_nodes"}
+# They run nothing: they name results, or join the nodes.
+WITHOUT_WORK = {"all", "stage_all_nodes", "finalize_rollout_fp8", "finalize_serving", "finalize_bf16"}
 ACCEPTED_LINTS = {
     # It is extended for the steps, and every shell has one.
     "Environment variable PATH used but not asserted with envvars directive",

@@ -84,7 +84,7 @@ rule download_hf_checkpoint:
         f"fetch part {{wildcards.part}} of {{params.num_parts}} of {SIZE} ({CFG.model.source.kind}), verify every file{NEEDS.message('download_hf_checkpoint')}"
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/download_hf_checkpoint.py --manifest {input:q} --folder {params.folder:q}"
-        " --part {wildcards.part} --num-parts {params.num_parts} --num-workers {resources.num_workers}"
+        " --part {wildcards.part} --num-parts {params.num_parts} --threads {resources.num_workers}"
         " --num-retries {resources.num_retries} --xet {resources.xet} --receipt {output:q}"
 
 

@@ -30,8 +30,8 @@ rule export_hf:
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q}"
         + TRAIN_RECEIPT
-        + " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
-        " --destination {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
+        + " --source {params.origin:q} --source-receipt {input.origin:q} --architecture {params.architecture:q}"
+        " --folder {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
 
 
 rule finalize_export_hf:
@@ -51,5 +51,5 @@ rule finalize_export_hf:
     message:
         f"join the parts of the exported model: index, config, tokenizer{NEEDS.message('finalize_export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_export_hf.py --origin {params.origin:q} --origin-receipt {input.origin:q}"
-        " --part-receipts {input.parts:q} --destination {params.destination:q} --receipt {output:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_export_hf.py --source {params.origin:q} --source-receipt {input.origin:q}"
+        " --part-receipts {input.parts:q} --folder {params.destination:q} --receipt {output:q}"

@@ -52,7 +52,7 @@ class Peer:
     is_done: bool
 
 
-class Meeting:
+class PeerRegistry:
     """One node's view of the folder, as of the last `look`.
 
     Args:
