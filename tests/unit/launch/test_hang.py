@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from posttrain.launch import ranks
-from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
 from posttrain.observability import rank_progress
 from posttrain.observability.rank_progress import (
@@ -26,6 +25,7 @@ from posttrain.observability.rank_progress import (
     read_progress,
     report_progress,
 )
+from posttrain.processes import die_with_parent
 
 
 def at(step: int, phase: str, seconds: float) -> Position:

@@ -65,10 +65,7 @@ def main():
 cli.run(main)
 """
 # It has no versions to tell the preflight, and ends with its supervisor, as engines do.
-ENGINE = (
-    "[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; "
-    f"exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
-)
+ENGINE = "[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; exec sleep 600"
 SECONDS = 60.0
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from posttrain.config.load import load_resolved
 from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
-from posttrain.launch.child import die_with_parent
 from posttrain.launch.greeting import SECRET_VARIABLE
 from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
 from posttrain.planner.flag import as_environment
 from posttrain.planner.megatron_flags import trainer_environment
 from posttrain.preflight import kv_transfer
 from posttrain.preflight.node import inspect_node, transport_environment, transport_python
+from posttrain.processes import end_processes, start_child
 
 CONNECT_SECONDS = 10.0
 NUM_CONNECTORS = 16
@@ -118,21 +118,12 @@ class NodeInspection:
                 while any(process.poll() is None for process in processes):
                     self._order(POLL_SECONDS)  # the head ends what takes too long
             finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
+                end_processes(processes, 0)
             return [_read(output) for output in outputs]
 
-    def _start(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen:
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> psutil.Popen:
         with open(output, "wb") as results, open(self._log_folder / f"preflight-{self._name}.log", "ab") as errors:
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=results,
-                stderr=errors,
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+            return start_child(command, env={**os.environ, **environment}, stdout=results, stderr=errors)
 
 
 def _can_connect(place: Sequence[Any]) -> bool:

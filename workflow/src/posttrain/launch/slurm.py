@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.launch.container import srun_options, wrap
@@ -32,6 +34,7 @@ from posttrain.launch.nodes import (
 )
 from posttrain.launch.slurm_query import JOB_PREFIX, QUERY_SECONDS, ask, job_is_alive, job_number
 from posttrain.launch.spare_jobs import SpareJobs
+from posttrain.processes import end_processes, start_child
 
 log = logging.getLogger(__name__)
 
@@ -120,17 +123,10 @@ class SlurmAllocation:
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which nodes do not run a command in time, and do not choose them again."""
-        probes = {name: subprocess.Popen([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
-        deadline = time.monotonic() + PROBE_SECONDS
-        lost = []
-        for name, probe in probes.items():
-            try:
-                answered = probe.wait(max(0.0, deadline - time.monotonic())) == 0
-            except subprocess.TimeoutExpired:
-                probe.kill()
-                probe.wait()
-                answered = False
-            lost += [] if answered else [name]
+        probes = {name: start_child([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
+        _, silent = psutil.wait_procs(list(probes.values()), timeout=PROBE_SECONDS)
+        end_processes(silent, 0)
+        lost = [name for name, probe in probes.items() if probe.poll() != 0]
         if lost:
             self.leave_out(lost)
         return lost
