@@ -20,7 +20,7 @@ ORDER = (
 # Programs: they set up logging and end like a script, and nothing imports them.
 PROGRAMS = {
     *("engines/embedded/__main__.py", "launch/node.py", "launch/trainer_rank.py", "launch/on_kubernetes.py"),
-    *("launch/stand_in.py", "launch/spare_node.py"),
+    *("launch/requeue_watchdog.py", "launch/spare_node.py"),
 }
 MODULES = {path.relative_to(LIBRARY).as_posix(): ast.parse(path.read_text()) for path in LIBRARY.rglob("*.py")}
 ALL_FILES = sorted(path for folder in (LIBRARY, ROOT / "scripts", ROOT / "tests") for path in folder.rglob("*.py"))

@@ -37,7 +37,7 @@ class NodeInspection:
         name: This node's.
         address: Where others reach it.
         log_folder: Of the attempt, seen by all nodes.
-        order: `head.order`: the next order within some seconds; raises when the attempt is over.
+        next_message: `Head.next_message`: what the head says next; raises when the attempt is over.
         secret: Of the gang.
     """
 
@@ -46,10 +46,10 @@ class NodeInspection:
         name: str,
         address: str,
         log_folder: Path,
-        order: Callable[[float], dict[str, Any] | None],
+        next_message: Callable[[float], dict[str, Any] | None],
         secret: str,
     ):
-        self._name, self._address, self._log_folder, self._order = name, address, log_folder, order
+        self._name, self._address, self._log_folder, self._next_message = name, address, log_folder, next_message
         self._secret = secret
         self._listener: socket.socket | None = None
 
@@ -116,7 +116,7 @@ class NodeInspection:
             processes = [self._start(command, *pair) for pair in zip(environments, outputs, strict=True)]
             try:
                 while any(process.poll() is None for process in processes):
-                    self._order(POLL_SECONDS)  # the head ends what takes too long
+                    self._next_message(POLL_SECONDS)  # the head ends what takes too long
             finally:
                 end_processes(processes, 0)
             return [_read(output) for output in outputs]

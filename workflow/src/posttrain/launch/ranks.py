@@ -20,7 +20,7 @@ import psutil
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
+from posttrain.launch.hang import SHORTEST_TIMEOUT_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
 from posttrain.planner.flag import as_environment
@@ -95,16 +95,16 @@ class CpuUse:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen.append((now, self._used()))
-        while len(self._seen) > 1 and self._seen[1][0] <= now - SHORTEST_PATIENCE_SECONDS:
+        while len(self._seen) > 1 and self._seen[1][0] <= now - SHORTEST_TIMEOUT_SECONDS:
             self._seen.popleft()
 
     @property
     def is_idle(self) -> bool:
-        """In the last `SHORTEST_PATIENCE_SECONDS` a twentieth of a core was used at most."""
+        """In the last `SHORTEST_TIMEOUT_SECONDS` a twentieth of a core was used at most."""
         if not self._seen:
             return False
         (since, before), (now, used) = self._seen[0], self._seen[-1]
-        return now - since >= SHORTEST_PATIENCE_SECONDS and used - before <= IDLE_SHARE * (now - since)
+        return now - since >= SHORTEST_TIMEOUT_SECONDS and used - before <= IDLE_SHARE * (now - since)
 
     def _used(self) -> float:
         """Return the CPU seconds of the process, and of what it has others compute, compilers for example."""
@@ -147,7 +147,7 @@ class RankProcess:
             return None
         seconds = time.monotonic() - progress.since
         self._cpu_use.look()
-        is_idle = seconds > SHORTEST_PATIENCE_SECONDS and self._cpu_use.is_idle
+        is_idle = seconds > SHORTEST_TIMEOUT_SECONDS and self._cpu_use.is_idle
         return {"step": progress.step, "phase": progress.phase, "seconds": seconds, "is_idle": is_idle}
 
     def stack(self) -> str | None:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 END_QUERY_SECONDS = 20.0
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
-NUM_STAND_INS = 2
+NUM_WATCHDOGS = 2
 # From FIRST_PORT on: a block for each job.
 PORT_BLOCKS, PORTS_PER_BLOCK = 120, 100
 
@@ -62,7 +62,7 @@ class SlurmAllocation:
         self._spare_jobs = SpareJobs(config, job_id, self._names, run_folder)
         # Nodes that came later -> the jobs that hold them.
         self._new: dict[str, str] = {}
-        self._stand_ins: LocalProcess | None = None
+        self._watchdogs: LocalProcess | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
@@ -107,7 +107,7 @@ class SlurmAllocation:
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> StartedTogether:
         """Start a command on the nodes: with an srun for each job, or directly where there is no other and no image."""
-        self._stand_in()
+        self._start_watchdogs()
         parts = [list(part) for _, part in itertools.groupby(names, self._job_of)]
         if self._config.site.container.runtime != "none":
             for part in parts:
@@ -187,14 +187,14 @@ class SlurmAllocation:
     def _job_of(self, name: str) -> str:
         return self._new.get(name, self._job_id)
 
-    def _stand_in(self) -> None:
+    def _start_watchdogs(self) -> None:
         """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
-        others = [name for name in self._names[1:] if name not in self._lost][-NUM_STAND_INS:]
-        runs = self._stand_ins is not None and self._stand_ins.is_running()
+        others = [name for name in self._names[1:] if name not in self._lost][-NUM_WATCHDOGS:]
+        runs = self._watchdogs is not None and self._watchdogs.is_running()
         if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
             return
-        command = [sys.executable, "-m", "posttrain.launch.stand_in", "--job", self._job_id]
-        self._stand_ins = start_here([*self._srun(others), *command], {})
+        command = [sys.executable, "-m", "posttrain.launch.requeue_watchdog", "--job", self._job_id]
+        self._watchdogs = start_here([*self._srun(others), *command], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
         """Make the folder on the nodes' own disks: no runtime shows one that is not there."""
