@@ -29,10 +29,9 @@ from typing import Any
 import psutil
 
 DRIVER_VARIABLE = "POSTTRAIN_DRIVER"
-# A trainer that was told to end closes its metrics and its collectives, an engine its connections: a second or two, on
-# a busy node a few. Longer would keep a node that waits for the next attempt.
+# The embedded engine gives open requests half of it; the next attempt waits for who needs all of it.
 GRACE_SECONDS = 10.0
-# What a process that has ended left behind has been forgotten by it already: nothing of it is waited for.
+# Nobody waits for what a process that has ended left behind; it only has to hear the signal.
 ORPHAN_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

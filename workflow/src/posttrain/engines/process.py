@@ -30,6 +30,7 @@ from posttrain.processes import end_processes, start_child
 
 log = logging.getLogger(__name__)
 
+# In an error: the end of a traceback, and what was said before it.
 NUM_LOG_LINES = 20
 EMBEDDED = "posttrain.engines.embedded"
 

@@ -18,8 +18,11 @@ from posttrain.launch.jobset import CONTAINER, GROUP, PLURAL, VERSION
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
+# Between two looks at a JobSet: a run lasts for hours, and the API server belongs to others, too.
 PAUSE_SECONDS = 5.0
+# An API server that is being replaced is back in minutes; the JobSet does not need us meanwhile.
 TIMEOUT_SECONDS = 600.0
+# Of the pod that failed first, in the message: what it says last names the cause.
 LOG_TAIL_LINES = 15
 BAD_REQUEST, NOT_FOUND, CONFLICT, TOO_MANY = 400, 404, 409, 429
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"

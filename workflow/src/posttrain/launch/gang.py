@@ -23,6 +23,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
+# A node answers within `ranks.STACK_SECONDS`, also for ranks that do not; one that stands still itself is named, too.
 STACKS_SECONDS = 10.0
 
 

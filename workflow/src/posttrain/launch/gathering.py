@@ -25,7 +25,7 @@ from posttrain.launch.ranks import Ending
 
 # After the first bad message: what arrives in this time may be its cause.
 SETTLE_SECONDS = 1.0
-# Nodes have this long to end what they run.
+# Nodes have this long to end what they run: ranks, then engines, `processes.GRACE_SECONDS` each, and their families.
 END_SECONDS = 25.0
 NODE_LOST_ORDER = -1
 

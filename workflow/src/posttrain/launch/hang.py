@@ -20,7 +20,8 @@ from posttrain.planner.phases import PHASES
 
 # How long they take depends on storage, and on how much of a save a rollout has hidden.
 SAVES = ("save", BEGIN_SAVE)
-# Longer than a shared file system that stands still for a minute.
+# Longer than a shared file system that stands still for a minute; and ten times, because steps with longer samples, a
+# garbage collection or a busy neighbour make a phase some times longer, but a hang for ever.
 TIMEOUT_FACTOR, SHORTEST_TIMEOUT_SECONDS = 10.0, 90.0
 _ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.

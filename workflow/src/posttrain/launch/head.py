@@ -11,8 +11,8 @@ from typing import Any
 from posttrain.launch.channel import Channel
 from posttrain.training import early_end
 
-# Fifteen beats, and more, are missing before a node counts as silent (`launch.node_silence_seconds`), and a head that
-# asks whether a pod is there waits no longer than for the next.
+# Fifteen have to be missing before a node counts as silent (`launch.node_silence_seconds`: 30), and who wants to know
+# whether a pod is there waits no longer than for the next.
 BEAT_SECONDS = 2.0
 
 

@@ -40,7 +40,8 @@ from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
 
-# Ports of a job: engines from the first on, then the meeting points of engines that span nodes, then the ranks'.
+# Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
+# that span nodes, then the ranks'.
 MEETING_OFFSET, RENDEZVOUS_OFFSET = 60, 90
 
 

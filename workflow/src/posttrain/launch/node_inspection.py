@@ -26,6 +26,8 @@ from posttrain.preflight import kv_transfer
 from posttrain.preflight.node import inspect_node, transport_environment, transport_python
 from posttrain.processes import end_processes, start_child
 
+# A node that drops packets instead of refusing them would be waited for as long as TCP tries: two minutes. Several at
+# a time, so that some of those do not make the whole preflight late.
 CONNECT_SECONDS = 10.0
 NUM_CONNECTORS = 16
 

@@ -15,6 +15,7 @@ from posttrain.engines.ports import LOOPBACK, OWN_PORTS
 from posttrain.processes import end_processes, start_child
 
 FIRST_PORT = OWN_PORTS[0]
+# What the head has told to end is about to; srun ends a moment after the last of its tasks.
 PROCESS_END_SECONDS = 3.0
 
 

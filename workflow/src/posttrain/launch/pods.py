@@ -32,6 +32,7 @@ from posttrain.planner.sglang_flags import nodes_per_engine
 
 log = logging.getLogger(__name__)
 
+# Several beats: a pod on a busy node is not lost, and one that is has ended the attempt already.
 PROBE_SECONDS = 15.0
 
 

@@ -29,7 +29,9 @@ from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
 
+# `faulthandler` writes from the signal's handler, whatever the interpreter does: at once, or never.
 STACK_SECONDS = 2.0
+# The end of a traceback, which others print behind the cause.
 LOG_TAIL_LINES = 15
 # In the stack of a main thread that waits for a checkpoint.
 WRITER_FILE = "training/checkpoint_writer.py"

@@ -1,4 +1,4 @@
-"""What goes on when the first node of a job is lost: `python -m posttrain.launch.requeue_watchdog`, on other nodes."""
+"""What goes on when the first node of a job is lost: `python -m posttrain.launch.requeue_watchdog`, on other nodes.
 
 A job with spare nodes outlives any of its nodes. SLURM takes a lost one away from it and does no more, also where it
 was the one on which the job's command ran: the others would idle until the time limit. So a watchdog asks SLURM now and

@@ -38,11 +38,14 @@ from posttrain.processes import end_processes, start_child
 
 log = logging.getLogger(__name__)
 
+# Each running job asks the controller this often; who is asked to save is asked so much sooner.
 END_QUERY_SECONDS = 20.0
+# srun starts a command in a second where the node answers; training stands still meanwhile.
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
 NUM_WATCHDOGS = 2
-# From FIRST_PORT on: a block for each job.
+# From FIRST_PORT on, up to where ports of outgoing connections begin: a block for each job. Jobs of
+# one node would have to be as many numbers apart as there are blocks to get the same one.
 PORT_BLOCKS, PORTS_PER_BLOCK = 120, 100
 
 

@@ -21,6 +21,7 @@ from posttrain.engines.secret import take_secret
 from posttrain.errors import ConfigError, Problem
 
 log = logging.getLogger("engine")
+# For open requests; half of what who ends this process waits (`processes.GRACE_SECONDS`).
 STOP_SECONDS = 5.0
 DTYPES = ("float32", "bfloat16")
 
