@@ -17,7 +17,7 @@ from posttrain.artifacts import Receipt, read_receipt, record_files, records_of,
 from posttrain.cli import run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
-from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
+from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.observability.provenance import record_run
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parse_arguments()
     started = time.time()
     if is_waiting_pod():
-        lend_this_pod(invitation_path(arguments.run_folder), arguments.done)
+        lend_this_pod(rendezvous_path(arguments.run_folder), arguments.done)
         return
     config = load_resolved(arguments.config)
     raise_problems([check_wandb(config), check_open_files(config)])

@@ -23,7 +23,7 @@ from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds
 from posttrain.planner.problems import find_problems
 from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
-from posttrain.launch.child import name_driver
+from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training

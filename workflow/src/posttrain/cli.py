@@ -17,9 +17,9 @@ from pathlib import Path
 from posttrain.artifacts.resolved_file import read_resolved
 from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
 from posttrain.observability.rank_progress import leave_last_words
+from posttrain.processes import follow_driver
 
 log = logging.getLogger(__name__)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
+import psutil
+
 from posttrain.engines.ports import LOOPBACK, OWN_PORTS
-from posttrain.launch.child import die_with_parent
+from posttrain.processes import end_processes, start_child
 
 FIRST_PORT = OWN_PORTS[0]
+# What the head has told to end is about to; srun ends a moment after the last of its tasks.
 PROCESS_END_SECONDS = 3.0
 
 
@@ -39,7 +40,7 @@ class LocalProcess:
         process: The process.
     """
 
-    def __init__(self, process: subprocess.Popen):
+    def __init__(self, process: psutil.Popen):
         self._process = process
 
     def is_running(self) -> bool:
@@ -57,12 +58,9 @@ class LocalProcess:
 
     def end(self) -> None:
         """Wait for the process; one that waits for a dead node never would end."""
-        for insist in (lambda: None, self._process.terminate, self._process.kill):
-            insist()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PROCESS_END_SECONDS)
-                return
-        self._process.wait()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self._process.wait(PROCESS_END_SECONDS)
+        end_processes([self._process], PROCESS_END_SECONDS)
 
 
 class StartedTogether:
@@ -201,14 +199,7 @@ def start_here(command: Sequence[str], environment: Mapping[str, str], stdout: I
         environment: Variables to add.
         stdout: Where its output goes; None: where ours goes.
     """
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    )
-    return LocalProcess(process)
+    return LocalProcess(start_child(command, env={**os.environ, **environment}, stdout=stdout))
 
 
 def interface_address(interface: str) -> str:
@@ -219,8 +210,6 @@ def interface_address(interface: str) -> str:
     """
     if not interface:
         return socket.gethostbyname(socket.gethostname())
-    import psutil
-
     for address in psutil.net_if_addrs().get(interface, []):
         if address.family == socket.AF_INET:
             return address.address

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 from posttrain.cli import run
-from posttrain.engines.parent_watch import end_with_parent
 from posttrain.engines.secret import take_secret
 from posttrain.errors import ConfigError, Problem
 
 log = logging.getLogger("engine")
+# For open requests; half of what who ends this process waits (`processes.GRACE_SECONDS`).
 STOP_SECONDS = 5.0
 DTYPES = ("float32", "bfloat16")
 
@@ -30,8 +30,6 @@ def main() -> None:
     """Bind the port, load the model, serve until told to end."""
     started = time.perf_counter()
     arguments = _parse_arguments()
-    if arguments.parent_pid:
-        end_with_parent(arguments.parent_pid)
     secret = take_secret()
     listening = _listen(arguments.host, arguments.port)
     asyncio.run(_serve(arguments, secret, listening, started))
@@ -102,7 +100,6 @@ def _parse_arguments() -> argparse.Namespace:
         help="dummy: read no weights, the first update brings them",
     )
     parser.add_argument("--weight-version", default="default", help="name of the weights in --model-path")
-    parser.add_argument("--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies")
     return parser.parse_args()
 
 

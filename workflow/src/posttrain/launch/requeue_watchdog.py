@@ -1,7 +1,7 @@
-"""What goes on when the first node of a job is lost: `python -m posttrain.launch.stand_in`, on others of its nodes.
+"""What goes on when the first node of a job is lost: `python -m posttrain.launch.requeue_watchdog`, on other nodes.
 
 A job with spare nodes outlives any of its nodes. SLURM takes a lost one away from it and does no more, also where it
-was the one on which the job's command ran: the others would idle until the time limit. So a stand-in asks SLURM now and
+was the one on which the job's command ran: the others would idle until the time limit. So a watchdog asks SLURM now and
 then, and has the job started again when the node of its command is no longer among its nodes.
 """
 
@@ -48,4 +48,4 @@ def has_lost_its_command(job: str) -> bool:
 
 
 if __name__ == "__main__":
-    cli.run(main, role="stand-in")
+    cli.run(main, role="requeue watchdog")

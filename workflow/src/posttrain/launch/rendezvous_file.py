@@ -13,12 +13,12 @@ from pathlib import Path
 
 from posttrain.artifacts.durable import write_atomic
 
-# Who waits for the other side says so, this often.
+# Who waits for the other side says so, this often: a line per minute of a queue that may last for hours.
 REMIND_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Invitation:
+class RendezvousFile:
     """What the head tells its pods.
 
     Args:
@@ -35,10 +35,10 @@ class Invitation:
         write_atomic(path, lambda file: file.write(content), mode=0o600)
 
     @staticmethod
-    def read(path: Path) -> Invitation:
-        """Return the invitation that was written last.
+    def read(path: Path) -> RendezvousFile:
+        """Return what was written last.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: Nothing was.
         """
-        return Invitation(**json.loads(path.read_text(encoding="utf-8")))
+        return RendezvousFile(**json.loads(path.read_text(encoding="utf-8")))
