@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.workflow_runs import ROOT, run_snakemake
 
+from posttrain.__main__ import COMMANDS
 from posttrain.observability.rule_chain import rule_chain
 from posttrain.planner.layout_choice import resolve
 
@@ -53,8 +54,14 @@ def test_every_rule_was_found() -> None:
     )
 
 
-def test_rules_and_scripts_share_their_names() -> None:
-    assert RULES.keys() - WITHOUT_WORK == {path.stem for path in (ROOT / "scripts").glob("*.py")}
+def test_rules_share_their_names_with_scripts_and_commands() -> None:
+    """A command has a module and a test of its name, too, and `posttrain --help` tells of it."""
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    modules = {path.stem for path in (ROOT / "workflow/src/posttrain/commands").glob("*.py")} - {"__init__"}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests/unit/commands").glob("test_*.py")}
+    assert modules == tests == {name.replace("-", "_") for name in COMMANDS}
+    assert RULES.keys() - WITHOUT_WORK == scripts | modules
+    assert scripts & modules == set()
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"all"}))
@@ -63,8 +70,10 @@ def test_a_rule_is_complete(name: str) -> None:
     assert re.search(r"^\s*message:$", text, re.MULTILINE)
     if name in WITHOUT_WORK:
         return
-    script = rf'"POSTTRAIN_LOG={{log:q}} ({{(ON_ALL_NODES|ON_ONE_NODE|IN_IMAGE)}})?python {{SCRIPTS}}/{name}\.py '
-    assert re.search(script, text), "a rule runs the script of its name"
+    command = name.replace("_", "-")
+    program = rf"-P -m posttrain {command} " if command in COMMANDS else rf"{{SCRIPTS}}/{name}\.py "
+    script = rf'"POSTTRAIN_LOG={{log:q}} ({{(ON_ALL_NODES|ON_ONE_NODE|IN_IMAGE)}})?python {program}'
+    assert re.search(script, text), "a rule runs the script or the command of its name"
     assert re.search(rf'^\s*log:\n\s+.*"{name}"', text, re.MULTILINE), "a rule's logs lie in the folder of its name"
     # A benchmark is an output: what only answers has none, or it would be asked once.
     has_output, has_benchmark = (re.search(rf"^\s*{word}:$", text, re.MULTILINE) for word in ("output", "benchmark"))

@@ -33,7 +33,7 @@ rule status:
     message:
         "where runs stand"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain status --resolved {RESOLVED_FILE:q}"
 
 
 # No output: it is drawn each time that it is asked for, while training runs and when all is done.
@@ -44,4 +44,4 @@ rule snapshot:
     message:
         f"report of {RESOLVED.run} so far"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/snapshot.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain snapshot --resolved {RESOLVED_FILE:q}"

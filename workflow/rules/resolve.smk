@@ -29,16 +29,12 @@ rule plan:
         PATHS.run_log("plan"),
     localrule: True
     params:
-        # Not outputs: who asks again wants the plan of now, and a plan with problems fails when its page is drawn.
-        json=PATHS.plan.with_suffix(".json"),
-        html=PATHS.plan.with_suffix(".html"),
         # Elsewhere a scheduler decides it.
         jobs_at_once=f" --jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --resolved {RESOLVED_FILE:q}{params.jobs_at_once}"
-        " --json {params.json:q} --html {params.html:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain plan --resolved {RESOLVED_FILE:q}{params.jobs_at_once}"
 
 
 rule check:
@@ -48,4 +44,4 @@ rule check:
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/check.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain check --resolved {RESOLVED_FILE:q}"

@@ -6,12 +6,10 @@ rule verify:
         receipt_of(PATHS.hf_export),
     log:
         PATHS.run_log("verify"),
-    params:
-        verified=PATHS.verified,
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --resolved {RESOLVED_FILE:q} --output {params.verified:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python -P -m posttrain verify --resolved {RESOLVED_FILE:q}"
 
 
 # Before training, or without: the checkpoints that the run begins with.
@@ -25,18 +23,14 @@ rule verify_store:
     message:
         "prove where every byte of the checkpoints came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_store.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python -P -m posttrain verify-store --resolved {RESOLVED_FILE:q}"
 
 
 rule gc:
     log:
         PATHS.run_log("gc"),
     localrule: True
-    params:
-        store=PATHS.store,
-        unused_days=CFG.site.unused_days,
-        delete="--delete" if config.get("gc") == "delete" else "",
     message:
         "what of the store no run needs"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain gc --resolved {RESOLVED_FILE:q}"

@@ -68,7 +68,7 @@ rule preflight:
     message:
         f"look at the nodes of {RESOLVED.run}: {counted(nodes_with_spares(CFG), 'node')} of {CFG.hardware.name}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain preflight --resolved {RESOLVED_FILE:q}"
 
 
 # Training whose driver died may live on where a scheduler runs it.
@@ -79,4 +79,4 @@ rule attach:
     message:
         f"wait for the training of {RESOLVED.run} that goes on without its driver"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/attach.py --resolved {RESOLVED_FILE:q}"
+        "POSTTRAIN_LOG={log:q} python -P -m posttrain attach --resolved {RESOLVED_FILE:q}"

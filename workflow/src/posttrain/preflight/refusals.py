@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts import Paths
 from posttrain.config.derived import world_size
 from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
-from posttrain.errors import ConfigError, Problem
+from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.evaluation import check_served
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.problems import find_problems
@@ -24,6 +25,7 @@ TRAINING = ("resolve_config", "train_grpo")
 SERVING = ("evaluate", "benchmark_serving")
 # Shortest responses that a nearest configuration may be left with.
 SHORTEST_RESPONSE_TOKENS = 1024
+PAGE = "`snakemake plan` with the same --config draws all figures."
 
 
 def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
@@ -44,6 +46,12 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
     return list(dict.fromkeys(found))
 
 
+def refuse_unfit(paths: Paths) -> None:
+    """Raise a `ConfigError` for what does not fit this hardware and site; what has been trained stays."""
+    if not paths.train_done.exists():
+        raise_if_any(find_problems(paths.resolved.config), hint=PAGE)
+
+
 def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
     """Return what a user is told of `find_refusals`, with the nearest request that works; empty where all can run.
 
@@ -59,7 +67,7 @@ def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules
     lines = ["this version cannot run what is asked for:", *(f"  - {problem}" for problem in problems)]
     if nearest := nearest_request(workflow, config_dir, config):
         lines.append(f"  nearest that it can train: {nearest}")
-    return "\n".join([*lines, "`snakemake plan` with the same --config draws all figures."])
+    return "\n".join([*lines, PAGE])
 
 
 def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Config) -> str:
