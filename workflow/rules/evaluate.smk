@@ -10,6 +10,7 @@ rule evaluate:
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
         dataset=receipt_of(PATHS.dataset),
+        run=lambda wildcards: may_run(),
     output:
         PATHS.evaluation("{when}"),
     log:

@@ -3,7 +3,7 @@
 
 rule resolve_config:
     input:
-        lambda wildcards: refuse_beside_a_look(),
+        lambda wildcards: may_run(),
     output:
         # They stay until they are replaced: what a run has begun with is never not to be seen.
         experiment=update(PATHS.experiment),

@@ -12,6 +12,7 @@ rule stage_to_node_local:
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
+        run=lambda wildcards: may_run(),
     output:
         PATHS.node_local_testimony("{node}"),
     log:

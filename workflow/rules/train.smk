@@ -9,6 +9,7 @@ NODE_LOCAL = PATHS.node_local("{node}")
 rule fork_checkpoint:
     input:
         until_made(PATHS.fork_receipt, PATHS.experiment),
+        lambda wildcards: may_run(),
     output:
         PATHS.fork_receipt,
     log:
@@ -32,6 +33,7 @@ rule train_grpo:
         resolved=until_made(PATHS.train_done, PATHS.config),
         staged=until_made(PATHS.train_done, PATHS.run / "node_local.staged"),
         fork=until_made(PATHS.train_done, PATHS.fork_receipt) if RESOLVED.fork else [],
+        run=lambda wildcards: may_run(),
     output:
         PATHS.train_done,
     log:
@@ -60,6 +62,8 @@ rule train_grpo:
 
 # What training does first, by itself and with its spare nodes, for a cluster's administrator; a job of its own.
 rule preflight:
+    input:
+        lambda wildcards: may_look_at_nodes(),
     log:
         PATHS.run_log("preflight"),
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
