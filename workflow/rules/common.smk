@@ -14,6 +14,7 @@ from pathlib import Path
 from snakemake.logging import logger
 
 from posttrain import artifacts
+from posttrain.__main__ import COMMANDS
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
@@ -22,7 +23,7 @@ from posttrain.config.derived import fp8_settings, nodes_with_spares, serving_se
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.layout_choice import resolve
 from posttrain.planner.plan_rules import RuleNeeds, counted
-from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
+from posttrain.errors import CheckpointError, ConfigError, Problem, explain, raise_if_any
 from posttrain.launch.child import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
@@ -31,17 +32,17 @@ from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.training.lineage import refuse_other_run
 
-name_driver()
+IS_READ_AGAIN = name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# To `snakemake --lint`, "Environment variable PATH used but not asserted with envvars directive": it is extended only.
 # Steps run in the environment that runs Snakemake, whether or not a shell has activated it (envs/README.md).
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 ENDING = Ending(shows_commands=workflow.output_settings.printshellcmds)
 if workflow.is_main_process:
     ENDING.watch(logger)
-# Short in printed commands, and right from any working directory.
-SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
-CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
+# Right from any working directory.
+CONFIG_DIR = os.path.relpath(os.path.join(CLONE, "config"))
 # Where a job finds what was resolved when the command was given.
 RESOLVED_VARIABLE = "POSTTRAIN_RESOLVED"
 
@@ -81,7 +82,13 @@ CFG = RESOLVED.config
 if workflow.is_main_process:
     if kept := kept_from_before(RESOLVED):
         logger.info(f"{RESOLVED.run} goes on as an older version began it: {kept}; name another value for a new run")
-    os.environ[RESOLVED_VARIABLE] = str(write_once(RESOLVED))
+    file = str(write_once(RESOLVED))
+    if IS_READ_AGAIN and os.environ[RESOLVED_VARIABLE] != file:
+        with told():
+            # A queued job, which reads the whole workflow again, would take one's configuration for the other's.
+            remedy = "give each a workflow of its own, or one `config:`"
+            raise ConfigError([Problem("module", "two configurations of posttrain", "one in a workflow", remedy)])
+    os.environ[RESOLVED_VARIABLE] = file
 RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 
 
@@ -120,6 +127,28 @@ ENDING.add(lambda: refused() if workflow.dryrun else "")
 if workflow.resource_settings.default_resources is not None:
     for name, value in resources_of_all_jobs(CFG.site).items():
         workflow.resource_settings.default_resources[name] = value
+
+
+def literal(text):
+    """Return a text as a word of a shell command, in which Snakemake is to look up nothing."""
+    return shlex.quote(str(text)).replace("{", "{{").replace("}", "}}")
+
+
+def runs(name, *words, where=""):
+    """Return a command of a rule: what starts it, the script of its name or `posttrain`'s command, and its words.
+
+    All names of this file stand in it already, as Snakemake does not know them where another workflow uses the rules.
+    """
+    script = os.path.relpath(os.path.join(CLONE, "scripts", f"{name}.py"))
+    command = name.replace("_", "-")
+    # A module does not come from the working folder, as little as a script does.
+    program = f"-P -m posttrain {command}" if command in COMMANDS else literal(script)
+    starter = where.replace("{", "{{").replace("}", "}}")
+    return " ".join([f"POSTTRAIN_LOG={{log:q}} {starter}python {program}", *words])
+
+
+# What a command takes that is about the configuration as a whole.
+FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")

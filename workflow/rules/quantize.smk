@@ -7,6 +7,7 @@ FP8_PARTS, SERVING_PARTS, BF16_PARTS = (
 
 
 rule quantize_rollout_fp8:
+    """Quantises one part of the weights to FP8 for the engines."""
     input:
         receipt_of(PATHS.hf_patched),
     output:
@@ -24,12 +25,17 @@ rule quantize_rollout_fp8:
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8, a scale per {CFG.quantize.strategy}{NEEDS.message('quantize_rollout_fp8')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
+        runs(
+            "quantize_rollout_fp8",
+            "--source {params.source:q} --source-receipt {input:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--threads {threads} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_rollout_fp8:
+    """Joins the FP8 parts."""
     input:
         source=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.rollout_fp8, part) for part in FP8_PARTS],
@@ -47,12 +53,17 @@ rule finalize_rollout_fp8:
     message:
         f"join the FP8 parts: index and config{NEEDS.message('finalize_rollout_fp8')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        runs(
+            "finalize_rollout_fp8",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 # Not on the way to training: both checkpoints are read once more and compared.
 rule verify_rollout_weights:
+    """Answers: what FP8 did to the weights."""
     input:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),
@@ -66,12 +77,17 @@ rule verify_rollout_weights:
     message:
         "measure what FP8 did to the weights"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
-        " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
-        " --threads {threads} --report {params.report:q}"
+        runs(
+            "verify_rollout_weights",
+            "--source {params.source:q}",
+            "--source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}",
+            "--threads {threads} --report {params.report:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule quantize_serving:
+    """Quantises one part of the weights for serving: NVFP4, MXFP8 or INT4."""
     input:
         source=receipt_of(PATHS.hf_patched),
         calibration=CFG.serving.calibration,
@@ -90,12 +106,17 @@ rule quantize_serving:
     message:
         f"quantise part {{wildcards.part}} of {{params.num_parts}} to {CFG.serving.format}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
+        runs(
+            "quantize_serving",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--threads {threads} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_serving:
+    """Joins the parts that are quantised for serving."""
     input:
         source=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.serving, part) for part in SERVING_PARTS],
@@ -114,11 +135,16 @@ rule finalize_serving:
     message:
         f"join the {CFG.serving.format} parts: index and config"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        runs(
+            "finalize_serving",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule cast_to_bf16:
+    """Casts one part of a quantised source to BF16."""
     input:
         receipt_of(PATHS.hf),
     output:
@@ -135,12 +161,17 @@ rule cast_to_bf16:
     message:
         "cast part {wildcards.part} of {params.num_parts} of the quantised source to BF16"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/cast_to_bf16.py --source {params.source:q} --source-receipt {input:q}"
-        " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
+        runs(
+            "cast_to_bf16",
+            "--source {params.source:q} --source-receipt {input:q}",
+            "--folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--threads {threads} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_bf16:
+    """Joins the BF16 parts."""
     input:
         source=receipt_of(PATHS.hf),
         parts=[part_receipt_of(PATHS.bf16, part) for part in BF16_PARTS],
@@ -157,5 +188,9 @@ rule finalize_bf16:
     message:
         "join the BF16 parts: index and config"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_bf16.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        runs(
+            "finalize_bf16",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )

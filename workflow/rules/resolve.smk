@@ -2,6 +2,7 @@
 
 
 rule resolve_config:
+    """Writes the configuration of a run, and registers what of the store it uses."""
     input:
         lambda wildcards: may_run(),
     output:
@@ -20,28 +21,29 @@ rule resolve_config:
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/resolve_config.py --resolved {RESOLVED_FILE:q}"
-        " --experiment {output.experiment:q} --config {output.resolved:q}"
+        runs("resolve_config", FROM_CONFIG, "--experiment {output.experiment:q} --config {output.resolved:q}")
 
 
 rule plan:
+    """Answers: memory, storage, durations and flags of a configuration, as a page (faster: `posttrain plan`)."""
     log:
         PATHS.run_log("plan"),
     localrule: True
     params:
         # Elsewhere a scheduler decides it.
-        jobs_at_once=f" --jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
+        jobs_at_once=f"--jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python -P -m posttrain plan --resolved {RESOLVED_FILE:q}{params.jobs_at_once}"
+        runs("plan", FROM_CONFIG, "{params.jobs_at_once}")
 
 
 rule check:
+    """Answers: what this machine lacks for a run."""
     log:
         PATHS.run_log("check"),
     localrule: True
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:
-        "POSTTRAIN_LOG={log:q} python -P -m posttrain check --resolved {RESOLVED_FILE:q}"
+        runs("check", FROM_CONFIG)

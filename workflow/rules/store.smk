@@ -2,6 +2,7 @@
 
 
 rule verify:
+    """Answers: where every byte of a run came from."""
     input:
         receipt_of(PATHS.hf_export),
     log:
@@ -9,11 +10,11 @@ rule verify:
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python -P -m posttrain verify --resolved {RESOLVED_FILE:q}"
+        runs("verify", FROM_CONFIG, where=IN_IMAGE)
 
 
-# Before training, or without: the checkpoints that the run begins with.
 rule verify_store:
+    """Answers: where every byte of the checkpoints came from, before training or without."""
     input:
         receipt_of(PATHS.dataset),
         receipt_of(PATHS.torch_dist),
@@ -23,14 +24,15 @@ rule verify_store:
     message:
         "prove where every byte of the checkpoints came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python -P -m posttrain verify-store --resolved {RESOLVED_FILE:q}"
+        runs("verify_store", FROM_CONFIG, where=IN_IMAGE)
 
 
 rule gc:
+    """Answers: what of the store no run needs; gc=delete frees it."""
     log:
         PATHS.run_log("gc"),
     localrule: True
     message:
         "what of the store no run needs"
     shell:
-        "POSTTRAIN_LOG={log:q} python -P -m posttrain gc --resolved {RESOLVED_FILE:q}"
+        runs("gc", FROM_CONFIG)

@@ -33,15 +33,15 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
 
     Args:
         config: The resolved configuration.
-        rules: Names of the rules that would run.
+        rules: Names of the rules that would run; a workflow that imports this one may put something before them.
     """
     found: list[Problem] = []
-    if any(rule in rules for rule in FETCHING):
+    if any(rule.endswith(FETCHING) for rule in rules):
         found += check_convertible(config)
-    if any(rule in rules for rule in TRAINING):
+    if any(rule.endswith(TRAINING) for rule in rules):
         missing_key = check_wandb(config).problem
         found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
-    if any(rule in rules for rule in SERVING):
+    if any(rule.endswith(SERVING) for rule in rules):
         found += check_served(config)
     return list(dict.fromkeys(found))
 
