@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.forked_snakemake import forked_snakemake
-from tests.support.workflow_runs import ROOT
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 from tests.workflow.branches import jobs_of
 from tests.workflow.test_rules import RULES
 
@@ -92,3 +92,14 @@ def test_a_second_configuration_in_one_workflow_is_refused(mine, tmp_path: Path)
     code, output = mine("-n")
     assert code == 1
     assert "module = two configurations of posttrain" in output
+
+
+@pytest.mark.slow
+def test_snakemakes_own_report_shows_what_a_run_has_brought(undisturbed_alone: WorkflowFolder, tmp_path: Path) -> None:
+    page = tmp_path / "snakemake.html"
+    words = undisturbed_alone.command(options=["--report", str(page)])[5:]
+    code, output = forked_snakemake()(undisturbed_alone.folder, *words)
+    assert code == 0, output
+    added = re.findall(r"^Adding .*?([\w.]+) \(", output, re.MULTILINE)
+    assert sorted(added) == ["after.json", "before.json", "report.html", "summary.json"]
+    assert "Evaluation" in page.read_text()

@@ -13,7 +13,7 @@ rule evaluate:
         dataset=receipt_of(PATHS.dataset),
         run=lambda wildcards: may_run(),
     output:
-        PATHS.evaluation("{when}"),
+        report(PATHS.evaluation("{when}"), category="Evaluation", labels={"training": "{when}"}),
     log:
         PATHS.run_log("evaluate", ".{when}"),
     benchmark:

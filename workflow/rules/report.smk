@@ -10,8 +10,8 @@ rule render_report:
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:
-        summary=PATHS.summary,
-        report=PATHS.run / "report.html",
+        summary=report(PATHS.summary, category="Run", labels={"what": "summary"}),
+        report=report(PATHS.run / "report.html", category="Run", labels={"what": "report"}),
     log:
         PATHS.run_log("render_report"),
     benchmark:
