@@ -32,7 +32,7 @@ ONE_RULE = 'rule all:\n    output:\n        "done",\n    shell:\n        "touch 
 
 def main() -> None:
     """Measure, print the table and a line of JSON for each claim."""
-    from tests.workflow.branches import OTHER_BRANCHES, main_branches
+    from tests.support.branches import OTHER_BRANCHES, main_branches
 
     branches = main_branches() | OTHER_BRANCHES
     many = f"glm5, {NODES} nodes, many jobs"

@@ -7,7 +7,7 @@ end with the same metrics, bit for bit.
 A job of another rule is read under 2 s: SLURM's executor starts Snakemake twice in a job, and each reads the workflow
 anew before the command runs. A workflow of one rule shows what of it is Snakemake's own.
 
-All are interleaved. Run as root (see tests/slurm/slurm_localhost.sh) from the repository's root:
+All are interleaved. Run as root (see tests/support/slurm_localhost.sh) from the repository's root:
 
     python -m benchmarks.gang
 """
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import psutil
 from benchmarks.claims import report
-from tests.slurm.cluster import Cluster, missing_slurm, running_cluster
-from tests.slurm.slurm_folder import PROFILE, SlurmFolder
+from tests.support.slurm_cluster import Cluster, missing_slurm, running_cluster
+from tests.support.slurm_folder import PROFILE, SlurmFolder
 from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, receipt_of

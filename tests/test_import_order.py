@@ -74,6 +74,15 @@ def test_a_part_that_every_dry_run_reads_imports_no_torch(part: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+def test_what_is_shared_lies_in_support() -> None:
+    """Benchmarks borrow from tests/support alone, and that from no test, so that a test can move or go."""
+    found = []
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "support").rglob("*.py")]:
+        borrowed = {name for name in imports_of(ast.parse(path.read_text())) if name.partition(".")[0] == "tests"}
+        found += [f"{path.name}: {name}" for name in borrowed if not name.startswith("tests.support")]
+    assert not found
+
+
 def test_files_and_functions_are_small() -> None:
     found = []
     for path in ALL_FILES:

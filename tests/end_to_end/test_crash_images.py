@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.scripts.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
-from tests.scripts.killing import run_killed
 from tests.support import saving
+from tests.support.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import (
     Driver,
@@ -32,6 +31,7 @@ from tests.support.interruptions import (
     start,
     wait_or_end,
 )
+from tests.support.killing import run_killed
 from tests.support.power_cut import Disk, new_disk
 from tests.support.workflow_runs import WorkflowFolder
 

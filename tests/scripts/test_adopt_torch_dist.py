@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.scripts.checkpoint_store import ARCHITECTURE, Store, make_store, make_torch_dist, run_here
-from tests.scripts.killing import run_killed
+from tests.support.checkpoint_store import ARCHITECTURE, Store, make_store, make_torch_dist, run_here
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader

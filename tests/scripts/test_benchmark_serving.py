@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 
-from tests.scripts.evaluation_inputs import ROOT, make_inputs
+from tests.support.evaluation_inputs import ROOT, make_inputs
 
 
 def test_the_table_has_a_row_per_concurrency(tmp_path):

@@ -2,8 +2,8 @@ import random
 import shutil
 
 import pytest
-from tests.scripts.checkpoint_store import Store, make_rollout_fp8, make_store, run_here
-from tests.scripts.killing import run_killed
+from tests.support.checkpoint_store import Store, make_rollout_fp8, make_store, run_here
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of, require_files
 from posttrain.errors import CheckpointError

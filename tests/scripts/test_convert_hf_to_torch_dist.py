@@ -2,8 +2,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.scripts.checkpoint_store import make_store, make_torch_dist, run_here
-from tests.scripts.killing import SCRIPTS, run_killed
+from tests.support.checkpoint_store import make_store, make_torch_dist, run_here
+from tests.support.killing import SCRIPTS, run_killed
 
 from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, receipt_of, require_files
 from posttrain.errors import CheckpointError

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.scripts.killing import SCRIPTS, run_killed
 from tests.support.hub_server import HubServer
+from tests.support.killing import SCRIPTS, run_killed
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
 from posttrain.config.schema import Data

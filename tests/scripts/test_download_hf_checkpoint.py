@@ -5,9 +5,9 @@ import subprocess
 import time
 
 import pytest
-from tests.scripts.downloading import NEEDED, StoreFolder, from_folder, from_hub
-from tests.scripts.killing import run_killed
+from tests.support.downloading import NEEDED, StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
+from tests.support.killing import run_killed
 from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.artifacts import hash_file, part_receipt_of, partial_of, read_receipt, receipt_of, require_files

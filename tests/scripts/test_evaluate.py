@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.scripts.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
+from tests.support.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
 
 from posttrain.artifacts import read_receipt, receipt_of
 

@@ -1,8 +1,8 @@
 import random
 
-from tests.scripts.checkpoint_store import NUM_PARTS, assert_same_folder, make_in_parts, run_here
-from tests.scripts.killing import run_killed
 from tests.scripts.test_cast_to_bf16 import make_quantized_store
+from tests.support.checkpoint_store import NUM_PARTS, assert_same_folder, make_in_parts, run_here
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from tests.scripts.checkpoint_store import (
+from tests.support.checkpoint_store import (
     NUM_PARTS,
     assert_same_folder,
     make_export,
@@ -9,7 +9,7 @@ from tests.scripts.checkpoint_store import (
     make_torch_dist,
     run_here,
 )
-from tests.scripts.killing import run_killed
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
 from posttrain.checkpoint.export import final_weights_sha256

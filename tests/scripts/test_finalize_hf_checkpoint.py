@@ -2,7 +2,7 @@ import json
 import os
 
 import pytest
-from tests.scripts.downloading import NEEDED, StoreFolder, from_folder
+from tests.support.downloading import NEEDED, StoreFolder, from_folder
 from tests.support.small_checkpoint import make_small_checkpoint
 
 from posttrain.artifacts import manifest_of, part_receipt_of, partial_of, read_receipt, receipt_of

@@ -2,14 +2,14 @@ import json
 import random
 
 import pytest
-from tests.scripts.checkpoint_store import (
+from tests.support.checkpoint_store import (
     NUM_PARTS,
     assert_same_folder,
     make_rollout_fp8,
     make_store,
     run_here,
 )
-from tests.scripts.killing import run_killed
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
 from posttrain.errors import CheckpointError

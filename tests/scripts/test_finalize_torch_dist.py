@@ -2,14 +2,14 @@ import random
 
 import pytest
 import torch
-from tests.scripts.checkpoint_store import (
+from tests.support.checkpoint_store import (
     NUM_PARTS,
     assert_same_folder,
     make_store,
     make_torch_dist,
     run_here,
 )
-from tests.scripts.killing import run_killed
+from tests.support.killing import run_killed
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import partial_of, read_receipt, receipt_of

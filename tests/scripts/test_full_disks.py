@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.scripts.checkpoint_store import NUM_PARTS, Store, assert_same_folder, make_store, run_here
+from tests.support.checkpoint_store import NUM_PARTS, Store, assert_same_folder, make_store, run_here
 from tests.support.small_disk import remount, small_disk
 
 from posttrain.artifacts import build_lock

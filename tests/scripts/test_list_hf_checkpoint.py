@@ -2,7 +2,7 @@ import json
 import os
 
 import pytest
-from tests.scripts.downloading import NEEDED, StoreFolder, from_folder, from_hub
+from tests.support.downloading import NEEDED, StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
 from tests.support.small_checkpoint import make_small_checkpoint
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from tests.scripts.killing import SCRIPTS
+from tests.support.killing import SCRIPTS
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
@@ -16,7 +16,7 @@ SHORT = """
 import sys
 from posttrain.checkpoint.tiny import model as tiny_model, warm_up as tiny_warm_up
 tiny_warm_up.NUM_STEPS, tiny_model.PASS_RATE_LIMITS = 2, (0.0, 1.0)
-from tests.scripts import killing
+from tests.support import killing
 killing._main()
 """
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.scripts.killing import SCRIPTS, run_killed
+from tests.support.killing import SCRIPTS, run_killed
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt

@@ -1,8 +1,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.scripts.checkpoint_store import make_rollout_fp8, make_store, run_here
-from tests.scripts.killing import run_killed
+from tests.support.checkpoint_store import make_rollout_fp8, make_store, run_here
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import (
     Receipt,

@@ -1,7 +1,7 @@
 import random
 
-from tests.scripts.checkpoint_store import make_in_parts, make_store
-from tests.scripts.killing import run_killed
+from tests.support.checkpoint_store import make_in_parts, make_store
+from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, partial_of, read_receipt, require_files
 

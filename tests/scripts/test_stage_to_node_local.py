@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.scripts.killing import SCRIPTS, run_killed
+from tests.support.killing import SCRIPTS, run_killed
 from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, receipt_of, record_files, write_receipt

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tests.scripts.checkpoint_store import make_rollout_fp8, make_store, run_here
+from tests.support.checkpoint_store import make_rollout_fp8, make_store, run_here
 
 from posttrain.artifacts import read_receipt, receipt_of
 

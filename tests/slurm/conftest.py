@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 import psutil
 import pytest
-from tests.slurm.cluster import Cluster, require_slurm, running_cluster
-from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
-from tests.slurm.slurm_folder import SlurmFolder
+from tests.support.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.support.power_cut import Disk, new_disk
+from tests.support.slurm_cluster import Cluster, require_slurm, running_cluster
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import WorkflowFolder
 
 # By its name one of ours; ending ours by name would end it.

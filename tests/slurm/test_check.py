@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.slurm.cluster import Cluster
+from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import ROOT
 
 from posttrain.config.load import resolve

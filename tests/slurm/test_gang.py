@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.slurm.slurm_folder import SlurmFolder
 from tests.support.interruptions import assert_same_training
 from tests.support.listening import RANK, assert_all_known, silent_sockets, watched_sockets
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.launch.slurm_query import JOB_PREFIX

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.slurm.slurm_folder import SlurmFolder
 from tests.support.image_runtimes import ImageRuntime
 from tests.support.interruptions import assert_same_training
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.slurm.cluster import Cluster
-from tests.slurm.disturbed_run import DisturbedRun
-from tests.slurm.slurm_folder import SlurmFolder
+from tests.support.disturbed_run import DisturbedRun
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import check_claims, files_made, start
+from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder

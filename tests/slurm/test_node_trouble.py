@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.slurm.cluster import Cluster
-from tests.slurm.disturbed_run import DisturbedRun
+from tests.support.disturbed_run import DisturbedRun
 from tests.support.fault_record import FaultRecord
 from tests.support.power_cut import Disk
+from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = [pytest.mark.faults("nodes"), pytest.mark.timeout(1800)]

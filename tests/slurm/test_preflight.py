@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from tests.slurm.cluster import Cluster
-from tests.slurm.slurm_folder import SlurmFolder
+from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST
 
 pytestmark = [pytest.mark.faults("queue"), pytest.mark.timeout(1800)]

@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.slurm.cluster import Cluster
-from tests.slurm.disturbed_run import TWO_RANKS, DisturbedRun
-from tests.slurm.slurm_folder import SlurmFolder, as_user
+from tests.support.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import assert_same_training, check_claims, start
 from tests.support.requirements import require
+from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_folder import SlurmFolder, as_user
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts.lease import read_holder

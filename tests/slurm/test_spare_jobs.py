@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.slurm.cluster import Cluster
+from tests.support.slurm_cluster import Cluster
 from tests.support.workflow_runs import ROOT
 
 from posttrain.config.load import resolve

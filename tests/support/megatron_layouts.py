@@ -36,9 +36,9 @@ def main() -> None:
     arguments = json.loads(sys.argv[1])
     sys.path.insert(0, arguments["root"])
     from tests.support.megatron_single import test_config
-    from tests.unit.megatron_backend.conftest import ARCHITECTURE
+    from tests.support.tiny_checkpoint import TRAINED
 
-    config = small_batches(test_config(ARCHITECTURE, **arguments["parallel"]), arguments["ranks"])
+    config = small_batches(test_config(TRAINED, **arguments["parallel"]), arguments["ranks"])
     trainer = dataclasses.replace(config.trainer, **arguments["trainer"])
     config = dataclasses.replace(config, trainer=trainer)
     other = Path(arguments["other"]) if "other" in arguments else None

@@ -1,7 +1,7 @@
 """What training does to a disk, by training's own parts and one rank: rollouts, metrics, checkpoints, the receipt.
 
 Engines, W&B and the mathematics are left out; the order is that of `training/loop.py`. A program for
-`tests.scripts.killing` and, in `check`, what must be true of the disk whenever the power was cut.
+`tests.support.killing` and, in `check`, what must be true of the disk whenever the power was cut.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ TINY = Architecture(
     rms_norm_eps=1e-5,
     max_position_embeddings=256,
 )
+# Heads wide enough that index scores differ, top-k an eighth of the longest sequence used.
+TRAINED = dataclasses.replace(TINY, num_hidden_layers=4, n_routed_experts=8)
 TINY_DEEPSEEK = dataclasses.replace(TINY, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0)
 
 TINY_QWEN3 = Architecture(

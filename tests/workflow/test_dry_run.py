@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.dry_run import GOAL, GOAL_OF_MANY_JOBS, MANY_JOBS, NODES, measure, ratios_of
+from tests.support.branches import OTHER_BRANCHES, dry_run, job_table, main_branches, refused_branches
 from tests.support.workflow_runs import ROOT, run_snakemake
-from tests.workflow.branches import OTHER_BRANCHES, dry_run, job_table, main_branches, refused_branches
 
 GOLDEN = Path(__file__).parent / "golden"
 BRANCHES = main_branches() | OTHER_BRANCHES

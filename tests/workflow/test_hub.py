@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.support.branches import jobs_of
 from tests.support.hub_server import HubServer
 from tests.support.workflow_runs import FAST, WorkflowFolder
-from tests.workflow.branches import jobs_of
 
 from posttrain.artifacts import receipt_of
 

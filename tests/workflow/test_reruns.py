@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.branches import jobs_of
 from tests.support.workflow_runs import WorkflowFolder
-from tests.workflow.branches import jobs_of
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.workflow.branches import CONFIG_DIR, dry_run
+from tests.support.branches import CONFIG_DIR, dry_run
 
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.layout_choice import resolve

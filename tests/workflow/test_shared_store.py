@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.support.branches import jobs_of
 from tests.support.interruptions import check_claims, files_made, start
 from tests.support.workflow_runs import FAST, WorkflowFolder
-from tests.workflow.branches import jobs_of
 
 from posttrain.artifacts import read_receipt, write_receipt
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.branches import CONFIG_DIR, jobs_of
 from tests.support.forked_snakemake import forked_snakemake
 from tests.support.workflow_runs import WorkflowFolder
-from tests.workflow.branches import CONFIG_DIR, jobs_of
 from tests.workflow.test_answers import ANSWERS
 from tests.workflow.test_rules import RULES
 

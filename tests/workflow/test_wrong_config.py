@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support.branches import dry_run
 from tests.support.workflow_runs import run_snakemake
-from tests.workflow.branches import dry_run
 
 # What `--config` gives; the keys that must be named, each with what its remedy says.
 WRONG: dict[str, tuple[dict[str, object], dict[str, str]]] = {

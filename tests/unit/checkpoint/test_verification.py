@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tests.scripts.checkpoint_store import make_store, make_torch_dist
+from tests.support.checkpoint_store import make_store, make_torch_dist
 from tests.support.synthetic_run import make_run, remake_receipt
 
 from posttrain.artifacts import (

@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.megatron_single import initialize_single_rank, test_config
-from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
+from tests.support.tiny_checkpoint import TRAINED, make_random_checkpoint
 
-# Heads wide enough that index scores differ, top-k an eighth of the longest sequence used.
-ARCHITECTURE = dataclasses.replace(TINY, num_hidden_layers=4, n_routed_experts=8)
 LENGTHS = (41, 9, 64, 33, 17)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("random") / "hf"
-    return folder, make_random_checkpoint(folder, ARCHITECTURE, seed=3)
+    return folder, make_random_checkpoint(folder, TRAINED, seed=3)
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +36,7 @@ def make_policy(checkpoint):
 
 @pytest.fixture(scope="session")
 def policy(make_policy):
-    return make_policy(test_config(ARCHITECTURE))
+    return make_policy(test_config(TRAINED))
 
 
 @pytest.fixture(scope="session")
@@ -69,4 +66,4 @@ def reference(make_reference):
 def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     # Tokens 0 and 1 are left out: transformers gives the padding token's embedding no gradient.
-    return [torch.randint(2, ARCHITECTURE.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(2, TRAINED.vocab_size, (length,), generator=generator) for length in LENGTHS]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.megatron_single import test_config
 from tests.support.payload import Payload
-from tests.unit.megatron_backend.conftest import ARCHITECTURE, test_config
+from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend.test_families import convert_family
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -26,7 +27,7 @@ WEIGHT = "decoder.final_layernorm.weight"
 @pytest.fixture(scope="module")
 def policy(make_policy):
     """One of this module's own: other weights are loaded into it."""
-    return make_policy(test_config(ARCHITECTURE))
+    return make_policy(test_config(TRAINED))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def saved(policy, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def converted(checkpoint, tmp_path_factory) -> Path:
     """A converted checkpoint of the same model."""
-    return convert_family(tmp_path_factory.mktemp("converted"), ARCHITECTURE) / "torch_dist"
+    return convert_family(tmp_path_factory.mktemp("converted"), TRAINED) / "torch_dist"
 
 
 @pytest.fixture

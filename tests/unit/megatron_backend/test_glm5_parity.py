@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import test_config
-from tests.unit.megatron_backend.conftest import ARCHITECTURE
+from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -55,7 +55,7 @@ def test_gradients_equal_transformers(policy, reference, sequences) -> None:
 
 def test_one_expert_per_token_equals_transformers(make_policy, make_reference, sequences) -> None:
     """Its weight is the scaling factor whatever its score, so nothing but rounding reaches the router."""
-    policy = make_policy(test_config(dataclasses.replace(ARCHITECTURE, num_experts_per_tok=1)))
+    policy = make_policy(test_config(dataclasses.replace(TRAINED, num_experts_per_tok=1)))
     reference = make_reference(num_experts_per_tok=1)
     with torch.no_grad():
         expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])

@@ -11,7 +11,7 @@ import torch
 from tests.support.algorithms import objective
 from tests.support.independent_grpo import IndependentGrpo, Settings, advantages
 from tests.support.megatron_single import test_config
-from tests.unit.megatron_backend.conftest import ARCHITECTURE
+from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -25,7 +25,7 @@ SETTINGS = Settings(
 
 
 def trained_config(**algorithm):
-    config = test_config(ARCHITECTURE)
+    config = test_config(TRAINED)
     sections = {
         # Three or four micro-batches in each update.
         "trainer": {"max_tokens_per_gpu": 96},
@@ -52,10 +52,10 @@ def rollout(step: int, num_groups: int = 6, size: int = 4) -> list[SampleGroup]:
     groups = []
     for prompt_id in range(num_groups):
         # Tokens 0 and 1 are left out: transformers gives the padding token's embedding no gradient.
-        prompt = tuple(generator.integers(2, ARCHITECTURE.vocab_size, 5 + 3 * prompt_id).tolist())
+        prompt = tuple(generator.integers(2, TRAINED.vocab_size, 5 + 3 * prompt_id).tolist())
         samples = []
         for place in range(size):
-            response = tuple(generator.integers(2, ARCHITECTURE.vocab_size, 1 + 4 * place + prompt_id).tolist())
+            response = tuple(generator.integers(2, TRAINED.vocab_size, 1 + 4 * place + prompt_id).tolist())
             reward = 0.5 if prompt_id == 3 else float(np.float32(generator.random()))
             logprobs = (-4.0,) * len(response)
             samples.append(Sample(prompt_id, place, prompt, response, logprobs, "stop", step, reward))
@@ -80,7 +80,7 @@ def apply(policy, update, lr: float):
 def weights_of(policy) -> dict[str, torch.Tensor]:
     from posttrain.megatron_backend.weights import HubWeights
 
-    return dict(HubWeights(policy.model, ARCHITECTURE).gather(dtype=torch.float32))
+    return dict(HubWeights(policy.model, TRAINED).gather(dtype=torch.float32))
 
 
 def updates_of(policy, step: int):
@@ -273,7 +273,7 @@ def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_ar
 def test_the_learning_rate_rises_from_its_first_part_to_the_whole() -> None:
     from posttrain.megatron_backend.train_step import learning_rate
 
-    config = test_config(ARCHITECTURE)
+    config = test_config(TRAINED)
 
     def rates(steps: int) -> list[float]:
         optimizer = dataclasses.replace(config.optimizer, lr=1e-6, lr_warmup_steps=steps)

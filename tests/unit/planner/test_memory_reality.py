@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.measured_rank import case_config
 from tests.support.megatron_single import run_ranks
-from tests.unit.planner.measured_rank import case_config
 
 from posttrain.config.derived import layers_per_stage
 from posttrain.planner.activations import MicroBatch, saved_bytes
@@ -55,7 +55,7 @@ def measured() -> dict[str, list[dict]]:
     for ranks in sorted({case["ranks"] for case in CASES.values()}):
         names = [name for name, case in CASES.items() if case["ranks"] == ranks]
         request = {"root": str(ROOT), "cases": [CASES[name] for name in names]}
-        outputs = run_ranks(ROOT / "tests/unit/planner/measured_rank.py", ranks, json.dumps(request))
+        outputs = run_ranks(ROOT / "tests/support/measured_rank.py", ranks, json.dumps(request))
         by_rank = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
         found |= {name: [rank[place] for rank in by_rank] for place, name in enumerate(names)}
     return found

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 TIMEOUT_SECONDS = 120
 
 
-SCRIPT = Path(__file__).with_name("writing_rank.py")
+SCRIPT = Path(__file__).parents[2] / "support" / "writing_rank.py"
 
 
 def request(folder: Path, circumstance: str) -> str:

@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.scripts.killing import run_child
+from tests.support.killing import run_child
 
 from posttrain.artifacts import MANIFEST_NAME
 from posttrain.artifacts.lease import LeaseLostError

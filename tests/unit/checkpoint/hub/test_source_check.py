@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.scripts.downloading import StoreFolder, from_folder, from_hub
+from tests.support.downloading import StoreFolder, from_folder, from_hub
 from tests.support.hub_server import HubServer
 from tests.support.small_checkpoint import make_small_checkpoint
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.scripts.killing import SCRIPTS
+from tests.support.killing import SCRIPTS
 
 from posttrain.artifacts import manifest_of, part_receipt_of, receipt_of
 

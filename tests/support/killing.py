@@ -67,7 +67,7 @@ def run_killed(
         "forgetful": forgetful,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.scripts.killing", json.dumps(order)],
+        [sys.executable, "-m", "tests.support.killing", json.dumps(order)],
         cwd=SCRIPTS.parent,
         env=os.environ | (env or {}),
         capture_output=True,

@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
-from tests.slurm.cluster import Cluster
-from tests.slurm.slurm_folder import SlurmFolder
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import TRAINER, Driver, assert_same_training, find_processes, rank_process, start
+from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 LOOK_SECONDS = 0.5

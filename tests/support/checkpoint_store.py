@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from tests.scripts.killing import SCRIPTS
+from tests.support.killing import SCRIPTS
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import (
