@@ -30,7 +30,8 @@ if CFG.model.source.kind == "made":
         shell:
             runs(
                 "make_tiny_model",
-                "--architecture {params.architecture:q} --num-digits {params.num_digits}",
+                FROM_CONFIG,
+                "--num-digits {params.num_digits}",
                 "--seed {params.seed} --folder {params.folder:q} --receipt {output:q}",
                 where=IN_IMAGE,
             )
@@ -148,7 +149,8 @@ rule download_dataset:
     shell:
         runs(
             "download_dataset",
-            "--data {params.data:q} --folder {params.folder:q}",
+            FROM_CONFIG,
+            "--folder {params.folder:q}",
             "--num-retries {resources.num_retries} --receipt {output:q}",
             where=IN_IMAGE,
         )
