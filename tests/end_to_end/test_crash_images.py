@@ -33,6 +33,7 @@ from tests.support.interruptions import (
 )
 from tests.support.killing import run_killed
 from tests.support.power_cut import Disk, new_disk
+from tests.support.resolved_words import words_with
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts import (
@@ -55,7 +56,7 @@ MOST_CHANGES = 60
 TARGETS = ("finalize_torch_dist", "finalize_rollout_fp8")
 # Changes of files at which training is cut, each from where the one before has left it.
 TRAINING_POINTS = [41, 41, 50]
-DATA = '{"kind": "sort_digits", "num_digits": 3, "num_train_prompts": 64, "num_heldout_prompts": 16, "seed": 7}'
+DATA = {"kind": "sort_digits", "num_digits": 3, "num_train_prompts": 64, "num_heldout_prompts": 16, "seed": 7}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def steps_of(store: Store) -> Iterator[Step]:
     dataset, hf, patched = root / "dataset", root / "hf", root / "hf_patched"
     yield Step(
         "download_dataset",
-        ["--data", DATA, "--folder", dataset, "--receipt", receipt_of(dataset)],
+        [*words_with(data=DATA), "--folder", dataset, "--receipt", receipt_of(dataset)],
         receipt_of(dataset),
         dataset,
     )

@@ -46,6 +46,7 @@ wildcard_constraints:
 
 
 rule quantize:
+    """Brings one part of the weights into another number format."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
         calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
@@ -67,12 +68,17 @@ rule quantize:
     message:
         "quantise part {wildcards.part} of {params.num_parts} to {params.title}{params.more}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
+        runs(
+            "quantize",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--threads {threads} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_quantized:
+    """Joins the parts of weights in another number format."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
         parts=lambda wildcards: [
@@ -96,12 +102,17 @@ rule finalize_quantized:
     message:
         "join the {params.title} parts: index and config{params.more}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_quantized.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        runs(
+            "finalize_quantized",
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 # What is named on a command line: a rule with a wildcard is no target.
 rule finalize_rollout_fp8:
+    """Makes the weights that the engines serve in FP8."""
     input:
         receipt_of(PATHS.rollout_fp8),
     localrule: True
@@ -110,6 +121,7 @@ rule finalize_rollout_fp8:
 
 
 rule finalize_serving:
+    """Makes the weights in the format that `serving.format` names."""
     input:
         receipt_of(PATHS.serving),
     localrule: True
@@ -118,6 +130,7 @@ rule finalize_serving:
 
 
 rule finalize_bf16:
+    """Makes the weights of a quantised source in BF16."""
     input:
         receipt_of(PATHS.bf16),
     localrule: True
@@ -127,6 +140,7 @@ rule finalize_bf16:
 
 # Not on the way to training: both checkpoints are read once more and compared.
 rule verify_rollout_weights:
+    """Answers: what FP8 did to the weights."""
     input:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),
@@ -140,6 +154,10 @@ rule verify_rollout_weights:
     message:
         "measure what FP8 did to the weights"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
-        " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
-        " --threads {threads} --report {params.report:q}"
+        runs(
+            "verify_rollout_weights",
+            "--source {params.source:q}",
+            "--source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}",
+            "--threads {threads} --report {params.report:q}",
+            where=IN_IMAGE,
+        )

@@ -9,9 +9,11 @@ else:
 
 
 rule stage_to_node_local:
+    """Copies the checkpoints to one node's own disk and verifies them."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
+        run=lambda wildcards: may_run(),
     output:
         PATHS.node_record("{node}"),
     log:
@@ -29,14 +31,19 @@ rule stage_to_node_local:
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/stage_to_node_local.py --resolved {RESOLVED_FILE:q}"
-        " --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
-        " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}"
-        " --destination {params.destination:q} --peers {params.peers:q} --record {output:q}"
+        runs(
+            "stage_to_node_local",
+            FROM_CONFIG,
+            "--torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}",
+            "--rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}",
+            "--destination {params.destination:q} --peers {params.peers:q} --record {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 # Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
 rule stage_all_nodes:
+    """All nodes have their copies."""
     input:
         STAGED,
     output:

@@ -24,20 +24,13 @@ from posttrain.processes import follow_driver
 log = logging.getLogger(__name__)
 
 
-def add_configuration(parser: argparse.ArgumentParser) -> None:
+def add_configuration(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the argument `resolved`, a `Resolved` that the workflow has written."""
-    parser.add_argument("--resolved", type=_resolved, required=True, help="what `artifacts.resolved_file` wrote")
+    parser.add_argument("--resolved", type=_resolved, required=required, help="a file of logs/configs")
 
 
 def _resolved(path: str) -> Resolved:
     return read_resolved(Path(path))
-
-
-def parse_configuration(description: str | None) -> Resolved:
-    """Return the configuration from the command line of a script that takes nothing else."""
-    parser = argparse.ArgumentParser(description=description)
-    add_configuration(parser)
-    return parser.parse_args().resolved
 
 
 def run(main: Callable[[], None], role: str | None = None) -> None:

@@ -78,9 +78,15 @@ def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_
     psutil.wait_procs(stubborn, timeout=GRACE_SECONDS)
 
 
-def name_driver() -> None:
-    """Let the steps that this process starts know whom to follow; called when the Snakefile is parsed."""
-    os.environ[DRIVER_VARIABLE] = f"{socket.gethostname()}:{os.getpid()}"
+def name_driver() -> bool:
+    """Let the steps that this process starts know whom to follow; called when the Snakefile is parsed.
+
+    Returns:
+        Whether this process has been named before: it has read the Snakefile already, as a module.
+    """
+    me = f"{socket.gethostname()}:{os.getpid()}"
+    before, os.environ[DRIVER_VARIABLE] = os.environ.get(DRIVER_VARIABLE), me
+    return before == me
 
 
 def follow_driver() -> None:

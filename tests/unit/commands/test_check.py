@@ -2,18 +2,15 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.resolved_words import resolved_words
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def check(folder, overrides=""):
     roots = f"site.store={folder}/store site.results={folder}/results site.node_local={folder}/local"
     workflow = {"model": "tiny", "site": "local", "set": f"{roots} {overrides}"}
     chosen = [*resolved_words(workflow, folder), "--output", folder / "check.json"]
-    command = [sys.executable, REPOSITORY / "scripts/check.py", *chosen]
+    command = [sys.executable, "-m", "posttrain", "check", *chosen]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -1,13 +1,10 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -20,7 +17,7 @@ def made(tmp_path):
 
 def verify_store(made):
     chosen = resolved_words(made.workflow, made.paths.run.parent.parent)
-    command = [sys.executable, REPOSITORY / "scripts/verify_store.py", *chosen]
+    command = [sys.executable, "-m", "posttrain", "verify-store", *chosen]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

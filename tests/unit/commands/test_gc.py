@@ -3,15 +3,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.support.small_disk import small_disk
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
 from posttrain.artifacts.references import Reference, references_folder
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -27,8 +24,9 @@ def folder(tmp_path):
     return folder
 
 
-def gc(store, *more, code=0):
-    command = [sys.executable, REPOSITORY / "scripts/gc.py", "--store", store, *more]
+def gc(store, *more, unused_days=14, code=0):
+    chosen = f"set=site.store={store} site.unused_days={unused_days}"
+    command = [sys.executable, "-m", "posttrain", "gc", chosen, *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == code, done.stdout
     return done.stdout
@@ -36,29 +34,29 @@ def gc(store, *more, code=0):
 
 def test_it_shows_and_deletes_only_on_demand(tmp_path, folder):
     store = tmp_path / "store"
-    assert "0 can be freed" in gc(store, "--unused-days", "40")
-    shown = gc(store, "--unused-days", "14")
+    assert "0 can be freed" in gc(store, unused_days=40)
+    shown = gc(store)
     assert "datasets/jsonl-1" in shown
     assert "finished, unused" in shown
     assert "1 can be freed" in shown
     assert "nothing was deleted" in shown
     assert folder.exists()
-    assert "1 of 1 deleted" in gc(store, "--unused-days", "14", "--delete")
+    assert "1 of 1 deleted" in gc(store, "gc=delete")
     assert list(folder.parent.iterdir()) == []
 
 
 def test_a_store_that_is_not_there_is_empty(tmp_path):
-    assert "0 can be freed" in gc(tmp_path / "none", "--unused-days", "14")
+    assert "0 can be freed" in gc(tmp_path / "none")
 
 
 def test_what_others_have_written_is_shown_and_not_obeyed(tmp_path, folder):
     reference = Reference(str(tmp_path), str(tmp_path), "\x1b[2Jada", "node7", 0.0, ("datasets/jsonl-1",))
     write_json(references_folder(tmp_path / "store") / "a.json", dataclasses.asdict(reference))
-    shown = gc(tmp_path / "store", "--unused-days", "14")
+    shown = gc(tmp_path / "store")
     assert "\x1b" not in shown
     assert "\\x1b[2Jada" in shown
     write_json(references_folder(tmp_path / "store") / "a.json", {**dataclasses.asdict(reference), "user": "[red]ada"})
-    assert "[red]ada" in gc(tmp_path / "store", "--unused-days", "14")
+    assert "[red]ada" in gc(tmp_path / "store")
 
 
 def test_what_cannot_be_deleted_is_told_after_all_else_is_gone(tmp_path, folder):
@@ -69,7 +67,7 @@ def test_what_cannot_be_deleted_is_told_after_all_else_is_gone(tmp_path, folder)
     with small_disk(folder, "size=1m"):
         for path in (tmp_path / "store").rglob("*"):
             os.utime(path, (then, then))
-        told = gc(tmp_path / "store", "--unused-days", "14", "--delete", code=1)
+        told = gc(tmp_path / "store", "--delete", code=1)
     assert "1 of 2 deleted" in told
     assert f"not everything could be deleted; all else was:\n  {folder}: [Errno 16] Device or resource busy" in told
     assert not other.exists()

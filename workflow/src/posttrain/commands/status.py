@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.artifacts import Paths
-from posttrain.cli import parse_configuration, run
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
@@ -19,10 +18,9 @@ from posttrain.launch.status import RunStatus, find_runs, read_status
 from posttrain.readable import format_number, format_seconds
 
 
-def main() -> None:
+def main(paths: Paths) -> None:
     """Read every run, or the one that was named; write nothing."""
-    resolved = parse_configuration(__doc__)
-    results = Paths(resolved).run.parent
+    resolved, results = paths.resolved, paths.run.parent
     runs = choose(find_runs(results), resolved, results, is_named=bool(resolved.request.get("run")))
     show_runs([read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs], results)
     show_queue(queued_jobs(resolved.config.site.launcher, Path.cwd()))
@@ -83,7 +81,3 @@ def show_queue(jobs: list[QueuedJob]) -> None:
     for job in jobs:
         table.add_row(*dataclasses.astuple(job))
     Console(width=160).print(table)
-
-
-if __name__ == "__main__":
-    run(main)

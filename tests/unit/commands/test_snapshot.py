@@ -1,4 +1,4 @@
-"""`snakemake snapshot`: the report of a run so far, drawn each time that it is asked for."""
+"""`posttrain snapshot`: the report of a run so far, drawn each time that it is asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run, workflow_of
-from tests.support.workflow_runs import ROOT
 
 
 def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None:
@@ -17,7 +16,7 @@ def test_before_anything_has_begun_and_after_all_is_done(tmp_path: Path) -> None
         (workflow_of(tmp_path, 5), tmp_path / "results" / "*" / "snapshot.html", "<b>So far</b>: 0 steps of 5"),
         (finished.workflow, finished.paths.snapshot, "<h2>The model got better</h2>"),
     ):
-        command = [sys.executable, ROOT / "scripts/snapshot.py", *resolved_words(workflow, tmp_path)]
+        command = [sys.executable, "-m", "posttrain", "snapshot", *resolved_words(workflow, tmp_path)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         (found,) = Path("/").glob(str(page).lstrip("/"))

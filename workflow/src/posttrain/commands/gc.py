@@ -1,8 +1,7 @@
-"""Show what of the store no run needs any more, and who uses the rest; with --delete, free it."""
+"""Show what of the store no run needs any more, and who uses the rest; free it on demand."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -10,22 +9,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from posttrain.artifacts import Paths
 from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
-from posttrain.cli import run
 from posttrain.errors import one_line
 
 
-def main() -> None:
+def main(paths: Paths, delete: bool) -> None:
     """List every artefact, then what is or would be freed."""
-    args = parse_arguments()
-    found = list_store(args.store, args.unused_days) if args.store.is_dir() else []
-    show(found, args.store)
+    store, unused_days = paths.store, paths.resolved.config.site.unused_days
+    found = list_store(store, unused_days) if store.is_dir() else []
+    show(found, store)
     unused = [artefact for artefact in found if artefact.is_unused]
     size = f"{freed_bytes(unused):,} bytes"
-    if not args.delete:
-        print(f"{len(unused)} can be freed: {size}; nothing was deleted (--config gc=delete does)")
+    if not delete and paths.resolved.request.get("gc") != "delete":
+        print(f"{len(unused)} can be freed: {size}; nothing was deleted (gc=delete does)")
         return
-    gone, errors = delete_unused(args.store, args.unused_days)
+    gone, errors = delete_unused(store, unused_days)
     print(f"{len(gone)} of {len(unused)} deleted, {size} in all:", *(artefact.folder for artefact in gone), sep="\n  ")
     if errors:
         raise RuntimeError("\n  ".join(["not everything could be deleted; all else was:", *errors]))
@@ -50,16 +49,3 @@ def state_of(artefact: Stored) -> str:
         return f"being made by {artefact.builder}"
     whole = "finished" if artefact.is_finished else "half made"
     return f"{whole}, unused" if artefact.is_unused else whole
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--store", required=True, type=Path)
-    parser.add_argument("--unused-days", required=True, type=float, help="what was used more recently is kept")
-    parser.add_argument("--delete", action="store_true", help="delete what is unused")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    run(main)

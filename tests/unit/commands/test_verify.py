@@ -1,13 +1,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.support.resolved_words import resolved_words
 from tests.support.synthetic_run import make_run
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -17,15 +14,15 @@ def made(tmp_path):
 
 def verify(made, *more):
     chosen = resolved_words(made.workflow, made.paths.run.parent.parent)
-    command = [sys.executable, REPOSITORY / "scripts/verify.py", *chosen, *more]
+    command = [sys.executable, "-m", "posttrain", "verify", *chosen, *more]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_an_untouched_run_is_proven(made, tmp_path):
-    done = verify(made, "--output", tmp_path / "verified.json")
+def test_an_untouched_run_is_proven(made):
+    done = verify(made)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "41 files are what their receipts say"
-    verified = json.loads((tmp_path / "verified.json").read_text())
+    verified = json.loads((made.paths.run / "verified.json").read_text())
     digests = {row["name"]: row["digest"] for row in verified["artefacts"]}
     exported = next(row for row in verified["artefacts"] if row["name"] == "run: hf")
     assert exported["inputs"] == {"hf_patched": digests["hf_patched"], "train": digests["train"]}
@@ -37,7 +34,7 @@ def test_what_no_receipt_names_is_told_at_the_end(made):
     logs.mkdir(parents=True)
     for name in ("engine0.log", "rank0.log"):
         (logs / name).write_text("started")
-    done = verify(made, "--output", made.paths.run / "verified.json")
+    done = verify(made)
     line = next(line for line in done.stdout.splitlines() if line.startswith("not looked at"))
     expected = "config.resolved.yaml (1 file), evaluation (2 files), hf.history.jsonl (1 file), "
     expected += "records.history.jsonl (1 file), train (1 file), train/attempts (2 files), "
@@ -50,7 +47,7 @@ def test_every_bad_file_is_named(made):
     bad = [made.paths.hf / "model.bin", made.paths.torch_dist / "__0_0.bin"]
     for path in bad:
         path.write_bytes(path.read_bytes()[::-1])
-    done = verify(made, "--output", made.paths.run / "verified.json")
+    done = verify(made)
     assert done.returncode == 1
     assert not (made.paths.run / "verified.json").exists()
     assert all(f"{path}: content differs" in done.stderr for path in bad)

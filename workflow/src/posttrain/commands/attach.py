@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from posttrain.artifacts import Paths
-from posttrain.cli import parse_configuration, run
 from posttrain.launch.attach import attach
 
 
-def main() -> None:
+def main(paths: Paths) -> None:
     """Wait, and say what comes next."""
-    print(attach(Paths(parse_configuration(__doc__))), flush=True)
-
-
-if __name__ == "__main__":
-    run(main)
+    print(attach(paths), flush=True)

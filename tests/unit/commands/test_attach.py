@@ -2,19 +2,24 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.support.begun_runs import begin_run, workflow_of
 from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 
-SCRIPT = CONFIG_DIR.parent / "scripts/attach.py"
 SECONDS = 60
 
 
 @pytest.fixture
 def attach(tmp_path):
     def start(run):
-        command = [sys.executable, SCRIPT, *resolved_words(workflow_of(tmp_path, run=run), tmp_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain",
+            "attach",
+            *resolved_words(workflow_of(tmp_path, run=run), tmp_path),
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.artifacts import Paths
-from posttrain.cli import parse_configuration, run
 from posttrain.config.site_rules import check_preflight
 from posttrain.errors import raise_if_any
 from posttrain.launch.inspection import describe_unfit
@@ -12,9 +11,8 @@ from posttrain.launch.site import find_nodes
 from posttrain.preflight.report import print_findings
 
 
-def main() -> None:
+def main(paths: Paths) -> None:
     """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
-    paths = Paths(parse_configuration(__doc__))
     config = paths.resolved.config
     raise_if_any(list(check_preflight(config)))
     found = look_at_nodes(paths, find_nodes(config, paths.train))
@@ -23,7 +21,3 @@ def main() -> None:
     if found.unfit:
         num_nodes = len(found.fit) + len(found.unfit)
         raise RuntimeError(f"{len(found.unfit)} of {num_nodes} nodes are {describe_unfit(found.unfit, config)}")
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,4 +1,4 @@
-"""The script on this machine: what it shows, what it leaves, and what it refuses."""
+"""The command on this machine: what it shows, what it leaves, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 from tests.support.resolved_words import resolved_words
-from tests.support.workflow_runs import ROOT
 
 
 def preflight(folder: Path, **choice: object) -> subprocess.CompletedProcess[str]:
     roots = f"site.results={folder}/results site.node_local={folder}/local"
     workflow = {"model": "tiny", "site": "local", "run": "mine", "set": roots, **choice}
-    command = [sys.executable, ROOT / "scripts/preflight.py", *resolved_words(workflow, folder)]
+    command = [sys.executable, "-m", "posttrain", "preflight", *resolved_words(workflow, folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 

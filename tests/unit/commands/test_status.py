@@ -2,16 +2,15 @@ import os
 import subprocess
 import sys
 
-from tests.support.begun_runs import CONFIG_DIR, begin_run, workflow_of
+from tests.support.begun_runs import begin_run, workflow_of
 from tests.support.resolved_words import resolved_words
 
 from posttrain.artifacts.lease import Lease
 
-SCRIPT = CONFIG_DIR.parent / "scripts/status.py"
-
 
 def status(results, **more):
-    command = [sys.executable, SCRIPT, *resolved_words(workflow_of(results, **more), results.parent)]
+    words = resolved_words(workflow_of(results, **more), results.parent)
+    command = [sys.executable, "-m", "posttrain", "status", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
