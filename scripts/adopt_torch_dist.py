@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -10,14 +9,24 @@ from posttrain.artifacts import Receipt, building, claim, require_files, write_r
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
 from posttrain.checkpoint.parts.steps import read_architecture
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 
 STEP = "adopt_torch_dist"
 
 
 def main() -> None:
     """Check names and shapes, link or copy the files, compare every tensor with the source, write the receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        source=(Path, "checkpoint in Hub layout"),
+        source_receipt=(Path, "its receipt"),
+        adopted=(Path, "the torch_dist folder; never written to"),
+        folder=(Path, "final name of the folder in the store"),
+        architecture=(read_architecture, "dimensions, as JSON"),
+        threads={"type": int, "default": 1, "help": "files and tensors handled at a time"},
+        receipt=(Path, "receipt of the folder, written last"),
+    )
     import torch
 
     torch.set_num_threads(1)
@@ -30,19 +39,6 @@ def main() -> None:
         files = place_torch_dist(args.adopted, partial, names, args.threads)
         verify_torch_dist(args.source, partial, args.architecture, args.threads)
     write_receipt(args.receipt, Receipt(STEP, files, inputs, {}), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line's values."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="checkpoint in Hub layout")
-    parser.add_argument("--source-receipt", type=Path, required=True, help="its receipt")
-    parser.add_argument("--adopted", type=Path, required=True, help="the torch_dist folder; never written to")
-    parser.add_argument("--folder", type=Path, required=True, help="final name of the folder in the store")
-    parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
-    parser.add_argument("--threads", type=int, default=1, help="files and tensors handled at a time")
-    parser.add_argument("--receipt", type=Path, required=True, help="receipt of the folder, written last")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from posttrain.checkpoint.formats.torch_dist import STEP, Conversion
-from posttrain.checkpoint.parts.steps import make_part, part_parser, read_architecture, source_of
-from posttrain.cli import run
+from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, read_architecture, source_of
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Check the source, copy this part's share of its tensors, and say so in the part's receipt."""
-    parser = part_parser(__doc__)
-    parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        **SOURCE,
+        **PART,
+        architecture=(read_architecture, "dimensions, as JSON"),
+    )
     inputs = source_of(args, "hf_patched")
     make_part(STEP, args, inputs, lambda: Conversion(args.source, inputs["hf_patched"], args.architecture))
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, building, claim, manifest_of, write_receipt
 from posttrain.checkpoint.hub.retries import RetryRule
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.dataset_files import make_dataset
 
 
 def main() -> None:
     """Generate, read or fetch the rows, write both files and the receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        folder=(Path, "where the dataset goes"),
+        num_retries={"type": int, "default": RetryRule.num_retries, "help": "failed attempts in a row"},
+        receipt=Path,
+    )
     data = args.resolved.config.data
     settings = dataclasses.asdict(data)
     sources = [Path(data.train_file), Path(data.heldout_file)] if data.kind == "jsonl" else []
@@ -24,16 +30,6 @@ def main() -> None:
     with building(args.folder) as partial:
         files = make_dataset(data, partial, manifest_of(args.folder), RetryRule(args.num_retries))
     write_receipt(args.receipt, Receipt("download_dataset", files, {}, settings), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--folder", required=True, type=Path, help="where the dataset goes")
-    parser.add_argument("--num-retries", type=int, default=RetryRule.num_retries, help="failed attempts in a row")
-    parser.add_argument("--receipt", required=True, type=Path)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,17 +13,20 @@ from posttrain.checkpoint.export import (
     open_trained,
     refuse_foreign_folder,
 )
-from posttrain.checkpoint.parts.steps import make_part, part_parser, read_architecture, source_of
-from posttrain.cli import run
+from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, read_architecture, source_of
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Check both sides, write this part's shards, and say so in the part's receipt."""
-    parser = part_parser(__doc__)
-    parser.add_argument("--run-folder", type=Path, required=True, help="a training's folder, or a checkpoint")
-    parser.add_argument("--train-receipt", type=Path, help="its receipt (done.json); another trainer's has none")
-    parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        **SOURCE,
+        **PART,
+        run_folder=(Path, "a training's folder, or a checkpoint"),
+        train_receipt={"type": Path, "help": "its receipt (done.json); another trainer's has none"},
+        architecture=(read_architecture, "dimensions, as JSON"),
+    )
     refuse_foreign_folder(args.folder)
     checkpoint, identity = find_trained(args.run_folder, args.train_receipt)
     inputs = {"train": identity, **source_of(args, "hf_patched")}

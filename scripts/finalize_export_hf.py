@@ -5,13 +5,13 @@ from __future__ import annotations
 from posttrain.artifacts import read_receipt
 from posttrain.checkpoint.export import FINALIZE_STEP, STEP, HubExport
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.parts.steps import join_parser, join_parts, source_of
-from posttrain.cli import run
+from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Check the parts, add index, config and tokenizer, give the folder its name, write the receipt."""
-    args = join_parser(__doc__).parse_args()
+    args = command_line(__doc__, **SOURCE, **JOIN)
     inputs = {**read_receipt(args.part_receipts[0]).inputs, **source_of(args, "hf_patched")}
     join_parts(FINALIZE_STEP, STEP, args, inputs, HubExport(CheckpointReader(args.source), inputs))
 

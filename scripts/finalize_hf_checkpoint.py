@@ -6,15 +6,17 @@ from pathlib import Path
 
 from posttrain.checkpoint.hub.download_parts import FINALIZE_STEP, STEP, Download, origin_of
 from posttrain.checkpoint.hub.listed_files import read_manifest
-from posttrain.checkpoint.parts.steps import join_parser, join_parts
-from posttrain.cli import run
+from posttrain.checkpoint.parts.steps import JOIN, join_parts
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Hold the parts against the list, check the layout, give the folder its name, write the receipt."""
-    parser = join_parser(__doc__, has_source=False)
-    parser.add_argument("--manifest", required=True, type=Path, help="what list_hf_checkpoint wrote")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        **JOIN,
+        manifest=(Path, "what list_hf_checkpoint wrote"),
+    )
     manifest = read_manifest(args.manifest)
     inputs, _ = origin_of(manifest)
     join_parts(FINALIZE_STEP, STEP, args, inputs, Download(manifest), manifest=manifest.digest)

@@ -6,16 +6,19 @@ import json
 
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
-from posttrain.checkpoint.parts.steps import join_parser, join_parts, source_of
+from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Join the parts: index, config, tokenizer, receipt."""
-    parser = join_parser(__doc__)
-    parser.add_argument("--settings", type=json.loads, required=True, help="format and its settings, as JSON")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        **SOURCE,
+        **JOIN,
+        settings=(json.loads, "format and its settings, as JSON"),
+    )
     recoding = recoding_of(args.settings["format"])
     inputs = source_of(args, recoding.source)
     making = RecodedFolder(open_recoding(args.source, args.settings), inputs[recoding.source])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.tiny.model import make_tiny_model
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
 
 MAX_WARM_UP_PROMPTS = 8192
@@ -18,7 +17,16 @@ MAX_HELDOUT_PROMPTS = 512
 
 def main() -> None:
     """Draw the warm-up's prompts, make and warm up the model, and say so in the receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        num_digits=(int, "digits per prompt of the task"),
+        seed=(int, "seed of weights, prompts and warm-up"),
+        folder=(Path, "where the model goes"),
+        receipt=(Path, "written last"),
+        num_threads={"type": int, "default": 1, "help": "another number gives other bytes"},
+    )
     import torch
 
     torch.set_num_threads(args.num_threads)
@@ -30,18 +38,6 @@ def main() -> None:
     train_rows, heldout_rows = generate_prompts(args.num_digits, train, heldout, args.seed)
     make_tiny_model(args.folder, architecture, train_rows, heldout_rows, args.seed)
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line's values."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--num-digits", type=int, required=True, help="digits per prompt of the task")
-    parser.add_argument("--seed", type=int, required=True, help="seed of weights, prompts and warm-up")
-    parser.add_argument("--folder", type=Path, required=True, help="where the model goes")
-    parser.add_argument("--receipt", type=Path, required=True, help="written last")
-    parser.add_argument("--num-threads", type=int, default=1, help="another number gives other bytes")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The copy's weights are links; `config.json` and `tokenizer_config.json` change w
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -13,13 +12,23 @@ from posttrain.artifacts import Receipt, building, claim, require_files, write_r
 from posttrain.checkpoint.formats.hf_config import CONFIG, check_config, patch_folder
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.parts.steps import read_architecture
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 from posttrain.errors import raise_if_any
 
 
 def main() -> None:
     """Compare, patch, write the receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        source=(Path, "checkpoint in Hub layout"),
+        source_receipt=Path,
+        destination=(Path, "where the patched copy goes"),
+        receipt=Path,
+        architecture=(read_architecture, "model.architecture as JSON"),
+        target={"required": True, "choices": ("native", "deepseek_v32")},
+        trust_remote_code={"action": "store_true", "help": "accept a checkpoint with `auto_map`"},
+    )
     source_receipt = require_files(args.source, args.source_receipt)
     tensors = check_layout(args.source).infos
     raise_if_any(check_config(read_object(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
@@ -30,19 +39,6 @@ def main() -> None:
         files = patch_folder(args.source, partial, args.target, source_receipt)
         check_layout(partial)
     write_receipt(args.receipt, Receipt("patch_hf_config", files, inputs, {"target": args.target}), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", required=True, type=Path, help="checkpoint in Hub layout")
-    parser.add_argument("--source-receipt", required=True, type=Path)
-    parser.add_argument("--destination", required=True, type=Path, help="where the patched copy goes")
-    parser.add_argument("--receipt", required=True, type=Path)
-    parser.add_argument("--architecture", required=True, type=read_architecture, help="model.architecture as JSON")
-    parser.add_argument("--target", required=True, choices=("native", "deepseek_v32"))
-    parser.add_argument("--trust-remote-code", action="store_true", help="accept a checkpoint with `auto_map`")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

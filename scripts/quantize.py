@@ -7,16 +7,19 @@ from pathlib import Path
 
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
-from posttrain.checkpoint.parts.steps import make_part, part_parser, source_of
+from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 
 
 def main() -> None:
     """Recode this part's share of the shards; a newer calibration makes it again."""
-    parser = part_parser(__doc__)
-    parser.add_argument("--settings", type=json.loads, required=True, help="format and its settings, as JSON")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        **SOURCE,
+        **PART,
+        settings=(json.loads, "format and its settings, as JSON"),
+    )
     recoding = recoding_of(args.settings["format"])
     inputs = source_of(args, recoding.source)
     calibration = [Path(file) for file in args.settings.get("calibration", ())]

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.artifacts import Paths
 from posttrain.artifacts.sharing import announce_sharing
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, add_option, run
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved
 from posttrain.training.lineage import refuse_other_run
@@ -96,7 +96,7 @@ def _parse_arguments() -> dict[str, Any]:
         command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
         command.add_argument("--config", nargs="*", action="extend", default=[], help=argparse.SUPPRESS)
         command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
-        add_configuration(command, required=False)
+        add_option(command, "resolved", RESOLVED, required=False)
         if name in OPTIONS:
             option, declared = OPTIONS[name]
             command.add_argument(option, **declared)

@@ -245,11 +245,12 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line that the head wrote."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--head", required=True, help="host:port of the head")
-    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME", ""), help="this node's; SLURM's by default")
-    parser.add_argument("--log-folder", type=Path, required=True, help="gets node-{name}.log")
-    return parser.parse_args()
+    return cli.command_line(
+        __doc__,
+        head=(str, "host:port of the head"),
+        name={"default": os.environ.get("SLURMD_NODENAME", ""), "help": "this node's; SLURM's by default"},
+        log_folder=(Path, "gets node-{name}.log"),
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ then, and has the job started again when the node of its command is no longer am
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 
@@ -20,9 +19,7 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Wait until the job ends, as a rule with this process; else put it back into the queue."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", required=True, help="SLURM's number of the job")
-    job = parser.parse_args().job
+    job = cli.command_line(__doc__, job=(str, "SLURM's number of the job")).job
     while not has_lost_its_command(job):
         time.sleep(END_QUERY_SECONDS)
     try:

@@ -37,6 +37,20 @@ from posttrain.checkpoint.parts.parts import (
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
+# Options of a script that makes or joins parts (`cli.command_line`).
+SOURCE = {"source": (Path, "checkpoint in Hub layout"), "source_receipt": (Path, "its receipt")}
+FOLDER = {"folder": (Path, "final name of the folder"), "receipt": (Path, "written last")}
+PART: dict[str, Any] = {
+    **FOLDER,
+    "part": (int, "number of this part, from 0"),
+    "num_parts": (int, "number of parts"),
+    "threads": {"type": int, "default": 1, "help": "files made at a time"},
+}
+JOIN: dict[str, Any] = {
+    **FOLDER,
+    "part_receipts": {"type": Path, "nargs": "+", "required": True, "help": "receipts of all parts"},
+}
+
 
 class Making(Protocol):
     """What a folder consists of, and how it is made."""
@@ -107,7 +121,7 @@ def make_part(
 
     Args:
         step: Name of the step in receipts.
-        args: Of `part_parser`.
+        args: Of the options `PART`.
         inputs: What the folder is made from: name -> digest of the receipt.
         open_making: Opens it; called when there is work to do.
         files: What else the part is made from; a newer one makes it again.
@@ -150,7 +164,7 @@ def join_parts(
     Args:
         step: Name of the step in receipts.
         part_step: Of the step that made the parts.
-        args: Of `join_parser`.
+        args: Of the options `JOIN`.
         inputs: See `make_part`.
         making: What the folder consists of.
         identity: See `make_part`.
@@ -237,35 +251,6 @@ def _remove_other_parts(folder: Path, receipts: Collection[Path]) -> None:
     for path in part_receipt_of(folder, "0").parent.glob("*.receipt.json"):
         if path.resolve() not in kept:
             path.unlink()
-
-
-# ---- command lines ----
-
-
-def part_parser(description: str | None, *, has_source: bool = True) -> argparse.ArgumentParser:
-    """Return the command line of a part; a rule adds what is its own."""
-    parser = _parser(description, has_source)
-    parser.add_argument("--part", type=int, required=True, help="number of this part, from 0")
-    parser.add_argument("--num-parts", type=int, required=True, help="number of parts")
-    parser.add_argument("--threads", type=int, default=1, help="files made at a time")
-    return parser
-
-
-def join_parser(description: str | None, *, has_source: bool = True) -> argparse.ArgumentParser:
-    """Return the command line of a last step; a rule adds what is its own."""
-    parser = _parser(description, has_source)
-    parser.add_argument("--part-receipts", type=Path, nargs="+", required=True, help="receipts of all parts")
-    return parser
-
-
-def _parser(description: str | None, has_source: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    if has_source:
-        parser.add_argument("--source", type=Path, required=True, help="checkpoint in Hub layout")
-        parser.add_argument("--source-receipt", type=Path, required=True, help="its receipt")
-    parser.add_argument("--folder", type=Path, required=True, help="final name of the folder")
-    parser.add_argument("--receipt", type=Path, required=True, help="written last")
-    return parser
 
 
 def source_of(args: argparse.Namespace, name: str) -> dict[str, str]:
