@@ -20,5 +20,5 @@ rule patch_hf_config:
         f"validate the checkpoint against the configuration; patch: {{params.target}}{NEEDS.message('patch_hf_config')}"
     shell:
         "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/patch_hf_config.py --source {params.source:q} --source-receipt {input:q}"
-        " --destination {params.destination:q} --architecture {params.architecture:q} --target {params.target}"
+        " --folder {params.destination:q} --architecture {params.architecture:q} --target {params.target}"
         " --receipt {output:q}"
