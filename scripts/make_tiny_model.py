@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
+from posttrain.checkpoint.parts.steps import FOLDER
 from posttrain.checkpoint.tiny.model import make_tiny_model
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
@@ -20,11 +20,10 @@ def main() -> None:
     started = time.time()
     args = command_line(
         __doc__,
+        **FOLDER,
         resolved=RESOLVED,
         num_digits=(int, "digits per prompt of the task"),
         seed=(int, "seed of weights, prompts and warm-up"),
-        folder=(Path, "where the model goes"),
-        receipt=(Path, "written last"),
         num_threads={"type": int, "default": 1, "help": "another number gives other bytes"},
     )
     import torch

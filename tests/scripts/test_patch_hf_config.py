@@ -26,7 +26,7 @@ def _arguments(source: Path, target: str, destination: Path, **dimensions: int) 
         source,
         "--source-receipt",
         receipt_of(source),
-        "--destination",
+        "--folder",
         destination,
         "--receipt",
         receipt_of(destination),

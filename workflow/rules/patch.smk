@@ -23,7 +23,7 @@ rule patch_hf_config:
         runs(
             "patch_hf_config",
             "--source {params.source:q} --source-receipt {input:q}",
-            "--destination {params.destination:q} --architecture {params.architecture:q} --target {params.target}",
+            "--folder {params.destination:q} --architecture {params.architecture:q} --target {params.target}",
             "--receipt {output:q}",
             where=IN_IMAGE,
         )

@@ -55,6 +55,7 @@ from posttrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 STEP, FINALIZE_STEP = "export_hf", "finalize_export_hf"
+# Large enough that reading costs no more calls than hashing takes, small beside the memory of each thread.
 _READ_BYTES = 8 << 20
 
 

@@ -18,6 +18,7 @@ from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.safetensors_io import DTYPE_BYTES, INDEX_NAME, TensorSpec
 from posttrain.checkpoint.staging.file_placement import HashingFile
 
+# Where huggingface_hub and transformers cut shards, too.
 MAX_SHARD_BYTES = 5 * 10**9
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -33,6 +34,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# The format pads its header so that data begins at a multiple of the widest element.
 _HEADER_ALIGNMENT = 8
 
 

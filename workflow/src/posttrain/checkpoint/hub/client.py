@@ -27,9 +27,12 @@ from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+# Weights, configuration, chat templates, and what tokenizers are stored as.
 NEEDED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
+# The same weights once more, as other libraries store them.
 NOT_NEEDED = ("consolidated", "pytorch_model", "tf_model", "flax_model")
 TEMPLATE_FOLDER = "additional_chat_templates"
+# As many lines as a terminal shows with the message around them; GLM-5 has 282 shards.
 MAX_NAMED_FILES = 20
 
 

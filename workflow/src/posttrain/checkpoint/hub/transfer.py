@@ -35,6 +35,7 @@ from posttrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 STAGING = ".download"
+# Once more, in case an earlier process left wrong bytes; bytes that arrive wrong twice are the path's fault.
 ATTEMPTS_PER_FILE = 2
 _CONTENT_RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<total>\d+)")
 

@@ -8,6 +8,7 @@ no part, gives the folder its name and writes its receipt. What it says does not
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -172,17 +173,40 @@ def join_parts(
     Raises:
         CheckpointError: When a part is missing or made from something else, or a file has changed.
     """
-    started = time.time()
     names = making.names(len(args.part_receipts))
     parts = read_parts(args.folder, args.part_receipts, Receipt(part_step, (), inputs, identity), names)
-    settings, records = making.settings(parts), tuple(part.record for part in parts.values())
-    if not claim(args.receipt, Receipt(step, records, inputs, settings), args.folder, parts=args.part_receipts):
-        return
-    with building(args.folder) as partial:
+    records = tuple(part.record for part in parts.values())
+
+    def make(partial: Path) -> tuple[FileRecord, ...]:
         making.clear(partial, parts)
-        records += record_files(partial, making.complete(partial, parts))
-    _remove_other_parts(args.folder, args.part_receipts)
-    write_receipt(args.receipt, Receipt(step, records, inputs, settings), started)
+        small = record_files(partial, making.complete(partial, parts))
+        _remove_other_parts(args.folder, args.part_receipts)
+        return (*records, *small)
+
+    make_folder(args, Receipt(step, records, inputs, making.settings(parts)), make, parts=args.part_receipts)
+
+
+def make_folder(
+    args: argparse.Namespace,
+    wanted: Receipt,
+    make: Callable[[Path], tuple[FileRecord, ...]],
+    sources: Iterable[Path] = (),
+    parts: Iterable[Path] = (),
+) -> None:
+    """Make a folder unless it is there, give it its name, write its receipt.
+
+    Args:
+        args: Its `folder` and `receipt`.
+        wanted: What the receipt must say; see `artifacts.claim`.
+        make: Fills the folder under its partial name, and returns the records of its files.
+        sources: See `artifacts.claim`.
+        parts: See `artifacts.claim`.
+    """
+    started = time.time()
+    if claim(args.receipt, wanted, args.folder, sources, parts):
+        with building(args.folder) as partial:
+            files = make(partial)
+        write_receipt(args.receipt, dataclasses.replace(wanted, files=files), started)
 
 
 def read_parts(

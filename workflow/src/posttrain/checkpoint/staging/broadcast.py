@@ -30,9 +30,11 @@ from posttrain.observability.progress import ProgressBar
 
 log = logging.getLogger(__name__)
 
+# Short beside the copy of a file, which takes seconds; a look costs one listing of a folder.
 POLL_SECONDS = 0.25
 # A download without progress for this long is given up, and the origin read instead.
 STALL_SECONDS = 60.0
+# Two reads keep one going while the other is hashed; downloads share the peers' links, so more of them help.
 MAX_READS, MAX_DOWNLOADS = 2, 16
 # All nodes together read at most this share of the files from their origins at a time: only what has been read can be
 # passed on.

@@ -28,6 +28,7 @@ from posttrain.observability.progress import ProgressBar
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
+# Stays in a core's cache, where it is hashed and written right after it is read.
 COPY_CHUNK_BYTES = 1 << 18
 T = TypeVar("T")
 R = TypeVar("R")
