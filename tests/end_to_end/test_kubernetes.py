@@ -42,7 +42,7 @@ def folder_of_pods(server: KubernetesServer, store: Path, settings: dict[str, ob
         "site.launcher": "kubernetes",
         "site.node_names": "[]",
         "site.node_local": folder / "node_local",
-        "site.kubernetes.image": "registry.example/posttrain:0.1.0",
+        "site.kubernetes.image": "registry.example/posttrain:0.2.0",
         "site.kubernetes.volumes": f"['{folder}=pvc:shared','{ROOT}=pvc:code','{store}=pvc:store']",
     }
     return PodFolder(folder / "pods", store, settings | pods, {"KUBECONFIG": str(server.kubeconfig)}, nodes)

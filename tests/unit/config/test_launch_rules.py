@@ -12,7 +12,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
-IMAGE = "registry.example/posttrain:0.1.0"
+IMAGE = "registry.example/posttrain:0.2.0"
 PODS = "site.launcher=kubernetes site.node_names=[] site.node_local=/nvme/posttrain"
 MOUNTED = "site.kubernetes.volumes=['/shared=pvc:shared','/nvme=host:/mnt/nvme']"
 

@@ -77,7 +77,7 @@ def make_pods_job(folder: Path, arguments: tuple[str, ...] = ENDS_WELL, more: st
     settings = (
         "engine.num_engines=2 launch.preflight=false site.launcher=kubernetes site.node_names=[]"
         f" site.node_local={folder} site.kubernetes.volumes=['{folder}=pvc:shared']"
-        " site.kubernetes.image=registry.example/posttrain:0.1.0"
+        " site.kubernetes.image=registry.example/posttrain:0.2.0"
     )
     return make_job(folder, ENGINE, arguments, nodes=2, more=f"{settings} {more}")
 

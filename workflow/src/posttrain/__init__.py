@@ -4,7 +4,7 @@ import os
 import sys
 from types import TracebackType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

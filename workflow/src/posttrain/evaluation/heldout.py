@@ -26,6 +26,7 @@ from posttrain.reward.graders import GraderPool
 from posttrain.types import Prompt
 
 SEED_TAG = "heldout"
+# As many as somebody reads in a report.
 NUM_EXAMPLES = 24
 PASSING_REWARD = 1.0
 

@@ -23,6 +23,7 @@ from posttrain.engines.responses import GenerateRequest
 from posttrain.engines.sampling_seed import sampling_seed
 
 SEED_TAG = "serving"
+# The first request compiles and fills caches; the second one shows that this is over.
 NUM_WARM_UP_REQUESTS = 2
 
 

@@ -15,7 +15,7 @@ from posttrain.config.schema import Config
 from posttrain.planner import megatron_flags
 from posttrain.planner.flag import Flag, as_mapping
 
-# transformers builds the two latent norms with its default epsilon, whatever `rms_norm_eps` says.
+# transformers builds the two latent norms and the indexer's with this epsilon, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6
 INDEXER_NORM_EPS = 1e-6
 

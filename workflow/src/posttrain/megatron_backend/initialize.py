@@ -20,7 +20,8 @@ from posttrain.megatron_backend.cpu import enable_cpu
 from posttrain.megatron_backend.messages import read_messages_by_list
 from posttrain.rendezvous import join_ranks
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# torch's limit stands behind `launch.hang_timeout_seconds`: that names the rank that is behind, this ends all nameless.
+MIN_COLLECTIVE_SECONDS = 1800.0
 
 
 @contextmanager
@@ -63,7 +64,8 @@ def initialize(config: Config) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     read_messages_by_list()
-    join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", COLLECTIVE_TIMEOUT)
+    seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
+    join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

@@ -12,6 +12,7 @@ _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"-?(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?", re.ASCII)
 _QUOTIENT = re.compile(rf"(-?)({_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
 _LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?)([\d.,]+)\}\{([\d.,]+)\}")
+# No answer is longer; exact fractions of a text of any length would take the time that a response chooses.
 _MAX_NUMBER_LENGTH = 200
 
 

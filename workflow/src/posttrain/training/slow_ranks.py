@@ -15,6 +15,7 @@ import torch
 
 # About 50 ms of one CPU core, a few ms of a GPU: longer than the slices in which a system shares a core out.
 PROBE_SIZE, PROBE_REPEATS = 256, 160
+# Two processes that share a core make each other twice as slow; this is more than that.
 SLOW_FACTOR = 3.0
 # One slow probe may be chance, and a fast rank's one too: another process had the core.
 STEPS = 3

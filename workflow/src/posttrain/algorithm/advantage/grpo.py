@@ -14,6 +14,7 @@ import torch
 
 from posttrain.algorithm.settings import Algorithm
 
+# Keeps a group of equal rewards from dividing by zero; far below the deviation of any group that differs.
 STD_EPSILON = 1e-6
 
 
