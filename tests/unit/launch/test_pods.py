@@ -266,6 +266,16 @@ def test_a_pod_that_answers_is_not_lost(head: Pods, rendezvous: RendezvousFile) 
     assert head.choose(2) == ["node-0", "node-1"]
 
 
+def test_what_has_ended_in_all_pods_does_not_run(head: Pods, rendezvous: RendezvousFile, tmp_path: Path) -> None:
+    threading.Thread(target=obey, args=(join_head(rendezvous),), daemon=True).start()
+    names = head.choose(2)
+    started = head.start(names, ["sh", "-c", f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.05; done"], {}, tmp_path)
+    assert started.is_running()
+    (tmp_path / "go").touch()
+    wait_until(lambda: not started.is_running())
+    started.end()
+
+
 def test_a_pod_that_does_not_answer_is_lost(
     head: Pods, rendezvous: RendezvousFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ class Reception:
         finally:
             with contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        channel.send("welcome")  # before anybody can send an order
+        channel.send("welcome")  # before anybody can send another message
         self._receive(hello, channel)
 
     def _hear(self, connection: socket.socket) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, P
 from posttrain.launch.nodes import (
     FIRST_PORT,
     PROCESS_END_SECONDS,
-    LocalProcess,
     NodesLostError,
+    StartedHere,
     interface_address,
     start_here,
 )
@@ -80,7 +80,7 @@ class StartedOnPods:
         others: The others.
     """
 
-    def __init__(self, own: LocalProcess, others: Sequence[Pod]):
+    def __init__(self, own: StartedHere, others: Sequence[Pod]):
         self._own, self._others = own, others
 
     def is_running(self) -> bool:
@@ -146,7 +146,7 @@ class Pods:
         others = [self._by_name[name] for name in names[1:]]
         for name, pod in zip(names[1:], others, strict=True):
             pod.start([*command, "--name", name], environment)
-        return StartedOnPods(start_here([*command, "--name", names[0]], environment), others)
+        return StartedOnPods(start_here([[*command, "--name", names[0]]], environment), others)
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which pods are not heard any more, and do not choose nodes again without them."""

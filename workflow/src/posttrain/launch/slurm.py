@@ -26,9 +26,8 @@ from posttrain.launch.container import srun_options, wrap
 from posttrain.launch.nodes import (
     FIRST_PORT,
     LOOPBACK,
-    LocalProcess,
     NodesLostError,
-    StartedTogether,
+    StartedHere,
     interface_address,
     start_here,
 )
@@ -65,7 +64,7 @@ class SlurmAllocation:
         self._spare_jobs = SpareJobs(config, job_id, self._names, run_folder)
         # Nodes that came later -> the jobs that hold them.
         self._new: dict[str, str] = {}
-        self._watchdogs: LocalProcess | None = None
+        self._watchdogs: StartedHere | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
@@ -108,7 +107,7 @@ class SlurmAllocation:
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> StartedTogether:
+    ) -> StartedHere:
         """Start a command on the nodes: with an srun for each job, or directly where there is no other and no image."""
         self._start_watchdogs()
         parts = [list(part) for _, part in itertools.groupby(names, self._job_of)]
@@ -116,7 +115,7 @@ class SlurmAllocation:
             for part in parts:
                 self._make_node_local(part)
         with open(log_path, "ab") as sink:
-            return StartedTogether([start_here(self.words(part, command), environment, sink) for part in parts])
+            return start_here([self.words(part, command) for part in parts], environment, sink)
 
     def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
         """Return what starts a command on the nodes, in the site's image where it has one."""
@@ -197,7 +196,7 @@ class SlurmAllocation:
         if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
             return
         command = [sys.executable, "-m", "posttrain.launch.requeue_watchdog", "--job", self._job_id]
-        self._watchdogs = start_here([*self._srun(others), *command], {})
+        self._watchdogs = start_here([[*self._srun(others), *command]], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
         """Make the folder on the nodes' own disks: no runtime shows one that is not there."""

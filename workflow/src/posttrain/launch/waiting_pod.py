@@ -15,7 +15,7 @@ from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.greeting import join
 from posttrain.launch.head import EndedByHead, Head
 from posttrain.launch.jobset import NODE_NAME, NODE_RANK
-from posttrain.launch.nodes import LocalProcess, start_here
+from posttrain.launch.nodes import StartedHere, start_here
 from posttrain.launch.rendezvous_file import REMIND_SECONDS, RendezvousFile
 
 log = logging.getLogger(__name__)
@@ -49,20 +49,20 @@ def join_head(rendezvous: RendezvousFile) -> Head:
 
 def obey(head: Head) -> None:
     """Start and end what the head asks for until it is gone; what it has started ends then."""
-    process: LocalProcess | None = None
+    started: StartedHere | None = None
     number = 0
     try:
         while True:
             message = head.next_message(POLL_SECONDS)
-            if process and (message or not process.is_running()):
-                process.end()
+            if started and (message or not started.is_running()):
+                started.end()
                 head.tell("ended", number=number)
-                process = None
+                started = None
             if message and message["kind"] == "start":
-                process, number = start_here(message["command"], message["environment"]), message["number"]
+                started, number = start_here([message["command"]], message["environment"]), message["number"]
     except EndedByHead:
-        if process:
-            process.end()
+        if started:
+            started.end()
 
 
 def _wait_for_head(rendezvous: Path, done: Path) -> Head | None:
