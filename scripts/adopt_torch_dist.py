@@ -7,8 +7,8 @@ from pathlib import Path
 from posttrain.artifacts import FileRecord, Receipt
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.formats.torch_dist import verify_torch_dist
-from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder, read_architecture, source_of
-from posttrain.cli import command_line, run
+from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder, source_of
+from posttrain.cli import RESOLVED, command_line, run
 
 STEP = "adopt_torch_dist"
 
@@ -20,7 +20,7 @@ def main() -> None:
         **SOURCE,
         **FOLDER,
         adopted=(Path, "the torch_dist folder; never written to"),
-        architecture=(read_architecture, "dimensions, as JSON"),
+        resolved=RESOLVED,
         threads={"type": int, "default": 1, "help": "files and tensors handled at a time"},
     )
     import torch
@@ -28,9 +28,9 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def adopt(partial: Path) -> tuple[FileRecord, ...]:
-        names = check_adoptable(args.adopted, args.architecture)
+        names = check_adoptable(args.adopted, args.resolved.config.model.architecture)
         files = place_torch_dist(args.adopted, partial, names, args.threads)
-        verify_torch_dist(args.source, partial, args.architecture, args.threads)
+        verify_torch_dist(args.source, partial, args.resolved.config.model.architecture, args.threads)
         return files
 
     sources = [path for path in args.adopted.rglob("*") if path.is_file()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from posttrain.checkpoint.formats.torch_dist import STEP, Conversion
-from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, read_architecture, source_of
-from posttrain.cli import command_line, run
+from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
+from posttrain.cli import RESOLVED, command_line, run
 
 
 def main() -> None:
@@ -13,10 +13,11 @@ def main() -> None:
         __doc__,
         **SOURCE,
         **PART,
-        architecture=(read_architecture, "dimensions, as JSON"),
+        resolved=RESOLVED,
     )
+    architecture = args.resolved.config.model.architecture
     inputs = source_of(args, "hf_patched")
-    make_part(STEP, args, inputs, lambda: Conversion(args.source, inputs["hf_patched"], args.architecture))
+    make_part(STEP, args, inputs, lambda: Conversion(args.source, inputs["hf_patched"], architecture))
 
 
 if __name__ == "__main__":

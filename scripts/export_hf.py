@@ -13,8 +13,8 @@ from posttrain.checkpoint.export import (
     open_trained,
     refuse_foreign_folder,
 )
-from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, read_architecture, source_of
-from posttrain.cli import command_line, run
+from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
+from posttrain.cli import RESOLVED, command_line, run
 
 
 def main() -> None:
@@ -25,14 +25,14 @@ def main() -> None:
         **PART,
         run_folder=(Path, "a training's folder, or a checkpoint"),
         train_receipt={"type": Path, "help": "its receipt (done.json); another trainer's has none"},
-        architecture=(read_architecture, "dimensions, as JSON"),
+        resolved=RESOLVED,
     )
     refuse_foreign_folder(args.folder)
     checkpoint, identity = find_trained(args.run_folder, args.train_receipt)
     inputs = {"train": identity, **source_of(args, "hf_patched")}
 
     def open_export() -> HubExport:
-        trained = open_trained(checkpoint, args.source, args.architecture)
+        trained = open_trained(checkpoint, args.source, args.resolved.config.model.architecture)
         return HubExport(trained.origin, inputs, trained)
 
     make_part(STEP, args, inputs, open_export)

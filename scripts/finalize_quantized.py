@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
 from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
-from posttrain.cli import command_line, run
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.derived import recoding_settings
 
 
 def main() -> None:
@@ -17,11 +16,13 @@ def main() -> None:
         __doc__,
         **SOURCE,
         **JOIN,
-        settings=(json.loads, "format and its settings, as JSON"),
+        resolved=RESOLVED,
+        step=(str, "of the parts: what the format is for"),
     )
-    recoding = recoding_of(args.settings["format"])
+    settings = recoding_settings(args.resolved.config, args.step)
+    recoding = recoding_of(settings["format"])
     inputs = source_of(args, recoding.source)
-    making = RecodedFolder(open_recoding(args.source, args.settings), inputs[recoding.source])
+    making = RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source])
     join_parts(recoding.finalize_step, recoding.step, args, inputs, making)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from posttrain.artifacts import FileRecord, Receipt, require_files
 from posttrain.checkpoint.formats.hf_config import CONFIG, check_config, patch_folder
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
-from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder, read_architecture
-from posttrain.cli import command_line, run
+from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import raise_if_any
 
 
@@ -21,13 +21,14 @@ def main() -> None:
         __doc__,
         **SOURCE,
         **FOLDER,
-        architecture=(read_architecture, "model.architecture as JSON"),
+        resolved=RESOLVED,
         target={"required": True, "choices": ("native", "deepseek_v32")},
         trust_remote_code={"action": "store_true", "help": "accept a checkpoint with `auto_map`"},
     )
+    architecture = args.resolved.config.model.architecture
     source = require_files(args.source, args.source_receipt)
     tensors = check_layout(args.source).infos
-    raise_if_any(check_config(read_object(args.source / CONFIG), args.architecture, tensors, args.trust_remote_code))
+    raise_if_any(check_config(read_object(args.source / CONFIG), architecture, tensors, args.trust_remote_code))
 
     def patch(partial: Path) -> tuple[FileRecord, ...]:
         files = patch_folder(args.source, partial, args.target, source)

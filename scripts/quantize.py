@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
 from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
-from posttrain.cli import command_line, run
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.derived import recoding_settings
 
 
 def main() -> None:
@@ -18,16 +18,18 @@ def main() -> None:
         __doc__,
         **SOURCE,
         **PART,
-        settings=(json.loads, "format and its settings, as JSON"),
+        resolved=RESOLVED,
+        step=(str, "of the parts: what the format is for"),
     )
-    recoding = recoding_of(args.settings["format"])
+    settings = recoding_settings(args.resolved.config, args.step)
+    recoding = recoding_of(settings["format"])
     inputs = source_of(args, recoding.source)
-    calibration = [Path(file) for file in args.settings.get("calibration", ())]
+    calibration = [Path(file) for file in settings.get("calibration", ())]
     make_part(
         recoding.step,
         args,
         inputs,
-        lambda: RecodedFolder(open_recoding(args.source, args.settings), inputs[recoding.source]),
+        lambda: RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source]),
         calibration,
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support import saving
-from tests.support.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
+from tests.support.checkpoint_store import DIMENSIONS, NUM_PARTS, Store, make_store, run_here
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import (
     Driver,
@@ -97,7 +97,7 @@ def steps_of(store: Store) -> Iterator[Step]:
     )
     yield from _download_steps(hf, root.parent / "origin" / "hf_patched")
     source = ["--source", hf, "--source-receipt", receipt_of(hf)]
-    more = ["--architecture", ARCHITECTURE, "--target", "native"]
+    more = [*DIMENSIONS, "--target", "native"]
     yield Step("patch_hf_config", [*source, *_to("folder", patched), *more], receipt_of(patched), patched)
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),

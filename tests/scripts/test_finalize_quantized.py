@@ -11,6 +11,7 @@ from tests.support.checkpoint_store import (
     run_here,
 )
 from tests.support.killing import run_killed
+from tests.support.resolved_words import words_with
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
@@ -69,10 +70,10 @@ def test_a_changed_calibration_file_writes_the_shards_again(tmp_path):
 
     def input_scales(amax):
         calibration.write_text(json.dumps({f"{module}.input_quantizer._amax": amax for module in modules}))
-        settings = json.dumps({"format": "nvfp4", "calibration": [str(calibration)]})
+        calibrated = words_with(serving={"calibration": [str(calibration)]})
         for part in range(NUM_PARTS):
-            run_here("quantize", [*store.part("serving", part), "--settings", settings])
-        run_here("finalize_quantized", [*store.finalize("serving"), "--settings", settings])
+            run_here("quantize", [*store.part("serving", part), *calibrated])
+        run_here("finalize_quantized", [*store.finalize("serving"), *calibrated])
         reader = CheckpointReader(store.folder("serving"))
         names = [n for n in reader if n.endswith("input_scale") and tensor_class(n.replace("input_scale", "weight"))]
         return {reader.tensor(name).item() for name in names}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import runpy
 import shutil
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support.killing import SCRIPTS
+from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import (
@@ -27,12 +26,8 @@ from posttrain.artifacts import (
 )
 
 NUM_PARTS = 2
-ARCHITECTURE = json.dumps(dataclasses.asdict(TINY))
-SETTINGS = {
-    "rollout_fp8": json.dumps({"format": "fp8", "strategy": "block", "scale": "fp32"}),
-    "serving": json.dumps({"format": "nvfp4", "calibration": []}),
-    "bf16": json.dumps({"format": "bf16"}),
-}
+DIMENSIONS = words_with(TINY)
+STEPS = {"rollout_fp8": "quantize_rollout_fp8", "serving": "quantize_serving", "bf16": "cast_to_bf16"}
 
 
 @dataclass(frozen=True)
@@ -86,8 +81,7 @@ class Store:
             NUM_PARTS,
             "--receipt",
             part_receipt_of(folder, part),
-            "--architecture",
-            ARCHITECTURE,
+            *DIMENSIONS,
         ]
 
     def finalize_export(self, name: str = "hf") -> list[object]:
@@ -101,9 +95,7 @@ class Store:
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
-        if folder.name == "torch_dist":
-            return [*common, "--architecture", ARCHITECTURE]
-        return [*common, "--settings", SETTINGS[folder.name]]
+        return [*common, *DIMENSIONS, *(["--step", STEPS[folder.name]] if folder.name in STEPS else [])]
 
 
 def run_here(script: str, arguments: Sequence[object]) -> None:

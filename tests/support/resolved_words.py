@@ -26,16 +26,18 @@ def resolved_words(workflow: Mapping[str, Any], folder: Path) -> list[str]:
     return ["--resolved", str(write_resolved(resolved, folder / "configs"))]
 
 
-def words_with(architecture: Architecture | None = None, data: Mapping[str, Any] | None = None) -> list[str]:
+def words_with(architecture: Architecture | None = None, **changes: Mapping[str, Any]) -> list[str]:
     """Return the words for a script that is to make something else than the tiny model has; nothing of it is checked.
 
     The file lies on none of the disks that tests break; its name is its content's digest.
+
+    Args:
+        architecture: Another model's.
+        changes: Section -> values of it.
     """
     resolved = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR)
-    model, of_data = resolved.config.model, resolved.config.data
-    config = dataclasses.replace(
-        resolved.config,
-        model=dataclasses.replace(model, architecture=architecture or model.architecture),
-        data=dataclasses.replace(of_data, **(data or {})),
-    )
+    config = resolved.config
+    sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    model = dataclasses.replace(config.model, architecture=architecture or config.model.architecture)
+    config = dataclasses.replace(config, model=model, **sections)
     return ["--resolved", str(write_resolved(dataclasses.replace(resolved, config=config), FOLDER))]

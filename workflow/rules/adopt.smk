@@ -25,8 +25,9 @@ if CFG.download.torch_dist_folder:
         shell:
             runs(
                 "adopt_torch_dist",
+                FROM_CONFIG,
                 "--source {params.source:q} --source-receipt {input:q}",
-                "--adopted {params.adopted:q} --folder {params.folder:q} --architecture {params.architecture:q}",
+                "--adopted {params.adopted:q} --folder {params.folder:q}",
                 "--threads {threads} --receipt {output:q}",
                 where=IN_IMAGE,
             )

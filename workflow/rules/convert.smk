@@ -24,8 +24,9 @@ rule convert_hf_to_torch_dist:
     shell:
         runs(
             "convert_hf_to_torch_dist",
+            FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input:q}",
-            "--folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}",
+            "--folder {params.folder:q} --part {wildcards.part}",
             "--num-parts {params.num_parts} --receipt {output:q}",
             where=IN_IMAGE,
         )
@@ -52,8 +53,9 @@ rule finalize_torch_dist:
     shell:
         runs(
             "finalize_torch_dist",
+            FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input.source:q}",
-            "--folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}",
+            "--folder {params.folder:q} --part-receipts {input.parts:q}",
             "--receipt {output:q}",
             where=IN_IMAGE,
         )

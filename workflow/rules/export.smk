@@ -31,9 +31,10 @@ rule export_hf:
     shell:
         runs(
             "export_hf",
+            FROM_CONFIG,
             "--run-folder {params.run_folder:q}",
             TRAIN_RECEIPT,
-            "--source {params.origin:q} --source-receipt {input.origin:q} --architecture {params.architecture:q}",
+            "--source {params.origin:q} --source-receipt {input.origin:q}",
             "--folder {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}",
             where=IN_IMAGE,
         )

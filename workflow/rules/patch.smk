@@ -22,8 +22,9 @@ rule patch_hf_config:
     shell:
         runs(
             "patch_hf_config",
+            FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input:q}",
-            "--folder {params.destination:q} --architecture {params.architecture:q} --target {params.target}",
+            "--folder {params.destination:q} --target {params.target}",
             "--receipt {output:q}",
             where=IN_IMAGE,
         )

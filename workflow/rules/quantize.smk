@@ -11,7 +11,7 @@ QUANTIZED = {
         parts=parts_of(PATHS.rollout_fp8, CFG.convert.num_parts),
         steps=ENGINES,
         source=PATHS.hf_patched,
-        settings=json.dumps(fp8_settings(CFG)),
+        settings=json.dumps(recoding_settings(CFG, ENGINES.step)),
         calibration=[],
         title="FP8",
         more={
@@ -23,7 +23,7 @@ QUANTIZED = {
         parts=parts_of(PATHS.serving, CFG.convert.num_parts),
         steps=SERVING,
         source=PATHS.hf_patched,
-        settings=json.dumps(serving_settings(CFG)),
+        settings=json.dumps(recoding_settings(CFG, SERVING.step)),
         calibration=CFG.serving.calibration,
         title=CFG.serving.format,
         more={"quantize": "", "finalize_quantized": ""},
@@ -32,7 +32,7 @@ QUANTIZED = {
         parts=parts_of(PATHS.bf16, CFG.convert.num_parts),
         steps=BF16,
         source=PATHS.hf,
-        settings=UserString(json.dumps({"format": "bf16"})),
+        settings=UserString(json.dumps(recoding_settings(CFG, BF16.step))),
         calibration=[],
         title="BF16",
         more={"quantize": "", "finalize_quantized": ""},
@@ -62,7 +62,8 @@ rule quantize:
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
         num_parts=lambda wildcards: len(QUANTIZED[wildcards.quantized].parts),
-        # Words: what depends on the input is no reason to run again.
+        # What depends on the input is no reason to run again.
+        step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
         more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["quantize"],
     message:
@@ -70,8 +71,9 @@ rule quantize:
     shell:
         runs(
             "quantize",
+            FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input.source:q}",
-            "--settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--step {params.step} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
             "--threads {threads} --receipt {output:q}",
             where=IN_IMAGE,
         )
@@ -97,6 +99,7 @@ rule finalize_quantized:
         source=lambda wildcards: QUANTIZED[wildcards.quantized].source,
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
+        step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
         more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["finalize_quantized"],
     message:
@@ -104,8 +107,9 @@ rule finalize_quantized:
     shell:
         runs(
             "finalize_quantized",
+            FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input.source:q}",
-            "--settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            "--step {params.step} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
             where=IN_IMAGE,
         )
 

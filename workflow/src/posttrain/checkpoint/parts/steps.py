@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,6 @@ from posttrain.checkpoint.parts.parts import (
     read_description,
     write_files,
 )
-from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
 # Options of a script that makes or joins parts (`cli.command_line`).
@@ -284,8 +282,3 @@ def source_of(args: argparse.Namespace, name: str) -> dict[str, str]:
         CheckpointError: When the source is not what its receipt says.
     """
     return {name: require_files(args.source, args.source_receipt).digest}
-
-
-def read_architecture(text: str) -> Architecture:
-    """Return the dimensions that the workflow passes as JSON."""
-    return Architecture(**json.loads(text))
