@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ class JobNeeds:
         nodes: Nodes, spare ones included.
         gpus: All GPUs of those nodes; 0 where it uses none.
         time_limit: What it asks a scheduler for; empty: what the site gives a job without a wish of its own.
+        seconds: What it takes by the plan; None where the planner cannot tell, or was not asked (`RuleNeeds.of`).
     """
 
     nodes: int = 1
     gpus: int = 0
     time_limit: str = ""
+    seconds: float | None = None
 
     @property
     def resources(self) -> dict[str, Any]:
@@ -47,7 +50,7 @@ class JobNeeds:
 
 
 def job_needs(config: Config, rule: str) -> JobNeeds:
-    """Return what a job of a rule takes; how long it takes is in `RuleNeeds.seconds`.
+    """Return what a job of a rule takes, without the seconds, which take more to compute: `RuleNeeds.of` adds them.
 
     Example:
         GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train, 3 nodes and 24 GPUs to evaluate.
@@ -110,6 +113,11 @@ class RuleNeeds:
         """`durations_seconds`: only of what the planner can tell."""
         return durations_seconds(self._config, self.storage, self.rates, self._jobs_at_once)
 
+    def of(self, job: str) -> JobNeeds:
+        """Return what a job takes, by its name in the chain; "evaluate" is either of the two evaluations."""
+        seconds = self.seconds.get("evaluate before" if job == "evaluate" else job)
+        return dataclasses.replace(job_needs(self._config, job.partition(" ")[0]), seconds=seconds)
+
     def plan_part(self, workflow: Mapping[str, Any], evaluations: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return the rules as they stand in `plan.json`.
 
@@ -125,14 +133,13 @@ class RuleNeeds:
         Returns:
             Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none.
         """
-        needs = job_needs(self._config, rule)
+        needs = self.of(rule)
         words = [counted(needs.nodes, "node"), *([counted(needs.gpus, "GPU")] if needs.gpus else [])]
-        seconds = self.seconds.get("evaluate before" if rule == "evaluate" else rule)
-        words += [] if seconds is None else [about(seconds)]
+        words += [] if needs.seconds is None else [about(needs.seconds)]
         return f" ({', '.join(words)})"
 
     def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
-        needs = job_needs(self._config, node.rule)
+        needs = self.of(node.name)
         given = {key: value for key, value in workflow.items() if value not in (None, "")}
         settings = [f"{key}={value}" for key, value in given.items() if not isinstance(value, Mapping)]
         own = ["--configfile", "MY.yaml"] if len(settings) < len(given) else []
@@ -145,7 +152,7 @@ class RuleNeeds:
             "jobs": node.num_jobs,
             "nodes": needs.nodes,
             "gpus": needs.gpus,
-            "seconds": self.seconds.get(node.name),
+            "seconds": needs.seconds,
             "command": shlex.join(command),
         }
 

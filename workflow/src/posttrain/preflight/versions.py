@@ -28,7 +28,7 @@ PINS = {
 }
 # The first driver that runs programs of CUDA 13.0: CUDA 13.0 release notes, table 2, column "Linux".
 OLDEST_DRIVER = "580.65.06"
-# A healthy driver answers in seconds.
+# The start of an interpreter, from a cold file system too.
 QUERY_SECONDS = 60.0
 _QUERY = """
 import sys
