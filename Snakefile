@@ -8,7 +8,14 @@ min_version("9.27")
 logging.raiseExceptions = False
 
 
-configfile: f"{workflow.basedir}/config/workflow.yaml"
+# To `snakemake --lint`, "Specify a conda environment or container for each rule": all rules share the one environment that
+# starts them (`make env`), or the site's image, which their commands enter themselves (`site.container`), as nodes do.
+
+# Where this file lies, also when it is a module of another workflow.
+CLONE = workflow.current_basedir.get_path_or_uri(secret_free=True)
+
+
+configfile: f"{CLONE}/config/workflow.yaml"
 
 
 include: "workflow/rules/common.smk"
@@ -16,6 +23,7 @@ include: "workflow/rules/resolve.smk"
 
 
 rule all:
+    """The report of a run, or the export of a checkpoint that another trainer made."""
     default_target: True
     input:
         RESULTS,

@@ -4,7 +4,7 @@ Shared storage sends at most 1.1 times the unique bytes, and all nodes have them
 times what one node alone needs for `cp -r`. Beside it: every node reads for itself.
 
 The nodes are network namespaces with limited links, shared storage is one more, mounted by SFTP
-(`tests.support.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the meeting folder
+(`tests.support.network_nodes`). Bytes are what leaves its link, headers and the nodes' talk in the folder of peers
 included. Run as root from the repository's root, after `make env-network`:
 
     python -m benchmarks.broadcast
@@ -34,14 +34,14 @@ import sys, time
 from pathlib import Path
 from posttrain.artifacts import read_receipt
 from posttrain.checkpoint.staging.broadcast import Broadcast
-from posttrain.checkpoint.staging.node_local import Origin, stage
+from posttrain.checkpoint.staging.node_local import StagedSource, stage
 shared, node, name, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 node.mkdir(parents=True)
 (node / "ready").touch()
 while not (node.parent / "go").exists():
     time.sleep(0.05)
-origin = Origin(shared / "weights", read_receipt(shared / "receipt.json"))
-fetch = Broadcast(shared / "meeting", name, node).fetch if way == "broadcast" else None
+origin = StagedSource(shared / "weights", read_receipt(shared / "receipt.json"))
+fetch = Broadcast(shared / "peers", name, node).fetch if way == "broadcast" else None
 stage([origin], node, fetch=fetch)
 """
 
@@ -95,7 +95,7 @@ def measure(folder: Path, hosts: Sequence[Host], repeats: int) -> dict[str, list
             if way == "each node for itself" and repeat:
                 continue
             target = folder / f"{way}-{repeat}"
-            shutil.rmtree(folder / "storage" / "meeting", ignore_errors=True)
+            shutil.rmtree(folder / "storage" / "peers", ignore_errors=True)
             with mounted(storage, folder / "storage", nodes, target) as places:
                 before = storage.sent_bytes()
                 seconds = work(target, places)

@@ -30,7 +30,7 @@ from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
 from posttrain.artifacts import building
 from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.config.schema import Architecture
 from posttrain.planner.resolve import resolve
@@ -93,9 +93,10 @@ def ours(source: Path, result: Path, arch: Architecture) -> float:
     """Convert as the workflow's two steps do, two files at a time."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    made = write_part(source, "source", result, arch, 0, 1, WORKERS, FILE_BYTES)
+    making = Conversion(source, "source", arch, FILE_BYTES)
+    made = making.make(0, 1, result, WORKERS)
     with building(result) as partial:
-        write_format_files(partial, {item.record.path: item for item in made}, arch)
+        making.complete(partial, {item.record.path: item for item in made})
     return time.perf_counter() - started
 
 

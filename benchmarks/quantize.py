@@ -31,7 +31,7 @@ from posttrain.artifacts import partial_of
 from posttrain.artifacts.durable import sync_tree
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.parts.recoded_folder import finalize_folder, write_part
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.planner.resolve import resolve
@@ -106,9 +106,9 @@ def ours(source: Path, result: Path, number_format: str) -> float:
     """Quantise as the workflow's two steps do."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    recoding = Quantization(source, SETTINGS[number_format])
-    made = write_part(recoding, "source", result, 0, 1, WORKERS)
-    finalize_folder(recoding, partial_of(result), {item.record.path: item for item in made})
+    making = RecodedFolder(Quantization(source, SETTINGS[number_format]), "source")
+    made = making.make(0, 1, result, WORKERS)
+    making.complete(partial_of(result), {item.record.path: item for item in made})
     sync_tree(partial_of(result))
     return time.perf_counter() - started
 

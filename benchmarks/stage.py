@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.claims import report
 
 from posttrain.artifacts import Receipt, record_files
-from posttrain.checkpoint.staging.node_local import Origin, stage
+from posttrain.checkpoint.staging.node_local import StagedSource, stage
 
 SIZES = [64 << 20] * 40 + [512 << 20] * 3
 TIME_GOAL, CHECK_GOAL, REPEATS = 1.2, 1.0, 5
@@ -47,7 +47,7 @@ def main() -> None:
     report("looking at a complete copy, seconds per 100 files", check * 100 / len(SIZES), CHECK_GOAL)
 
 
-def make_origin(folder: Path) -> Origin:
+def make_origin(folder: Path) -> StagedSource:
     """Write the files and return them with their receipt."""
     numbers = random.Random(0)
     folder.mkdir()
@@ -55,10 +55,10 @@ def make_origin(folder: Path) -> Origin:
         with open(folder / f"{index:03d}.bin", "wb") as file:
             for _ in range(size // CHUNK_BYTES):
                 file.write(numbers.randbytes(CHUNK_BYTES))
-    return Origin(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
+    return StagedSource(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
 
 
-def measure(origin: Origin, node: Path, repeats: int) -> tuple[dict[str, list[float]], float]:
+def measure(origin: StagedSource, node: Path, repeats: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each way, and the median seconds of a second look."""
     ways: dict[str, Callable[[], object]] = {
         "cp -r": lambda: copy_and_sync(origin.folder, node),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.artifacts import write_json
 from posttrain.checkpoint.staging.node_local import require_content
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
@@ -21,7 +21,17 @@ from posttrain.planner.sizing.evaluation import serving_on_one_node
 
 def main() -> None:
     """Serve the checkpoint, measure every concurrency, print the table and write it."""
-    args = parse_arguments()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        checkpoint=(Path, "checkpoint in Hub layout, BF16 or FP8"),
+        checkpoint_receipt=Path,
+        dataset=(Path, "folder with heldout.jsonl"),
+        output=(Path, "the table, as JSON; written last"),
+        concurrency={"type": int, "nargs": "+", "default": [1, 8, 32, 64], "help": "requests in flight"},
+        requests={"type": int, "default": 32, "help": "requests per level, at least as many as are in flight"},
+        output_tokens={"type": int, "default": 32, "help": "length of every response"},
+    )
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
@@ -49,22 +59,6 @@ async def measure(
     async with EngineClient(urls, engines[0].secret, timeout) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
         return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
-    parser.add_argument("--checkpoint-receipt", required=True, type=Path)
-    parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
-    parser.add_argument("--output", required=True, type=Path, help="the table, as JSON; written last")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64], help="requests in flight")
-    parser.add_argument(
-        "--requests", type=int, default=32, help="requests per level, at least as many as are in flight"
-    )
-    parser.add_argument("--output-tokens", type=int, default=32, help="length of every response")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 from posttrain.checkpoint.staging.node_local import require_content
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.dataset import load_prompts
 from posttrain.evaluation.heldout import evaluate_checkpoint
 from posttrain.planner.sizing.evaluation import serving_on_one_node
@@ -18,7 +17,17 @@ from posttrain.planner.sizing.evaluation import serving_on_one_node
 
 def main() -> None:
     """Check what is measured and on what, measure, write the result and its receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        checkpoint=(Path, "checkpoint in Hub layout, BF16 or FP8"),
+        checkpoint_receipt=Path,
+        dataset=(Path, "folder with heldout.jsonl"),
+        dataset_receipt=Path,
+        when={"required": True, "choices": ("before", "after"), "help": "before or after training"},
+        output=(Path, "the result, as JSON; its receipt is written last"),
+    )
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
@@ -40,19 +49,6 @@ def in_words(result: Mapping[str, Any]) -> str:
         f"{result['response_tokens_mean']:.1f} tokens on average, {result['truncated_fraction']:.1%} cut off; "
         f"{result['tokens_per_second']:,.0f} tokens/s"
     )
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint in Hub layout, BF16 or FP8")
-    parser.add_argument("--checkpoint-receipt", required=True, type=Path)
-    parser.add_argument("--dataset", required=True, type=Path, help="folder with heldout.jsonl")
-    parser.add_argument("--dataset-receipt", required=True, type=Path)
-    parser.add_argument("--when", required=True, choices=("before", "after"), help="before or after training")
-    parser.add_argument("--output", required=True, type=Path, help="the result, as JSON; its receipt is written last")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

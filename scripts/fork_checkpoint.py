@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_receipt
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import ConfigError, Problem
 from posttrain.training.fork import begin_fork
 
 
 def main() -> None:
     """Take the checkpoint over, and say in a receipt whose it was."""
-    arguments = parse_arguments()
+    arguments = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        receipt=(Path, "receipt of the fork, written last"),
+    )
     started = time.time()
     paths = Paths(arguments.resolved)
     if not paths.resolved.fork:
         raise ConfigError([Problem("fork", "not set", "RUN@STEP", "--config fork=RUN@STEP")])
     write_receipt(arguments.receipt, begin_fork(paths), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--receipt", type=Path, required=True, help="receipt of the fork, written last")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

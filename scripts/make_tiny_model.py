@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
-from pathlib import Path
 
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
+from posttrain.checkpoint.parts.steps import FOLDER
 from posttrain.checkpoint.tiny.model import make_tiny_model
-from posttrain.cli import run
-from posttrain.config.schema import Architecture
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
 
 MAX_WARM_UP_PROMPTS = 8192
@@ -20,35 +17,26 @@ MAX_HELDOUT_PROMPTS = 512
 
 def main() -> None:
     """Draw the warm-up's prompts, make and warm up the model, and say so in the receipt."""
-    args, started = parse_arguments(), time.time()
+    started = time.time()
+    args = command_line(
+        __doc__,
+        **FOLDER,
+        resolved=RESOLVED,
+        num_digits=(int, "digits per prompt of the task"),
+        seed=(int, "seed of weights, prompts and warm-up"),
+        num_threads={"type": int, "default": 1, "help": "another number gives other bytes"},
+    )
     import torch
 
     torch.set_num_threads(args.num_threads)
-    architecture = dataclasses.asdict(args.architecture)
-    settings = {"architecture": architecture, "num_digits": args.num_digits, "seed": args.seed}
+    architecture = args.resolved.config.model.architecture
+    settings = {"architecture": dataclasses.asdict(architecture), "num_digits": args.num_digits, "seed": args.seed}
     if not claim(args.receipt, Receipt("make_tiny_model", (), {}, settings), args.folder):
         return
     train, heldout = map(min, num_possible_prompts(args.num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
     train_rows, heldout_rows = generate_prompts(args.num_digits, train, heldout, args.seed)
-    make_tiny_model(args.folder, args.architecture, train_rows, heldout_rows, args.seed)
+    make_tiny_model(args.folder, architecture, train_rows, heldout_rows, args.seed)
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line's values."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--architecture", type=read_architecture, required=True, help="dimensions, as JSON")
-    parser.add_argument("--num-digits", type=int, required=True, help="digits per prompt of the task")
-    parser.add_argument("--seed", type=int, required=True, help="seed of weights, prompts and warm-up")
-    parser.add_argument("--folder", type=Path, required=True, help="where the model goes")
-    parser.add_argument("--receipt", type=Path, required=True, help="written last")
-    parser.add_argument("--num-threads", type=int, default=1, help="another number gives other bytes")
-    return parser.parse_args()
-
-
-def read_architecture(text: str) -> Architecture:
-    """Return the dimensions that the workflow passes as JSON."""
-    return Architecture(**json.loads(text))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_json, write_receipt, write_text
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 from posttrain.observability.report import render_report
 from posttrain.observability.report_data import ReportInputs, read_run
 from posttrain.observability.report_summary import print_summary, summarize
@@ -15,7 +15,17 @@ from posttrain.observability.verdict import judge_run
 
 def main() -> None:
     """Read what the run left, condense it, draw it."""
-    arguments = parse_arguments()
+    arguments = command_line(
+        __doc__,
+        config=(Path, "config.resolved.yaml"),
+        run_folder=(Path, "results/{run}"),
+        before=(Path, "evaluation before training, JSON"),
+        after=(Path, "evaluation after training, JSON"),
+        export_receipt=(Path, "receipt of the HF export"),
+        logs=(Path, "folder with logs and benchmark files by rule"),
+        summary=(Path, "summary.json to write"),
+        report=(Path, "report.html to write"),
+    )
     finished = read_run(
         ReportInputs(
             config=arguments.config,
@@ -47,20 +57,6 @@ def describe_report(arguments: argparse.Namespace) -> Receipt:
         # Earlier versions wrote none for an evaluation.
         inputs |= {name: read_receipt(path).digest} if path.exists() else {}
     return Receipt("render_report", files, inputs, {})
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="config.resolved.yaml")
-    parser.add_argument("--run-folder", type=Path, required=True, help="results/{run}")
-    parser.add_argument("--before", type=Path, required=True, help="evaluation before training, JSON")
-    parser.add_argument("--after", type=Path, required=True, help="evaluation after training, JSON")
-    parser.add_argument("--export-receipt", type=Path, required=True, help="receipt of the HF export")
-    parser.add_argument("--logs", type=Path, required=True, help="folder with logs and benchmark files by rule")
-    parser.add_argument("--summary", type=Path, required=True, help="summary.json to write")
-    parser.add_argument("--report", type=Path, required=True, help="report.html to write")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

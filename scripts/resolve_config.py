@@ -5,18 +5,22 @@ The run is then a known user of its checkpoints in the store.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.references import register_run
-from posttrain.cli import add_configuration, run
+from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.load import dump_resolved, dump_yaml
 
 
 def main() -> None:
     """Write what has changed of them."""
-    arguments = parse_arguments()
+    arguments = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        experiment=(Path, "experiment.yaml to write"),
+        config=(Path, "config.resolved.yaml to write"),
+    )
     resolved = arguments.resolved
     paths = Paths(resolved)
     write_if_changed(arguments.experiment, dump_yaml(resolved.experiment))
@@ -28,15 +32,6 @@ def write_if_changed(path: Path, text: str) -> None:
     """Write a file unless it holds `text` already: its time stays, so nothing that reads it runs again."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_text(path, text)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_configuration(parser)
-    parser.add_argument("--experiment", type=Path, required=True, help="experiment.yaml to write")
-    parser.add_argument("--config", type=Path, required=True, help="config.resolved.yaml to write")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ In a pod that is not the first of its gang: do what the first one asks for. Else
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
-from posttrain.cli import run
+from posttrain.cli import command_line, run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
-from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
+from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.observability.provenance import record_run
@@ -29,10 +28,24 @@ from posttrain.training.checkpoints import CheckpointFolder
 
 def main() -> None:
     """Train, or find that all is done."""
-    arguments = parse_arguments()
+    arguments = command_line(
+        __doc__,
+        experiment=Path,
+        config=Path,
+        run_folder=Path,
+        torch_dist=Path,
+        torch_dist_receipt=Path,
+        rollout_weights=Path,
+        rollout_receipt=Path,
+        dataset=Path,
+        dataset_receipt=Path,
+        node_local=(Path, "with {node} for a node's name"),
+        fork={"type": Path, "nargs": "?", "help": "receipt of the fork that the run began with, if any"},
+        done=Path,
+    )
     started = time.time()
     if is_waiting_pod():
-        lend_this_pod(invitation_path(arguments.run_folder), arguments.done)
+        lend_this_pod(rendezvous_path(arguments.run_folder), arguments.done)
         return
     config = load_resolved(arguments.config)
     raise_problems([check_wandb(config), check_open_files(config)])
@@ -79,24 +92,6 @@ def main() -> None:
     root = arguments.run_folder.parent
     write_receipt(records_of(root), Receipt("train_grpo", record_run(root), {"train": receipt.digest}, {}))
     write_receipt(arguments.done, receipt, started)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the rule writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experiment", type=Path, required=True)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--torch-dist", type=Path, required=True)
-    parser.add_argument("--torch-dist-receipt", type=Path, required=True)
-    parser.add_argument("--rollout-weights", type=Path, required=True)
-    parser.add_argument("--rollout-receipt", type=Path, required=True)
-    parser.add_argument("--dataset", type=Path, required=True)
-    parser.add_argument("--dataset-receipt", type=Path, required=True)
-    parser.add_argument("--node-local", type=Path, required=True, help="with {node} for a node's name")
-    parser.add_argument("--fork", type=Path, nargs="?", help="receipt of the fork that the run began with, if any")
-    parser.add_argument("--done", type=Path, required=True)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tests.support.payload import Payload
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import Receipt, read_receipt
-from posttrain.checkpoint.export import open_export
+from posttrain.checkpoint.export import open_trained
 from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable
 from posttrain.checkpoint.formats.hf_layout import check_source, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
@@ -29,7 +29,7 @@ from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.hub.listed_files import read_manifest
 from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.staging.node_slices import torch_dist_files
-from posttrain.checkpoint.staging.staging_record import read_testimony
+from posttrain.checkpoint.staging.staging_record import read_staging_record
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
@@ -126,7 +126,7 @@ def test_the_payload_runs_where_nobody_looks(tmp_path):
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "receipt": ("a.receipt.json", lambda folder: read_receipt(folder / "a.receipt.json")),
     "the Hub's list": ("hf.manifest.json", lambda folder: read_manifest(folder / "hf.manifest.json")),
-    "testimony": ("a.testimony.json", lambda folder: read_testimony(folder / "a.testimony.json")),
+    "testimony": ("a.testimony.json", lambda folder: read_staging_record(folder / "a.testimony.json")),
     "rollout": ("step_000003/chunk_0001.json", lambda folder: RolloutStore(folder).read(3, 1)),
     "metrics": ("metrics.jsonl", lambda folder: read_rows(folder / "metrics.jsonl")),
     "dataset": ("train.jsonl", lambda folder: load_prompts(folder / "train.jsonl", "prompt", "label")),
@@ -168,7 +168,7 @@ def test_a_trained_checkpoint_that_is_exported_is_not_run(tmp_path, payload):
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained/.metadata").write_bytes(payload.content)
     with pytest.raises(CheckpointError, match=r"trained/\.metadata: not the metadata"):
-        open_export(tmp_path / "trained", tmp_path / "hf", TINY)
+        open_trained(tmp_path / "trained", tmp_path / "hf", TINY)
 
 
 def test_weights_for_an_engine_are_not_run(payload):

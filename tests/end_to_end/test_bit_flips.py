@@ -88,7 +88,7 @@ def test_all_that_people_read_is_among_them(paths: Paths) -> None:
         paths.attempts,
         paths.begun_from,
     )
-    records = [paths.node_local_testimony(node) for node in paths.resolved.config.site.node_names]
+    records = [paths.node_record(node) for node in paths.resolved.config.site.node_names]
     assert {*read, *records, paths.evaluation("before"), paths.evaluation("after")} <= set(files)
     older, final = (paths.checkpoints / f"step_{step:06d}" for step in (2, 4))
     assert {path.name for path in files if path.parent == older} == {

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support import saving
-from tests.support.checkpoint_store import ARCHITECTURE, NUM_PARTS, Store, make_store, run_here
+from tests.support.checkpoint_store import DIMENSIONS, NUM_PARTS, Store, make_store, run_here
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import (
     Driver,
@@ -33,6 +33,7 @@ from tests.support.interruptions import (
 )
 from tests.support.killing import run_killed
 from tests.support.power_cut import Disk, new_disk
+from tests.support.resolved_words import words_with
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.artifacts import (
@@ -55,7 +56,7 @@ MOST_CHANGES = 60
 TARGETS = ("finalize_torch_dist", "finalize_rollout_fp8")
 # Changes of files at which training is cut, each from where the one before has left it.
 TRAINING_POINTS = [41, 41, 50]
-DATA = '{"kind": "sort_digits", "num_digits": 3, "num_train_prompts": 64, "num_heldout_prompts": 16, "seed": 7}'
+DATA = {"kind": "sort_digits", "num_digits": 3, "num_train_prompts": 64, "num_heldout_prompts": 16, "seed": 7}
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,18 @@ def steps_of(store: Store) -> Iterator[Step]:
     dataset, hf, patched = root / "dataset", root / "hf", root / "hf_patched"
     yield Step(
         "download_dataset",
-        ["--data", DATA, "--folder", dataset, "--receipt", receipt_of(dataset)],
+        [*words_with(data=DATA), "--folder", dataset, "--receipt", receipt_of(dataset)],
         receipt_of(dataset),
         dataset,
     )
     yield from _download_steps(hf, root.parent / "origin" / "hf_patched")
     source = ["--source", hf, "--source-receipt", receipt_of(hf)]
-    more = ["--architecture", ARCHITECTURE, "--target", "native"]
-    yield Step("patch_hf_config", [*source, *_to("destination", patched), *more], receipt_of(patched), patched)
+    more = [*DIMENSIONS, "--target", "native"]
+    yield Step("patch_hf_config", [*source, *_to("folder", patched), *more], receipt_of(patched), patched)
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),
-        ("rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8"),
-        ("serving", "quantize_serving", "finalize_serving"),
+        ("rollout_fp8", "quantize", "finalize_quantized"),
+        ("serving", "quantize", "finalize_quantized"),
     ):
         folder = store.folder(name)
         for part in range(NUM_PARTS):

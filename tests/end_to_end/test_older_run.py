@@ -38,7 +38,7 @@ def test_nothing_is_made_anew_and_the_run_goes_on_as_it_began(folder: Path) -> N
     before = read_yaml(folder / "results" / RUN / "experiment.yaml")
     planned = run_snakemake(folder, "-n", *WORDS).stdout
     jobs = planned.partition("Job stats:")[2].partition("total")[0]
-    assert not {"make_tiny_model", "finalize_torch_dist", "finalize_rollout_fp8", "stage_to_node_local"} & {
+    assert not {"make_tiny_model", "finalize_torch_dist", "quantize", "finalize_quantized", "stage_to_node_local"} & {
         *jobs.split()
     }
     done = run_snakemake(folder, *WORDS)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.checkpoint_store import ARCHITECTURE, Store, make_store, make_torch_dist, run_here
+from tests.support.checkpoint_store import DIMENSIONS, Store, make_store, make_torch_dist, run_here
 from tests.support.killing import run_killed
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
@@ -26,7 +26,7 @@ def _arguments(store: Store, adopted: str = "adopted"):
     folder = store.folder("taken")
     return [
         *("--source", store.source, "--source-receipt", receipt_of(store.source), "--adopted", store.root / adopted),
-        *("--folder", folder, "--architecture", ARCHITECTURE, "--receipt", receipt_of(folder)),
+        *("--folder", folder, *DIMENSIONS, "--receipt", receipt_of(folder)),
     ]
 
 

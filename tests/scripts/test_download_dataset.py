@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.hub_server import HubServer
 from tests.support.killing import SCRIPTS, run_killed
+from tests.support.resolved_words import words_with
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
 from posttrain.config.schema import Data
@@ -26,8 +27,7 @@ DATA = Data(
 
 def _arguments(data: Data, folder: Path) -> list[object]:
     return [
-        "--data",
-        json.dumps(dataclasses.asdict(data)),
+        *words_with(data=dataclasses.asdict(data)),
         "--folder",
         folder,
         "--receipt",

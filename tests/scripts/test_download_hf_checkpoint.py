@@ -126,7 +126,7 @@ def test_a_disk_that_becomes_full_is_one_message_and_keeps_what_is_there(hub, or
     assert (origin / NEEDED[2]).stat().st_size > limit
     done = store.run(
         "download_hf_checkpoint",
-        more=["--num-workers", 1],
+        more=["--threads", 1],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 1

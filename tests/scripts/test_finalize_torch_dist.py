@@ -1,3 +1,4 @@
+import os
 import random
 
 import pytest
@@ -64,9 +65,10 @@ def test_a_part_that_runs_again_after_it_finds_its_files(store):
 def test_verify_keeps_a_damaged_checkpoint_from_its_name(store):
     folder = store.folder("torch_dist")
     path = partial_of(folder) / "__1_0.distcp"
-    raw = bytearray(path.read_bytes())
+    raw, status = bytearray(path.read_bytes()), path.stat()
     raw[raw.index(CheckpointReader(store.source).tensor("lm_head.weight").view(torch.uint8).numpy().tobytes())] ^= 1
     path.write_bytes(raw)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a bad disk leaves it
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: corrupt: the checksum of output_layer\.weight"):
         run_here("finalize_torch_dist", [*store.finalize("torch_dist"), "--verify"])
     assert not folder.exists()

@@ -23,7 +23,7 @@ def steps_of(store: Store) -> Iterator[tuple[str, list[object]]]:
     """Yield the steps in the order of the data."""
     for name, part_step, last_step in (
         ("torch_dist", "convert_hf_to_torch_dist", "finalize_torch_dist"),
-        ("rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8"),
+        ("rollout_fp8", "quantize", "finalize_quantized"),
     ):
         yield from ((part_step, store.part(name, part)) for part in range(NUM_PARTS))
         yield last_step, store.finalize(name)

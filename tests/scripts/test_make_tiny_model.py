@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from tests.support.killing import SCRIPTS
+from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
@@ -23,8 +24,7 @@ killing._main()
 
 def _arguments(folder, architecture=TINY, num_digits: int = 2, seed: int = 0) -> list[str]:
     return [
-        "--architecture",
-        json.dumps(dataclasses.asdict(architecture)),
+        *words_with(architecture),
         "--num-digits",
         str(num_digits),
         "--seed",

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import random
 import subprocess
 import sys
@@ -7,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.killing import SCRIPTS, run_killed
+from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
@@ -20,18 +20,16 @@ def source(tmp_path):
 
 
 def _arguments(source: Path, target: str, destination: Path, **dimensions: int) -> list[object]:
-    architecture = json.dumps(dataclasses.asdict(ARCHITECTURE) | dimensions)
     return [
         "--source",
         source,
         "--source-receipt",
         receipt_of(source),
-        "--destination",
+        "--folder",
         destination,
         "--receipt",
         receipt_of(destination),
-        "--architecture",
-        architecture,
+        *words_with(dataclasses.replace(ARCHITECTURE, **dimensions)),
         "--target",
         target,
     ]

@@ -34,8 +34,8 @@ def _arguments(store: Path, node: Path) -> list[object]:
         *resolved_words({"model": "tiny", "site": "local", "set": settings}, store.parent),
         *("--torch-dist", store / "torch_dist-1", "--torch-dist-receipt", receipt_of(store / "torch_dist-1")),
         *("--rollout-weights", store / "rollout_fp8-1", "--rollout-receipt", receipt_of(store / "rollout_fp8-1")),
-        *("--destination", node / "model" / "revision", "--node", node.name, "--meeting", store / "broadcast"),
-        *("--testimony", node.with_suffix(".json")),
+        *("--destination", node / "model" / "revision", "--node", node.name, "--peers", store / "broadcast"),
+        *("--record", node.with_suffix(".json")),
     ]
 
 
@@ -52,9 +52,9 @@ def test_staging_survives_kills_and_ends_with_the_right_bytes(store, tmp_path):
     assert endings == [-9] * 6 + [0]
     for name in ("torch_dist-1", "rollout_fp8-1"):
         assert record_files(node / "model" / "revision" / name) == record_files(store / name)
-    testimony = json.loads((tmp_path / "node0.json").read_text())
-    assert testimony["bytes_kept"] > 0
-    assert testimony["bytes_copied"] + testimony["bytes_kept"] == 2 * sum(5000 + i for i in range(20))
+    record = json.loads((tmp_path / "node0.json").read_text())
+    assert record["bytes_kept"] > 0
+    assert record["bytes_copied"] + record["bytes_kept"] == 2 * sum(5000 + i for i in range(20))
 
 
 def test_a_source_without_its_file_is_one_message(store, tmp_path):
@@ -66,7 +66,7 @@ def test_a_source_without_its_file_is_one_message(store, tmp_path):
     assert not (tmp_path / "node0.json").exists()
 
 
-def test_a_full_disk_is_one_message_and_leaves_no_testimony(store, tmp_path):
+def test_a_full_disk_is_one_message_and_leaves_no_record(store, tmp_path):
     """A limit on file sizes stands for the full disk."""
     arguments = _arguments(store, tmp_path / "node0")
     done = _run(arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5010, 5010)))

@@ -99,7 +99,7 @@ def test_the_first_node(
     spare_nodes: int,
     moments: tuple[str, ...],
 ) -> None:
-    """The job goes back into the queue under its own number: by SLURM, or by a stand-in where it outlives its nodes."""
+    """The job goes back into the queue under its own number: by SLURM, or by a watchdog where it outlives its nodes."""
     for node in cluster.nodes:
         cluster.wipe(node)
     run = disturb({"site.slurm.spare_nodes": spare_nodes})

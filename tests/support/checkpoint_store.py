@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import runpy
 import shutil
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support.killing import SCRIPTS
+from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
 from posttrain.artifacts import (
@@ -27,11 +26,8 @@ from posttrain.artifacts import (
 )
 
 NUM_PARTS = 2
-ARCHITECTURE = json.dumps(dataclasses.asdict(TINY))
-SETTINGS = {
-    "rollout_fp8": json.dumps({"format": "fp8", "strategy": "block", "scale": "fp32"}),
-    "serving": json.dumps({"format": "nvfp4", "calibration": []}),
-}
+DIMENSIONS = words_with(TINY)
+STEPS = {"rollout_fp8": "quantize_rollout_fp8", "serving": "quantize_serving", "bf16": "cast_to_bf16"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,7 @@ class Store:
             NUM_PARTS,
             "--receipt",
             part_receipt_of(folder, part),
-            "--architecture",
-            ARCHITECTURE,
+            *DIMENSIONS,
         ]
 
     def finalize_export(self, name: str = "hf") -> list[object]:
@@ -96,14 +91,11 @@ class Store:
         return [*self._export_common(folder), "--part-receipts", *receipts, "--receipt", receipt_of(folder)]
 
     def _export_common(self, folder: Path) -> list[object]:
-        origin = ["--origin", self.source, "--origin-receipt", receipt_of(self.source)]
-        return [*origin, "--destination", folder]
+        return ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
 
     def _common(self, folder: Path) -> list[object]:
         common = ["--source", self.source, "--source-receipt", receipt_of(self.source), "--folder", folder]
-        if folder.name == "torch_dist":
-            return [*common, "--architecture", ARCHITECTURE]
-        return [*common, "--settings", SETTINGS[folder.name]] if folder.name in SETTINGS else common
+        return [*common, *DIMENSIONS, *(["--step", STEPS[folder.name]] if folder.name in STEPS else [])]
 
 
 def run_here(script: str, arguments: Sequence[object]) -> None:
@@ -145,14 +137,24 @@ def make_export(store: Store, name: str = "hf") -> None:
 
 def make_rollout_fp8(store: Store) -> None:
     """Quantise, whole."""
-    make_in_parts(store, "rollout_fp8", "quantize_rollout_fp8", "finalize_rollout_fp8")
+    make_quantized(store, "rollout_fp8")
 
 
-def make_in_parts(store: Store, name: str, part_step: str, last_step: str) -> None:
-    """Make a folder of the store, whole."""
+def make_quantized(store: Store, name: str) -> None:
+    """Make a folder of the store in another number format, whole."""
     for part in range(NUM_PARTS):
-        run_here(part_step, store.part(name, part))
-    run_here(last_step, store.finalize(name))
+        run_here("quantize", store.part(name, part))
+    run_here("finalize_quantized", store.finalize(name))
+
+
+def make_quantized_store(root: Path) -> Store:
+    """Return a store whose source is quantised."""
+    first = make_store(root / "first")
+    make_rollout_fp8(first)
+    store = Store(root)
+    shutil.copytree(first.folder("rollout_fp8"), store.source)
+    shutil.copy2(receipt_of(first.folder("rollout_fp8")), receipt_of(store.source))
+    return store
 
 
 def assert_same_folder(made: Path, expected: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.artifacts import building
-from posttrain.checkpoint.export import finalize_folder, open_export, write_part
+from tests.support.folders_in_parts import make_folder
+
+from posttrain.checkpoint.export import FINALIZE_STEP, STEP, HubExport, open_trained
 from posttrain.config.schema import Architecture
 
 
@@ -13,10 +14,7 @@ def export_in_parts(
     checkpoint: Path, origin: Path, arch: Architecture, folder: Path, num_parts: int = 2, num_threads: int = 1
 ) -> Path:
     """Export to `folder` and return it."""
-    opened, made = open_export(checkpoint, origin, arch), {}
-    for part in range(num_parts):
-        shards = write_part(opened, {"train": str(checkpoint)}, folder, part, num_parts, num_threads)
-        made |= {shard.record.path: shard for shard in shards}
-    with building(folder) as partial:
-        finalize_folder(opened.origin, made, partial)
+    trained, inputs = open_trained(checkpoint, origin, arch), {"train": str(checkpoint)}
+    making = HubExport(trained.origin, inputs, trained)
+    make_folder(making, folder, num_parts, num_threads, (STEP, FINALIZE_STEP), inputs)
     return folder

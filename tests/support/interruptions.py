@@ -32,7 +32,7 @@ ENGINE = "posttrain.engines.embedded"
 # Rules with more than one job in the tests' configuration.
 NUM_JOBS = {
     "convert_hf_to_torch_dist": 2,
-    "quantize_rollout_fp8": 2,
+    "quantize": 2,
     "stage_to_node_local": 2,
     "export_hf": 2,
     "evaluate": 2,
@@ -48,8 +48,8 @@ OUTPUTS = {
     "patch_hf_config": ["tiny/*/hf_patched-*.receipt.json"],
     "convert_hf_to_torch_dist": ["tiny/*/torch_dist-*.parts/*.receipt.json"],
     "finalize_torch_dist": ["tiny/*/torch_dist-????????.receipt.json"],
-    "quantize_rollout_fp8": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
-    "finalize_rollout_fp8": ["tiny/*/rollout_fp8-????????.receipt.json"],
+    "quantize": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
+    "finalize_quantized": ["tiny/*/rollout_fp8-????????.receipt.json"],
     "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
     "stage_to_node_local": ["tiny-*/node_local/*.json", "tiny-*/node_local.staged"],
     "export_hf": ["tiny-*/hf.parts/*.receipt.json"],

@@ -39,7 +39,7 @@ RULE_SECONDS = {
     "download_dataset": 0.6,
     "patch_hf_config": 0.7,
     "finalize_torch_dist": 1.9,
-    "finalize_rollout_fp8": 1.4,
+    "finalize_quantized": 1.4,
     "train_grpo": 151.3,
     "export_hf": 3.2,
     "finalize_export_hf": 0.6,
@@ -53,8 +53,8 @@ RULE_ORDER = (
     "patch_hf_config",
     "convert_hf_to_torch_dist",
     "finalize_torch_dist",
-    "quantize_rollout_fp8",
-    "finalize_rollout_fp8",
+    "quantize",
+    "finalize_quantized",
     "stage_to_node_local",
     "evaluate",
     "train_grpo",
@@ -146,8 +146,8 @@ def _write_node_copy(paths: Paths, node: str) -> None:
         shutil.copytree(origin, folder)
         receipt = read_receipt(receipt_of(origin))
         copies.append({"folder": str(folder), "receipt_digest": receipt.digest, "files": []})
-    testimony = {"node": node, "folder": str(paths.node_local(node)), "boot_id": "0", "copies": copies}
-    write_json(paths.node_local_testimony(node), testimony)
+    record = {"node": node, "folder": str(paths.node_local(node)), "boot_id": "0", "copies": copies}
+    write_json(paths.node_record(node), record)
 
 
 def _write_artefact(
@@ -321,7 +321,7 @@ def _write_benchmarks(paths: Paths, logs: Path, rng: random.Random) -> None:
     jobs = {(rule, store if rule not in OF_THE_RUN else run): s for rule, s in RULE_SECONDS.items()}
     for part in range(config.convert.num_parts):
         jobs["convert_hf_to_torch_dist", f"{store}.{part}"] = 1.6 + 0.1 * part
-        jobs["quantize_rollout_fp8", f"{store}.{part}"] = 1.2 + 0.1 * part
+        jobs["quantize", f"{store}.{part}"] = 1.2 + 0.1 * part
     for node in config.site.node_names:
         jobs["stage_to_node_local", f"{run}.{node}"] = 0.4
     for when in ("before", "after"):

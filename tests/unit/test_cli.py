@@ -1,4 +1,4 @@
-"""How scripts end."""
+"""How programs end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted(Path(__file__).parents[2].glob("scripts/*.py"))
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [*sorted(ROOT.glob("scripts/*.py")), ROOT / "workflow/src/posttrain/__main__.py"]
 # Sends this process what Ctrl-C sends, when it begins to import the first module that takes time.
 INTERRUPTED = """
 import os, runpy, signal, sys
@@ -43,7 +44,7 @@ def run_interrupted(code: str, *words: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.stem)
 def test_a_script_that_is_interrupted_while_it_imports_says_one_line(script):
     ended = run_interrupted(INTERRUPTED, script)
     assert ended.stderr == f"{script.name}: interrupted; run the same command again to go on\n"

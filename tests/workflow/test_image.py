@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.image_runtimes import ImageRuntime
 from tests.support.workflow_runs import ROOT, WorkflowFolder, run_snakemake
-from tests.workflow.test_rules import RULES
+from tests.workflow.test_rules import RULES, WITHOUT_WORK
 
 from posttrain.artifacts import read_receipt
 
@@ -53,7 +53,7 @@ def test_without_an_image_nothing_stands_before_python(tmp_path: Path) -> None:
     assert set(commands(tmp_path, "").values()) == {""}
 
 
-@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"all", "stage_all_nodes"}))
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - WITHOUT_WORK))
 def test_every_rule_says_where_it_starts(rule: str) -> None:
     """Also those that no dry run above has: a new rule that becomes a job must not be forgotten."""
     before = re.search(r'"POSTTRAIN_LOG=\{log:q\} (.*?)python ', RULES[rule])
@@ -67,7 +67,7 @@ def test_every_rule_says_where_it_starts(rule: str) -> None:
 
 
 def test_what_starts_outside_needs_a_small_environment() -> None:
-    names = sorted(ON_THE_DRIVER - {"stage_all_nodes"} | {"train_grpo", "preflight"})
+    names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {"train_grpo", "preflight"})
     heavy = {"torch", "megatron", "transformers"}
     code = f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(names)}; print({heavy} & sys.modules.keys())"
     ended = subprocess.run(

@@ -18,7 +18,7 @@ SHOWN = {"resolve_config", "render_report"}
 FETCHED = {"list_hf_checkpoint", "download_hf_checkpoint", "finalize_hf_checkpoint"}
 PATCHED = {"patch_hf_config"}
 CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
-QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8"}
+QUANTISED = {"quantize", "finalize_quantized"}
 STAGED = {"stage_to_node_local", "stage_all_nodes"}
 TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate", "render_report"}
 

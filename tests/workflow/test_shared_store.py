@@ -56,7 +56,7 @@ def test_another_split_spoils_nothing_that_is_finished(tmp_path: Path, store: Pa
     shutil.copytree(store, tmp_path / "store", symlinks=True)
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", FAST | {"convert.num_parts": 3})
     workflow.folder.mkdir()
-    makers = {"convert_hf_to_torch_dist", "quantize_rollout_fp8"}
+    makers = {"convert_hf_to_torch_dist", "quantize"}
     assert not makers & jobs_of(workflow.dry_run(*TARGETS))
     (gone,) = workflow.store.glob("tiny/*/torch_dist-????????.parts/1.receipt.json")
     gone.unlink()

@@ -60,17 +60,17 @@ STORE: dict[str, Callable[[Paths], Path]] = {
     "patch_hf_config": lambda paths: receipt_of(paths.hf_patched),
     "convert_hf_to_torch_dist": lambda paths: part_receipt_of(paths.torch_dist, 0),
     "finalize_torch_dist": lambda paths: receipt_of(paths.torch_dist),
-    "quantize_rollout_fp8": lambda paths: part_receipt_of(paths.rollout_fp8, 0),
-    "finalize_rollout_fp8": lambda paths: receipt_of(paths.rollout_fp8),
-    "quantize_serving": lambda paths: part_receipt_of(paths.serving, 0),
-    "finalize_serving": lambda paths: receipt_of(paths.serving),
-    "cast_to_bf16": lambda paths: part_receipt_of(paths.bf16, 0),
-    "finalize_bf16": lambda paths: receipt_of(paths.bf16),
+    "quantize rollout_fp8": lambda paths: part_receipt_of(paths.rollout_fp8, 0),
+    "finalize_quantized rollout_fp8": lambda paths: receipt_of(paths.rollout_fp8),
+    "quantize serving": lambda paths: part_receipt_of(paths.serving, 0),
+    "finalize_quantized serving": lambda paths: receipt_of(paths.serving),
+    "quantize bf16": lambda paths: part_receipt_of(paths.bf16, 0),
+    "finalize_quantized bf16": lambda paths: receipt_of(paths.bf16),
 }
 RUN: dict[str, Callable[[Paths], Path]] = {
     "resolve_config": lambda paths: paths.config,
     "fork_checkpoint": lambda paths: paths.fork_receipt,
-    "stage_to_node_local": lambda paths: paths.node_local_testimony("node0"),
+    "stage_to_node_local": lambda paths: paths.node_record("node0"),
     "stage_all_nodes": lambda paths: paths.run / "node_local.staged",
     "train_grpo": lambda paths: paths.train_done,
     "export_hf": lambda paths: part_receipt_of(paths.hf_export, 0),
@@ -98,15 +98,18 @@ GOALS = {
 }
 SHOWN = {"resolve_config", "render_report"}
 PATCHED = {"patch_hf_config", "convert_hf_to_torch_dist", "finalize_torch_dist"}
-QUANTISED = {"quantize_rollout_fp8", "finalize_rollout_fp8", "quantize_serving", "finalize_serving"}
+FP8, SERVING = (
+    {f"{rule} {name}" for rule in ("quantize", "finalize_quantized")} for name in ("rollout_fp8", "serving")
+)
+QUANTISED = FP8 | SERVING
 # Key -> what is another thing after its change, and so no longer made, besides the files that show every key.
 # An experiment changes all of its run. Where a run lies, in how many parts it is written, and when: no content.
 ALTERED = {
     "evaluation.seed": {"evaluate before", "evaluate"},
-    "serving.calibration": {"quantize_serving", "finalize_serving"},
+    "serving.calibration": SERVING,
     "data.seed": {"download_dataset"},
     "model.patch.target": PATCHED | QUANTISED,
-    "quantize.keep_first_layers": {"quantize_rollout_fp8", "finalize_rollout_fp8"},
+    "quantize.keep_first_layers": FP8,
 }
 # A finished run keeps the copies that it had.
 ALTERED_BEFORE_TRAINING_ENDS = {"site.node_names": {"stage_all_nodes"}, "stage.copy": {"stage_all_nodes"}}

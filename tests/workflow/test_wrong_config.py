@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_and_told_where_the_page_is(tmp_path: Path)
     assert code == 1
     assert REPORT in output
     assert "`snakemake plan` with the same --config" in output
-    assert {path.name for path in tmp_path.iterdir()} <= {".snakemake"}
+    assert {path.name for path in tmp_path.iterdir()} <= {".snakemake", "logs"}, "what was resolved"
 
 
 def test_a_plan_is_drawn_and_ends_with_the_same_report(tmp_path: Path) -> None:

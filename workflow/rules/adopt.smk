@@ -5,6 +5,7 @@ if CFG.download.torch_dist_folder:
     ruleorder: adopt_torch_dist > finalize_torch_dist
 
     rule adopt_torch_dist:
+        """Takes a torch_dist checkpoint that is there already, once it is proven equal to the source."""
         input:
             receipt_of(PATHS.hf_patched),
         output:
@@ -22,6 +23,11 @@ if CFG.download.torch_dist_folder:
         message:
             f"adopt {{params.adopted}} after comparing it with the source{NEEDS.message('adopt_torch_dist')}"
         shell:
-            "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/adopt_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
-            " --adopted {params.adopted:q} --folder {params.folder:q} --architecture {params.architecture:q}"
-            " --threads {threads} --receipt {output:q}"
+            runs(
+                "adopt_torch_dist",
+                FROM_CONFIG,
+                "--source {params.source:q} --source-receipt {input:q}",
+                "--adopted {params.adopted:q} --folder {params.folder:q}",
+                "--threads {threads} --receipt {output:q}",
+                where=IN_IMAGE,
+            )

@@ -2,6 +2,7 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -13,41 +14,48 @@ from pathlib import Path
 from snakemake.logging import logger
 
 from posttrain import artifacts
+from posttrain.__main__ import COMMANDS
 from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
-from posttrain.config.begun import kept_from_before, refuse_other_experiment
-from posttrain.config.derived import fp8_settings, serving_settings
+from posttrain.config.begun import kept_from_before
+from posttrain.config.derived import recoding_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds
-from posttrain.planner.problems import find_problems
-from posttrain.errors import CheckpointError, ConfigError, explain, raise_if_any
-from posttrain.launch.child import name_driver
+from posttrain.errors import CheckpointError, ConfigError, Problem, explain, raise_if_any
+from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
-from posttrain.preflight.refusals import refusal
+from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.readable import counted
-from posttrain.training.lineage import check_fork
+from posttrain.training.lineage import refuse_other_run
 
-name_driver()
+IS_READ_AGAIN = name_driver()
 # A waiting thread must not spin: jobs run side by side on few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# To `snakemake --lint`, "Environment variable PATH used but not asserted with envvars directive": it is extended only.
 # Steps run in the environment that runs Snakemake, whether or not a shell has activated it (envs/README.md).
 os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 ENDING = Ending(shows_commands=workflow.output_settings.printshellcmds)
 if workflow.is_main_process:
     ENDING.watch(logger)
-# Short in printed commands, and right from any working directory.
-SCRIPTS = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "scripts")))
-CONFIG_DIR = os.path.relpath(os.path.join(workflow.basedir, "config"))
+# Right from any working directory.
+CONFIG_DIR = os.path.relpath(os.path.join(CLONE, "config"))
 # Where a job finds what was resolved when the command was given.
 RESOLVED_VARIABLE = "POSTTRAIN_RESOLVED"
 
-# Who asks for these knows a run by its name, and need not say what it learns.
-ONLY_LOOKS = {"status", "snapshot", "attach"} & set(sys.argv)
+
+@contextlib.contextmanager
+def told():
+    """End with what is wrong: an exception would be shown with its place in a rule, which is not where the mistake is."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        logger.error(str(error))
+        sys.exit(1)
 
 
 def write_once(resolved):
@@ -61,7 +69,7 @@ def write_once(resolved):
         return write_resolved(resolved, folder)
 
 
-try:
+with told():
     # A job reads what was planned when the command was given, whatever has become of config/ by then.
     if workflow.is_main_process:
         RESOLVED = resolve(config, Path(CONFIG_DIR))
@@ -71,33 +79,39 @@ try:
         raise CheckpointError(f"{RESOLVED_VARIABLE} is not set: this executor does not hand the environment on to jobs")
     PATHS = Paths(RESOLVED)
     announce_sharing(PATHS.store, RESOLVED.config.site.store_group)
-    if PATHS.train.exists() and not ONLY_LOOKS:
-        refuse_other_experiment(PATHS.experiment, RESOLVED)
-    if not ONLY_LOOKS:
-        raise_if_any(check_fork(PATHS))
-    if "preflight" in sys.argv:
-        raise_if_any(list(check_preflight(RESOLVED.config)))
-    # What has been trained stays. `plan` draws its page of the problems first; Snakemake tells no targets while it reads
-    # this, so what is asked for beside it passes here and is refused by resolve_config.
-    if not PATHS.train_done.exists() and "plan" not in sys.argv and not ONLY_LOOKS:
-        raise_if_any(find_problems(RESOLVED.config), hint="`snakemake plan` with the same --config draws all figures.")
-except (CheckpointError, ConfigError) as error:
-    # An exception would be shown with its place in this file, which is not where the mistake is.
-    logger.error(str(error))
-    sys.exit(1)
 CFG = RESOLVED.config
 if workflow.is_main_process:
     if kept := kept_from_before(RESOLVED):
         logger.info(f"{RESOLVED.run} goes on as an older version began it: {kept}; name another value for a new run")
-    os.environ[RESOLVED_VARIABLE] = str(write_once(RESOLVED))
+    file = str(write_once(RESOLVED))
+    if IS_READ_AGAIN and os.environ[RESOLVED_VARIABLE] != file:
+        with told():
+            # A queued job, which reads the whole workflow again, would take one's configuration for the other's.
+            remedy = "give each a workflow of its own, or one `config:`"
+            raise ConfigError([Problem("module", "two configurations of posttrain", "one in a workflow", remedy)])
+    os.environ[RESOLVED_VARIABLE] = file
 RESOLVED_FILE = os.environ[RESOLVED_VARIABLE]
 
 
-def refuse_beside_a_look():
-    """Refuse to change what a run learns, also when it is asked for in one command with a look at runs; no files."""
-    if ONLY_LOOKS and PATHS.train.exists():
-        refuse_other_experiment(PATHS.experiment, RESOLVED)
+@functools.cache
+def may_run():
+    """Return no files, or refuse to begin or change a run that cannot be, or that began otherwise.
+
+    Rules of a run have it among their inputs, so Snakemake asks when it finds that one is needed, in a dry run, too. Who
+    only looks, plans, or makes what the store holds is not asked what the run learns.
+    """
+    if workflow.is_main_process:
+        with told():
+            refuse_other_run(PATHS)
+            refuse_unfit(PATHS)
     return []
+
+
+def may_look_at_nodes():
+    """Return no files, or refuse to look at nodes that are not to be had without training."""
+    with told():
+        raise_if_any(list(check_preflight(CFG)))
+    return may_run()
 
 
 def refused():
@@ -114,6 +128,28 @@ ENDING.add(lambda: refused() if workflow.dryrun else "")
 if workflow.resource_settings.default_resources is not None:
     for name, value in resources_of_all_jobs(CFG.site).items():
         workflow.resource_settings.default_resources[name] = value
+
+
+def literal(text):
+    """Return a text as a word of a shell command, in which Snakemake is to look up nothing."""
+    return shlex.quote(str(text)).replace("{", "{{").replace("}", "}}")
+
+
+def runs(name, *words, where=""):
+    """Return a command of a rule: what starts it, the script of its name or `posttrain`'s command, and its words.
+
+    All names of this file stand in it already, as Snakemake does not know them where another workflow uses the rules.
+    """
+    script = os.path.relpath(os.path.join(CLONE, "scripts", f"{name}.py"))
+    command = name.replace("_", "-")
+    # A module does not come from the working folder, as little as a script does.
+    program = f"-P -m posttrain {command}" if command in COMMANDS else literal(script)
+    starter = where.replace("{", "{{").replace("}", "}}")
+    return " ".join([f"POSTTRAIN_LOG={{log:q}} {starter}python {program}", *words])
+
+
+# What a command takes that is about the configuration as a whole.
+FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")

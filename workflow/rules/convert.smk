@@ -4,6 +4,7 @@ TORCH_DIST_PARTS = parts_of(PATHS.torch_dist, CFG.convert.num_parts)
 
 
 rule convert_hf_to_torch_dist:
+    """Converts one part of a checkpoint to Megatron's torch_dist, without a GPU."""
     input:
         receipt_of(PATHS.hf_patched),
     output:
@@ -21,12 +22,18 @@ rule convert_hf_to_torch_dist:
     message:
         f"convert part {{wildcards.part}} of {{params.num_parts}} to torch_dist{NEEDS.message('convert_hf_to_torch_dist')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/convert_hf_to_torch_dist.py --source {params.source:q} --source-receipt {input:q}"
-        " --folder {params.folder:q} --architecture {params.architecture:q} --part {wildcards.part}"
-        " --num-parts {params.num_parts} --receipt {output:q}"
+        runs(
+            "convert_hf_to_torch_dist",
+            FROM_CONFIG,
+            "--source {params.source:q} --source-receipt {input:q}",
+            "--folder {params.folder:q} --part {wildcards.part}",
+            "--num-parts {params.num_parts} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_torch_dist:
+    """Joins the converted parts and checks that no tensor is missing."""
     input:
         source=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.torch_dist, part) for part in TORCH_DIST_PARTS],
@@ -44,6 +51,11 @@ rule finalize_torch_dist:
     message:
         f"join the parts of the torch_dist checkpoint and check that no tensor is missing{NEEDS.message('finalize_torch_dist')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_torch_dist.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --folder {params.folder:q} --architecture {params.architecture:q} --part-receipts {input.parts:q}"
-        " --receipt {output:q}"
+        runs(
+            "finalize_torch_dist",
+            FROM_CONFIG,
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--folder {params.folder:q} --part-receipts {input.parts:q}",
+            "--receipt {output:q}",
+            where=IN_IMAGE,
+        )

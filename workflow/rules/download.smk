@@ -12,6 +12,7 @@ SOURCE_FILES = (
 if CFG.model.source.kind == "made":
 
     rule make_tiny_model:
+        """Makes a small GLM-5 that sorts digits, in the layout of a Hub repository."""
         output:
             update(receipt_of(PATHS.made_model)),
         log:
@@ -27,14 +28,20 @@ if CFG.model.source.kind == "made":
         message:
             f"make a GLM-5 of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
         shell:
-            "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/make_tiny_model.py --architecture {params.architecture:q} --num-digits {params.num_digits}"
-            " --seed {params.seed} --folder {params.folder:q} --receipt {output:q}"
+            runs(
+                "make_tiny_model",
+                FROM_CONFIG,
+                "--num-digits {params.num_digits}",
+                "--seed {params.seed} --folder {params.folder:q} --receipt {output:q}",
+                where=IN_IMAGE,
+            )
 
 
 HF_PARTS = parts_of(PATHS.hf, CFG.download.num_parts)
 
 
 rule list_hf_checkpoint:
+    """Lists what a Hub repository or a folder holds, with sizes and hashes."""
     input:
         made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
         files=SOURCE_FILES,
@@ -58,11 +65,15 @@ rule list_hf_checkpoint:
     message:
         f"list the files of {SIZE} ({CFG.model.source.kind}){NEEDS.message('list_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/list_hf_checkpoint.py {params.source:q} {params.made:q}"
-        " --folder {params.folder:q} --num-retries {resources.num_retries} --manifest {output:q}"
+        runs(
+            "list_hf_checkpoint",
+            "{params.source:q} {params.made:q}",
+            "--folder {params.folder:q} --num-retries {resources.num_retries} --manifest {output:q}",
+        )
 
 
 rule download_hf_checkpoint:
+    """Fetches one part of a checkpoint, each file verified."""
     input:
         manifest_of(PATHS.hf),
     output:
@@ -83,12 +94,17 @@ rule download_hf_checkpoint:
     message:
         f"fetch part {{wildcards.part}} of {{params.num_parts}} of {SIZE} ({CFG.model.source.kind}), verify every file{NEEDS.message('download_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/download_hf_checkpoint.py --manifest {input:q} --folder {params.folder:q}"
-        " --part {wildcards.part} --num-parts {params.num_parts} --num-workers {resources.num_workers}"
-        " --num-retries {resources.num_retries} --xet {resources.xet} --receipt {output:q}"
+        runs(
+            "download_hf_checkpoint",
+            "--manifest {input:q} --folder {params.folder:q}",
+            "--part {wildcards.part} --num-parts {params.num_parts} --threads {resources.num_workers}",
+            "--num-retries {resources.num_retries} --xet {resources.xet} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_hf_checkpoint:
+    """Joins the fetched parts and checks the checkpoint's layout."""
     input:
         manifest=manifest_of(PATHS.hf),
         parts=[part_receipt_of(PATHS.hf, part) for part in HF_PARTS],
@@ -104,11 +120,16 @@ rule finalize_hf_checkpoint:
     message:
         f"join the parts of {SIZE}, check its layout{NEEDS.message('finalize_hf_checkpoint')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_hf_checkpoint.py --manifest {input.manifest:q}"
-        " --part-receipts {input.parts:q} --folder {params.folder:q} --receipt {output:q}"
+        runs(
+            "finalize_hf_checkpoint",
+            "--manifest {input.manifest:q}",
+            "--part-receipts {input.parts:q} --folder {params.folder:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule download_dataset:
+    """Gets the prompts and checks every line."""
     input:
         [CFG.data.train_file, CFG.data.heldout_file] if CFG.data.kind == "jsonl" else [],
     output:
@@ -126,5 +147,10 @@ rule download_dataset:
     message:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/download_dataset.py --data {params.data:q} --folder {params.folder:q}"
-        " --num-retries {resources.num_retries} --receipt {output:q}"
+        runs(
+            "download_dataset",
+            FROM_CONFIG,
+            "--folder {params.folder:q}",
+            "--num-retries {resources.num_retries} --receipt {output:q}",
+            where=IN_IMAGE,
+        )

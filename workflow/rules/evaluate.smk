@@ -7,11 +7,13 @@ EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 
 
 rule evaluate:
+    """Measures the model on held-out prompts, before or after training."""
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
         dataset=receipt_of(PATHS.dataset),
+        run=lambda wildcards: may_run(),
     output:
-        PATHS.evaluation("{when}"),
+        report(PATHS.evaluation("{when}"), category="Evaluation", labels={"training": "{when}"}),
     log:
         PATHS.run_log("evaluate", ".{when}"),
     benchmark:
@@ -27,13 +29,18 @@ rule evaluate:
     message:
         f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training{NEEDS.message('evaluate')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/evaluate.py --resolved {RESOLVED_FILE:q}"
-        " --checkpoint {params.checkpoint:q}"
-        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}"
-        " --when {wildcards.when} --output {output:q}"
+        runs(
+            "evaluate",
+            FROM_CONFIG,
+            "--checkpoint {params.checkpoint:q}",
+            "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}",
+            "--when {wildcards.when} --output {output:q}",
+            where=ON_ONE_NODE,
+        )
 
 
 rule benchmark_serving:
+    """Answers: how fast the trained model is served."""
     input:
         checkpoint=receipt_of(PATHS.hf_export),
         dataset=receipt_of(PATHS.dataset),
@@ -49,6 +56,10 @@ rule benchmark_serving:
     message:
         f"measure the serving speed of the trained model at several concurrencies{NEEDS.message('benchmark_serving')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_ONE_NODE}python {SCRIPTS}/benchmark_serving.py --resolved {RESOLVED_FILE:q}"
-        " --checkpoint {params.checkpoint:q}"
-        " --checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {params.measured:q}"
+        runs(
+            "benchmark_serving",
+            FROM_CONFIG,
+            "--checkpoint {params.checkpoint:q}",
+            "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {params.measured:q}",
+            where=ON_ONE_NODE,
+        )

@@ -5,10 +5,11 @@
 OTHER_TRAINED = CFG.export.checkpoint_folder
 TRAINED = {} if OTHER_TRAINED else {"train": PATHS.train_done}
 EXPORT_PARTS = parts_of(PATHS.hf_export, CFG.convert.num_parts)
-TRAIN_RECEIPT = "" if OTHER_TRAINED else " --train-receipt {input.train:q}"
+TRAIN_RECEIPT = "" if OTHER_TRAINED else "--train-receipt {input.train:q}"
 
 
 rule export_hf:
+    """Exports one part of the trained weights to the origin's layout and precision."""
     input:
         **TRAINED,
         origin=receipt_of(PATHS.hf_patched),
@@ -28,13 +29,19 @@ rule export_hf:
     message:
         f"export part {{wildcards.part}} of {{params.num_parts}} of the trained model to Hub layout{NEEDS.message('export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/export_hf.py --run-folder {params.run_folder:q}"
-        + TRAIN_RECEIPT
-        + " --origin {params.origin:q} --origin-receipt {input.origin:q} --architecture {params.architecture:q}"
-        " --destination {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}"
+        runs(
+            "export_hf",
+            FROM_CONFIG,
+            "--run-folder {params.run_folder:q}",
+            TRAIN_RECEIPT,
+            "--source {params.origin:q} --source-receipt {input.origin:q}",
+            "--folder {params.destination:q} --part {wildcards.part} --num-parts {params.num_parts} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule finalize_export_hf:
+    """Joins the exported parts: index, config, tokenizer."""
     input:
         origin=receipt_of(PATHS.hf_patched),
         parts=[part_receipt_of(PATHS.hf_export, part) for part in EXPORT_PARTS],
@@ -51,5 +58,9 @@ rule finalize_export_hf:
     message:
         f"join the parts of the exported model: index, config, tokenizer{NEEDS.message('finalize_export_hf')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_export_hf.py --origin {params.origin:q} --origin-receipt {input.origin:q}"
-        " --part-receipts {input.parts:q} --destination {params.destination:q} --receipt {output:q}"
+        runs(
+            "finalize_export_hf",
+            "--source {params.origin:q} --source-receipt {input.origin:q}",
+            "--part-receipts {input.parts:q} --folder {params.destination:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )

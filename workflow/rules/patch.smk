@@ -2,6 +2,7 @@
 
 
 rule patch_hf_config:
+    """Checks a checkpoint against the configuration and patches config and tokenizer in a copy."""
     input:
         receipt_of(PATHS.hf),
     output:
@@ -19,6 +20,11 @@ rule patch_hf_config:
     message:
         f"validate the checkpoint against the configuration; patch: {{params.target}}{NEEDS.message('patch_hf_config')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/patch_hf_config.py --source {params.source:q} --source-receipt {input:q}"
-        " --destination {params.destination:q} --architecture {params.architecture:q} --target {params.target}"
-        " --receipt {output:q}"
+        runs(
+            "patch_hf_config",
+            FROM_CONFIG,
+            "--source {params.source:q} --source-receipt {input:q}",
+            "--folder {params.destination:q} --target {params.target}",
+            "--receipt {output:q}",
+            where=IN_IMAGE,
+        )

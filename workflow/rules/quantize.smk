@@ -1,58 +1,150 @@
-# Weights in the format that the engines serve, made once for all nodes; and, on demand, in others.
-FP8_SETTINGS = json.dumps(fp8_settings(CFG))
-SERVING_SETTINGS = json.dumps(serving_settings(CFG))
-FP8_PARTS, SERVING_PARTS, BF16_PARTS = (
-    parts_of(folder, CFG.convert.num_parts) for folder in (PATHS.rollout_fp8, PATHS.serving, PATHS.bf16)
-)
+# Weights in another number format: what engines serve, made once for all nodes; others, and BF16 again, on demand.
+from collections import UserString
+from types import SimpleNamespace
 
+from posttrain.artifacts.recodings import BF16, ENGINES, SERVING
 
-rule quantize_rollout_fp8:
-    input:
-        receipt_of(PATHS.hf_patched),
-    output:
-        update(part_receipt_of(PATHS.rollout_fp8, "{part}")),
-    log:
-        PATHS.store_log("quantize_rollout_fp8", ".part{part}"),
-    benchmark:
-        PATHS.store_log("quantize_rollout_fp8", ".part{part}").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["quantize_rollout_fp8"],
+# What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
+# BF16 before the format was one of them is not cast again.
+QUANTIZED = {
+    PATHS.rollout_fp8.name: SimpleNamespace(
+        parts=parts_of(PATHS.rollout_fp8, CFG.convert.num_parts),
+        steps=ENGINES,
         source=PATHS.hf_patched,
-        folder=PATHS.rollout_fp8,
-        settings=FP8_SETTINGS,
-        num_parts=len(FP8_PARTS),
+        settings=json.dumps(recoding_settings(CFG, ENGINES.step)),
+        calibration=[],
+        title="FP8",
+        more={
+            "quantize": f", a scale per {CFG.quantize.strategy}{NEEDS.message('quantize')}",
+            "finalize_quantized": f"{NEEDS.message('finalize_quantized')}",
+        },
+    ),
+    PATHS.serving.name: SimpleNamespace(
+        parts=parts_of(PATHS.serving, CFG.convert.num_parts),
+        steps=SERVING,
+        source=PATHS.hf_patched,
+        settings=json.dumps(recoding_settings(CFG, SERVING.step)),
+        calibration=CFG.serving.calibration,
+        title=CFG.serving.format,
+        more={"quantize": "", "finalize_quantized": ""},
+    ),
+    PATHS.bf16.name: SimpleNamespace(
+        parts=parts_of(PATHS.bf16, CFG.convert.num_parts),
+        steps=BF16,
+        source=PATHS.hf,
+        settings=UserString(json.dumps(recoding_settings(CFG, BF16.step))),
+        calibration=[],
+        title="BF16",
+        more={"quantize": "", "finalize_quantized": ""},
+    ),
+}
+QUANTIZED_FOLDER = PATHS.model_root / "{quantized}"
+
+
+wildcard_constraints:
+    quantized="|".join(QUANTIZED),
+
+
+rule quantize:
+    """Brings one part of the weights into another number format."""
+    input:
+        source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
+        calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
+    output:
+        update(part_receipt_of(QUANTIZED_FOLDER, "{part}")),
+    log:
+        PATHS.store_log("quantize", ".{quantized}.part{part}"),
+    benchmark:
+        PATHS.store_log("quantize", ".{quantized}.part{part}").with_suffix(".benchmark.tsv")
+    params:
+        format_version=lambda wildcards: FORMAT_VERSIONS[QUANTIZED[wildcards.quantized].steps.step],
+        source=lambda wildcards: QUANTIZED[wildcards.quantized].source,
+        folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
+        settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
+        num_parts=lambda wildcards: len(QUANTIZED[wildcards.quantized].parts),
+        # What depends on the input is no reason to run again.
+        step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
+        title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
+        more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["quantize"],
     message:
-        f"quantise part {{wildcards.part}} of {{params.num_parts}} to FP8, a scale per {CFG.quantize.strategy}{NEEDS.message('quantize_rollout_fp8')}"
+        "quantise part {wildcards.part} of {params.num_parts} to {params.title}{params.more}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_rollout_fp8.py --source {params.source:q} --source-receipt {input:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
+        runs(
+            "quantize",
+            FROM_CONFIG,
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--step {params.step} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
+            "--threads {threads} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
+rule finalize_quantized:
+    """Joins the parts of weights in another number format."""
+    input:
+        source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
+        parts=lambda wildcards: [
+            part_receipt_of(PATHS.model_root / wildcards.quantized, part)
+            for part in QUANTIZED[wildcards.quantized].parts
+        ],
+        calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
+    output:
+        update(receipt_of(QUANTIZED_FOLDER)),
+    log:
+        PATHS.store_log("finalize_quantized", ".{quantized}"),
+    benchmark:
+        PATHS.store_log("finalize_quantized", ".{quantized}").with_suffix(".benchmark.tsv")
+    params:
+        format_version=lambda wildcards: FORMAT_VERSIONS[QUANTIZED[wildcards.quantized].steps.finalize_step],
+        source=lambda wildcards: QUANTIZED[wildcards.quantized].source,
+        folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
+        settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
+        step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
+        title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
+        more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["finalize_quantized"],
+    message:
+        "join the {params.title} parts: index and config{params.more}"
+    shell:
+        runs(
+            "finalize_quantized",
+            FROM_CONFIG,
+            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--step {params.step} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
+
+
+# What is named on a command line: a rule with a wildcard is no target.
 rule finalize_rollout_fp8:
+    """Makes the weights that the engines serve in FP8."""
     input:
-        source=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.rollout_fp8, part) for part in FP8_PARTS],
-    output:
-        update(receipt_of(PATHS.rollout_fp8)),
-    log:
-        PATHS.store_log("finalize_rollout_fp8"),
-    benchmark:
-        PATHS.store_log("finalize_rollout_fp8").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["finalize_rollout_fp8"],
-        source=PATHS.hf_patched,
-        folder=PATHS.rollout_fp8,
-        settings=FP8_SETTINGS,
+        receipt_of(PATHS.rollout_fp8),
+    localrule: True
     message:
-        f"join the FP8 parts: index and config{NEEDS.message('finalize_rollout_fp8')}"
-    shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_rollout_fp8.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        "the engines' FP8 weights are there"
+
+
+rule finalize_serving:
+    """Makes the weights in the format that `serving.format` names."""
+    input:
+        receipt_of(PATHS.serving),
+    localrule: True
+    message:
+        f"the {CFG.serving.format} weights are there"
+
+
+rule finalize_bf16:
+    """Makes the weights of a quantised source in BF16."""
+    input:
+        receipt_of(PATHS.bf16),
+    localrule: True
+    message:
+        "the weights in BF16 are there"
 
 
 # Not on the way to training: both checkpoints are read once more and compared.
 rule verify_rollout_weights:
+    """Answers: what FP8 did to the weights."""
     input:
         source=receipt_of(PATHS.hf_patched),
         quantized=receipt_of(PATHS.rollout_fp8),
@@ -66,96 +158,10 @@ rule verify_rollout_weights:
     message:
         "measure what FP8 did to the weights"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_rollout_weights.py --source {params.source:q}"
-        " --source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}"
-        " --threads {threads} --report {params.report:q}"
-
-
-rule quantize_serving:
-    input:
-        source=receipt_of(PATHS.hf_patched),
-        calibration=CFG.serving.calibration,
-    output:
-        update(part_receipt_of(PATHS.serving, "{part}")),
-    log:
-        PATHS.store_log("quantize_serving", ".part{part}"),
-    benchmark:
-        PATHS.store_log("quantize_serving", ".part{part}").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["quantize_serving"],
-        source=PATHS.hf_patched,
-        folder=PATHS.serving,
-        settings=SERVING_SETTINGS,
-        num_parts=len(SERVING_PARTS),
-    message:
-        f"quantise part {{wildcards.part}} of {{params.num_parts}} to {CFG.serving.format}"
-    shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/quantize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
-
-
-rule finalize_serving:
-    input:
-        source=receipt_of(PATHS.hf_patched),
-        parts=[part_receipt_of(PATHS.serving, part) for part in SERVING_PARTS],
-        calibration=CFG.serving.calibration,
-    output:
-        update(receipt_of(PATHS.serving)),
-    log:
-        PATHS.store_log("finalize_serving"),
-    benchmark:
-        PATHS.store_log("finalize_serving").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["finalize_serving"],
-        source=PATHS.hf_patched,
-        folder=PATHS.serving,
-        settings=SERVING_SETTINGS,
-    message:
-        f"join the {CFG.serving.format} parts: index and config"
-    shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_serving.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --settings {params.settings:q} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
-
-
-rule cast_to_bf16:
-    input:
-        receipt_of(PATHS.hf),
-    output:
-        update(part_receipt_of(PATHS.bf16, "{part}")),
-    log:
-        PATHS.store_log("cast_to_bf16", ".part{part}"),
-    benchmark:
-        PATHS.store_log("cast_to_bf16", ".part{part}").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["cast_to_bf16"],
-        source=PATHS.hf,
-        folder=PATHS.bf16,
-        num_parts=len(BF16_PARTS),
-    message:
-        "cast part {wildcards.part} of {params.num_parts} of the quantised source to BF16"
-    shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/cast_to_bf16.py --source {params.source:q} --source-receipt {input:q}"
-        " --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}"
-        " --threads {threads} --receipt {output:q}"
-
-
-rule finalize_bf16:
-    input:
-        source=receipt_of(PATHS.hf),
-        parts=[part_receipt_of(PATHS.bf16, part) for part in BF16_PARTS],
-    output:
-        update(receipt_of(PATHS.bf16)),
-    log:
-        PATHS.store_log("finalize_bf16"),
-    benchmark:
-        PATHS.store_log("finalize_bf16").with_suffix(".benchmark.tsv")
-    params:
-        format_version=FORMAT_VERSIONS["finalize_bf16"],
-        source=PATHS.hf,
-        folder=PATHS.bf16,
-    message:
-        "join the BF16 parts: index and config"
-    shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/finalize_bf16.py --source {params.source:q} --source-receipt {input.source:q}"
-        " --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}"
+        runs(
+            "verify_rollout_weights",
+            "--source {params.source:q}",
+            "--source-receipt {input.source:q} --folder {params.folder:q} --receipt {input.quantized:q}",
+            "--threads {threads} --report {params.report:q}",
+            where=IN_IMAGE,
+        )

@@ -2,6 +2,7 @@
 
 
 rule render_report:
+    """Renders the report and the summary of a run."""
     input:
         config=PATHS.config,
         train=PATHS.train_done,
@@ -9,8 +10,8 @@ rule render_report:
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:
-        summary=PATHS.summary,
-        report=PATHS.run / "report.html",
+        summary=report(PATHS.summary, category="Run", labels={"what": "summary"}),
+        report=report(PATHS.run / "report.html", category="Run", labels={"what": "report"}),
     log:
         PATHS.run_log("render_report"),
     benchmark:
@@ -21,27 +22,32 @@ rule render_report:
     message:
         f"render the report of {RESOLVED.run}{NEEDS.message('render_report')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/render_report.py --config {input.config:q} --run-folder {params.run_folder:q}"
-        " --before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs"
-        " --summary {output.summary:q} --report {output.report:q}"
+        runs(
+            "render_report",
+            "--config {input.config:q} --run-folder {params.run_folder:q}",
+            "--before {input.before:q} --after {input.after:q} --export-receipt {input.export:q} --logs logs",
+            "--summary {output.summary:q} --report {output.report:q}",
+        )
 
 
 rule status:
+    """Answers: where runs stand, and jobs in the queue."""
     log:
         PATHS.run_log("status"),
     localrule: True
     message:
         "where runs stand"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/status.py --resolved {RESOLVED_FILE:q}"
+        runs("status", FROM_CONFIG)
 
 
 # No output: it is drawn each time that it is asked for, while training runs and when all is done.
 rule snapshot:
+    """Answers: the report of a run as far as it is."""
     log:
         PATHS.run_log("snapshot"),
     localrule: True
     message:
         f"report of {RESOLVED.run} so far"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/snapshot.py --resolved {RESOLVED_FILE:q}"
+        runs("snapshot", FROM_CONFIG)

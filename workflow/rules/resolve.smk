@@ -2,8 +2,9 @@
 
 
 rule resolve_config:
+    """Writes the configuration of a run, and registers what of the store it uses."""
     input:
-        lambda wildcards: refuse_beside_a_look(),
+        lambda wildcards: may_run(),
     output:
         # They stay until they are replaced: what a run has begun with is never not to be seen.
         experiment=update(PATHS.experiment),
@@ -20,32 +21,29 @@ rule resolve_config:
     message:
         f"write the configuration of {RESOLVED.run}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/resolve_config.py --resolved {RESOLVED_FILE:q}"
-        " --experiment {output.experiment:q} --config {output.resolved:q}"
+        runs("resolve_config", FROM_CONFIG, "--experiment {output.experiment:q} --config {output.resolved:q}")
 
 
 rule plan:
+    """Answers: memory, storage, durations and flags of a configuration, as a page (faster: `posttrain plan`)."""
     log:
         PATHS.run_log("plan"),
     localrule: True
     params:
-        # Not outputs: who asks again wants the plan of now, and a plan with problems fails when its page is drawn.
-        json=PATHS.plan.with_suffix(".json"),
-        html=PATHS.plan.with_suffix(".html"),
         # Elsewhere a scheduler decides it.
-        jobs_at_once=f" --jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
+        jobs_at_once=f"--jobs-at-once {workflow.cores}" if CFG.site.launcher == "local" else "",
     message:
         f"plan {CFG.model.name} on {NODES} of {CFG.hardware.name}: layout, memory, storage, durations"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/plan.py --resolved {RESOLVED_FILE:q}{params.jobs_at_once}"
-        " --json {params.json:q} --html {params.html:q}"
+        runs("plan", FROM_CONFIG, "{params.jobs_at_once}")
 
 
 rule check:
+    """Answers: what this machine lacks for a run."""
     log:
         PATHS.run_log("check"),
     localrule: True
     message:
         f"check what {RESOLVED.run} needs on this machine"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/check.py --resolved {RESOLVED_FILE:q}"
+        runs("check", FROM_CONFIG)

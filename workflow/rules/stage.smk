@@ -3,17 +3,19 @@
 
 # Which nodes get a copy. A finished run keeps the nodes it had: other ones are no reason to copy anything.
 if PATHS.train_done.exists():
-    STAGED = sorted(PATHS.node_local_testimony("any").parent.glob("*.json"))
+    STAGED = sorted(PATHS.node_record("any").parent.glob("*.json"))
 else:
-    STAGED = [PATHS.node_local_testimony(node) for node in CFG.site.node_names if CFG.stage.copy != "nothing"]
+    STAGED = [PATHS.node_record(node) for node in CFG.site.node_names if CFG.stage.copy != "nothing"]
 
 
 rule stage_to_node_local:
+    """Copies the checkpoints to one node's own disk and verifies them."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
+        run=lambda wildcards: may_run(),
     output:
-        PATHS.node_local_testimony("{node}"),
+        PATHS.node_record("{node}"),
     log:
         PATHS.run_log("stage_to_node_local", ".{node}"),
     benchmark:
@@ -23,20 +25,25 @@ rule stage_to_node_local:
         torch_dist=PATHS.torch_dist,
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
-        meeting=PATHS.node_local_testimony("any").with_name("broadcast"),
+        peers=PATHS.node_record("any").with_name("broadcast"),
         # Which files a node gets: slices follow the layout.
         choice=[CFG.stage.copy, *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else [])],
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/stage_to_node_local.py --resolved {RESOLVED_FILE:q}"
-        " --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
-        " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}"
-        " --destination {params.destination:q} --meeting {params.meeting:q} --testimony {output:q}"
+        runs(
+            "stage_to_node_local",
+            FROM_CONFIG,
+            "--torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}",
+            "--rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q} --node {wildcards.node}",
+            "--destination {params.destination:q} --peers {params.peers:q} --record {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 # Training waits for this one file and not for the nodes' own: nodes may change without training a finished run again.
 rule stage_all_nodes:
+    """All nodes have their copies."""
     input:
         STAGED,
     output:

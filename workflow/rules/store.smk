@@ -2,20 +2,19 @@
 
 
 rule verify:
+    """Answers: where every byte of a run came from."""
     input:
         receipt_of(PATHS.hf_export),
     log:
         PATHS.run_log("verify"),
-    params:
-        verified=PATHS.verified,
     message:
         "prove where every byte of the run came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify.py --resolved {RESOLVED_FILE:q} --output {params.verified:q}"
+        runs("verify", FROM_CONFIG, where=IN_IMAGE)
 
 
-# Before training, or without: the checkpoints that the run begins with.
 rule verify_store:
+    """Answers: where every byte of the checkpoints came from, before training or without."""
     input:
         receipt_of(PATHS.dataset),
         receipt_of(PATHS.torch_dist),
@@ -25,18 +24,15 @@ rule verify_store:
     message:
         "prove where every byte of the checkpoints came from"
     shell:
-        "POSTTRAIN_LOG={log:q} {IN_IMAGE}python {SCRIPTS}/verify_store.py --resolved {RESOLVED_FILE:q}"
+        runs("verify_store", FROM_CONFIG, where=IN_IMAGE)
 
 
 rule gc:
+    """Answers: what of the store no run needs; gc=delete frees it."""
     log:
         PATHS.run_log("gc"),
     localrule: True
-    params:
-        store=PATHS.store,
-        unused_days=CFG.site.unused_days,
-        delete="--delete" if config.get("gc") == "delete" else "",
     message:
         "what of the store no run needs"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/gc.py --store {params.store:q} --unused-days {params.unused_days} {params.delete}"
+        runs("gc", FROM_CONFIG)

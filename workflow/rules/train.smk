@@ -1,14 +1,11 @@
 # Training: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
 
 
-# Not params, for which a finished run would be trained again: this node's disk, and the nodes.
-NODE_LOCAL = PATHS.node_local("{node}")
-
-
-# A fork begins with another run's checkpoint, which is linked, not copied.
 rule fork_checkpoint:
+    """Begins a run with the state of another."""
     input:
         until_made(PATHS.fork_receipt, PATHS.experiment),
+        lambda wildcards: may_run(),
     output:
         PATHS.fork_receipt,
     log:
@@ -19,10 +16,11 @@ rule fork_checkpoint:
     message:
         f"begin {RESOLVED.run} with the state of {RESOLVED.fork}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/fork_checkpoint.py --resolved {RESOLVED_FILE:q}" " --receipt {output:q}"
+        runs("fork_checkpoint", FROM_CONFIG, "--receipt {output:q}")
 
 
 rule train_grpo:
+    """Trains with reinforcement learning: one job that resumes where it was."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
@@ -32,6 +30,7 @@ rule train_grpo:
         resolved=until_made(PATHS.train_done, PATHS.config),
         staged=until_made(PATHS.train_done, PATHS.run / "node_local.staged"),
         fork=until_made(PATHS.train_done, PATHS.fork_receipt) if RESOLVED.fork else [],
+        run=lambda wildcards: may_run(),
     output:
         PATHS.train_done,
     log:
@@ -51,15 +50,23 @@ rule train_grpo:
     message:
         f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train_grpo')}"
     shell:
-        "POSTTRAIN_LOG={log:q} {ON_ALL_NODES}python {SCRIPTS}/train_grpo.py --experiment {input.experiment:q} --config {input.resolved:q}"
-        " --run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}"
-        " --rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}"
-        " --dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local {NODE_LOCAL:q}"
-        " --fork {input.fork:q} --done {output:q}"
+        runs(
+            "train_grpo",
+            "--experiment {input.experiment:q} --config {input.resolved:q}",
+            "--run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}",
+            "--rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}",
+            "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local",
+            # Not a param: on another node a finished run would be trained again.
+            literal(PATHS.node_local("{node}")),
+            "--fork {input.fork:q} --done {output:q}",
+            where=ON_ALL_NODES,
+        )
 
 
-# What training does first, by itself and with its spare nodes, for a cluster's administrator; a job of its own.
 rule preflight:
+    """Answers: what is wrong with the nodes of a training job, spare ones too, without training."""
+    input:
+        lambda wildcards: may_look_at_nodes(),
     log:
         PATHS.run_log("preflight"),
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
@@ -68,15 +75,15 @@ rule preflight:
     message:
         f"look at the nodes of {RESOLVED.run}, {CFG.hardware.name}{NEEDS.message('preflight')}"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/preflight.py --resolved {RESOLVED_FILE:q}"
+        runs("preflight", FROM_CONFIG)
 
 
-# Training whose driver died may live on where a scheduler runs it.
 rule attach:
+    """Waits for training that goes on without its driver."""
     log:
         PATHS.run_log("attach"),
     localrule: True
     message:
         f"wait for the training of {RESOLVED.run} that goes on without its driver"
     shell:
-        "POSTTRAIN_LOG={log:q} python {SCRIPTS}/attach.py --resolved {RESOLVED_FILE:q}"
+        runs("attach", FROM_CONFIG)

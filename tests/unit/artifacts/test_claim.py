@@ -32,6 +32,7 @@ from posttrain.artifacts import (
 )
 from posttrain.artifacts.build_lock import confirm, hold, lock_folder_of, release
 from posttrain.artifacts.lease import LeaseLostError, living_holder
+from posttrain.artifacts.receipts import BACKUPS_VARIABLE
 
 WANTED = Receipt("patch_hf_config", (), {"hf": "0" * 64}, {"target": "native"})
 MAKE = """
@@ -146,9 +147,9 @@ def test_a_failed_step_does_not_get_its_old_receipt_back(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake keeps a copy of what a job updates; tests/workflow/test_shared_store.py has the real one."""
-    monkeypatch.chdir(tmp_path)
     make(folder)
-    backup = tmp_path / ".snakemake/backups" / receipt_of(folder).relative_to("/")
+    monkeypatch.setenv(BACKUPS_VARIABLE, str(tmp_path / "backups"))
+    backup = tmp_path / "backups" / receipt_of(folder).relative_to("/")
     backup.parent.mkdir(parents=True)
     backup.write_text(receipt_of(folder).read_text())
     assert not claim(receipt_of(folder), WANTED, folder)

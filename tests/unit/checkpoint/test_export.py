@@ -6,22 +6,22 @@ import pytest
 import torch
 from tests.support.anonymous_memory import growth_of_anonymous_memory
 from tests.support.exporting import export_in_parts
+from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
 from posttrain.artifacts import Receipt, partial_of, receipt_of, write_receipt
 from posttrain.checkpoint.export import (
+    HubExport,
+    TrainedModel,
     checkpoint_of,
-    combine_hashes,
     final_weights_sha256,
-    open_export,
+    open_trained,
     refuse_foreign_folder,
-    split_shards,
 )
-from posttrain.checkpoint.export import write_part as export_part
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, read_header
-from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies
 from posttrain.errors import CheckpointError
@@ -43,9 +43,8 @@ def origin(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, origin):
     folder = tmp_path_factory.mktemp("store") / "torch_dist"
-    parts = {made.record.path: made for made in write_part(origin, "s1", folder, TINY, 0, 1)}
-    write_format_files(partial_of(folder), parts, TINY)
-    return partial_of(folder)
+    make_folder(Conversion(origin, "s1", TINY), folder)
+    return folder
 
 
 def trained_values(converted, change=lambda key, value: value):
@@ -80,7 +79,8 @@ def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, conver
 @pytest.mark.parametrize("num_parts", [1, 2, 7])
 def test_each_tensor_is_in_one_part_whatever_their_number(origin, num_parts):
     reader = CheckpointReader(origin)
-    shares = split_shards(reader, num_parts)
+    making = HubExport(reader, {}, TrainedModel(None, reader, {}))
+    shares = [[file.path for file in making.files(part, num_parts)] for part in range(num_parts)]
     assert len(shares) == num_parts
     assert [name for share in shares for name in share] == reader.index.files
     held = [name for share in shares for file in share for name in read_header(origin / file)]
@@ -96,11 +96,13 @@ def test_in_parts_or_at_once_the_folder_is_the_same(tmp_path, origin, converted)
 
 def test_the_parts_know_the_hash_of_what_they_wrote(tmp_path, origin, converted):
     values = trained_values(converted, lambda key, value: value * 1.5)
-    opened = open_export(save_training(tmp_path / "step_3", values), origin, TINY)
-    made = export_part(opened, {"train": "t1"}, tmp_path / "hf", 0, 1)
+    opened = open_trained(save_training(tmp_path / "step_3", values), origin, TINY)
+    making = HubExport(opened.origin, {"train": "t1"}, opened)
+    made = {item.record.path: item for item in making.make(0, 1, tmp_path / "hf")}
     for name in ("config.json", "model.safetensors.index.json"):
         (partial_of(tmp_path / "hf") / name).write_bytes((origin / name).read_bytes())
-    assert combine_hashes(made) == final_weights_sha256(partial_of(tmp_path / "hf"))
+    expected = final_weights_sha256(partial_of(tmp_path / "hf"))
+    assert making.settings(made) == {"final_weights_sha256": expected}
 
 
 def test_trained_weights_replace_and_the_rest_is_the_origins(tmp_path, origin, converted):
@@ -144,12 +146,9 @@ def test_no_tensor_is_held_in_memory_there_or_back(tmp_path):
     """An embedding and an output matrix of 128 MB each."""
     large = dataclasses.replace(TINY, vocab_size=1 << 20)
     make_random_checkpoint(tmp_path / "hf", large)
-    folder, made = tmp_path / "torch_dist", []
-    there = growth_of_anonymous_memory(lambda: made.extend(write_part(tmp_path / "hf", "s1", folder, large, 0, 1)))
-    write_format_files(partial_of(folder), {item.record.path: item for item in made}, large)
-    back = growth_of_anonymous_memory(
-        lambda: export_in_parts(partial_of(folder), tmp_path / "hf", large, tmp_path / "x")
-    )
+    folder = tmp_path / "torch_dist"
+    there = growth_of_anonymous_memory(lambda: make_folder(Conversion(tmp_path / "hf", "s1", large), folder))
+    back = growth_of_anonymous_memory(lambda: export_in_parts(folder, tmp_path / "hf", large, tmp_path / "x"))
     assert max(there, back) < 48 << 20
     for shard in (tmp_path / "hf").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "x" / shard.name).read_bytes()
@@ -162,7 +161,7 @@ def test_missing_weights_are_all_named(tmp_path, origin, converted):
     values = trained_values(converted)
     del values["decoder.layers.1.mlp.router.weight"], values["output_layer.weight"]
     with pytest.raises(CheckpointError) as error:
-        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+        open_trained(save_training(tmp_path / "step_3", values), origin, TINY)
     assert "decoder.layers.1.mlp.router.weight: missing" in str(error.value)
     assert "output_layer.weight: missing" in str(error.value)
     assert "mtp" not in str(error.value)
@@ -173,13 +172,13 @@ def test_half_an_mtp_layer_is_refused(tmp_path, origin, converted):
     key = "mtp.layers.0.eh_proj.weight"
     values[key] = torch.zeros(by_key(TINY)[key][0].global_shape)
     with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.enorm\.weight: missing"):
-        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+        open_trained(save_training(tmp_path / "step_3", values), origin, TINY)
 
 
 def test_a_weight_of_another_shape_is_named_with_both(tmp_path, origin, converted):
     values = trained_values(converted) | {"embedding.word_embeddings.weight": torch.zeros(96, 64)}
     with pytest.raises(CheckpointError, match=r"word_embeddings.weight: \[96, 64\], expected \[64, 64\]"):
-        open_export(save_training(tmp_path / "step_3", values), origin, TINY)
+        open_trained(save_training(tmp_path / "step_3", values), origin, TINY)
 
 
 def test_a_truncated_checkpoint_is_refused_before_anything_is_written(tmp_path, origin, converted):
@@ -187,7 +186,7 @@ def test_a_truncated_checkpoint_is_refused_before_anything_is_written(tmp_path, 
     path = next(checkpoint.glob("*.distcp"))
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="at least") as error:
-        open_export(checkpoint, origin, TINY)
+        open_trained(checkpoint, origin, TINY)
     assert str(path) in str(error.value)
 
 

@@ -22,11 +22,11 @@ from posttrain.checkpoint.formats.safetensors_io import read_index
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.hub.listed_files import ListedFile, read_manifest
 from posttrain.checkpoint.hub.listing import HubSource, list_files
-from posttrain.checkpoint.parts.parts import description_path, read_parts, write_part_receipt
-from posttrain.checkpoint.parts.parts import make_files as make_parts
+from posttrain.checkpoint.parts.parts import description_path
+from posttrain.checkpoint.parts.steps import read_parts
 from posttrain.checkpoint.staging.eviction import Eviction, find_copies, make_room
-from posttrain.checkpoint.staging.node_local import Origin, stage
-from posttrain.checkpoint.staging.staging_record import path_of_testimony, read_testimony
+from posttrain.checkpoint.staging.node_local import StagedSource, stage
+from posttrain.checkpoint.staging.staging_record import read_staging_record, staging_record_of
 from posttrain.checkpoint.staging.swarm import Swarm
 from posttrain.errors import CheckpointError
 from posttrain.training.checkpoints import check_sizes
@@ -64,26 +64,26 @@ def torch_dist(folder: Path, name: str) -> None:
     TorchDistReader(folder)
 
 
-def file_of_a_testimony(folder: Path, name: str) -> None:
+def file_of_a_staging_record(folder: Path, name: str) -> None:
     file = {**ROW, "path": name, "mtime_ns": 0, "is_ours": True}
     (folder / "planted").write_text(json.dumps({"boot_id": "", "used_unix": 0, "files": [file], "links": []}))
-    read_testimony(folder / "planted")
+    read_staging_record(folder / "planted")
 
 
-def link_of_a_testimony(folder: Path, name: str) -> None:
+def link_of_a_staging_record(folder: Path, name: str) -> None:
     (folder / "planted").write_text(json.dumps({"boot_id": "", "used_unix": 0, "files": [], "links": [name]}))
-    read_testimony(folder / "planted")
+    read_staging_record(folder / "planted")
 
 
 def description(folder: Path, name: str) -> None:
-    made = make_parts(folder / "x", [], "nothing")
+    (folder / "x").mkdir()
+    (folder / "x" / "a").write_text("a")
     path = folder / "x.parts" / "0.receipt.json"
-    write_part_receipt(path, "convert_hf_to_torch_dist", 0, 1, made, {}, 0.0)
-    known = Receipt("convert_hf_to_torch_dist", (FileRecord("a", 1, "0" * 32),), {}, {"part": 0, "num_parts": 1})
-    write_receipt(path, known)
+    settings = {"part": 0, "num_parts": 1, "notes": ""}
+    write_receipt(path, Receipt("convert_hf_to_torch_dist", (FileRecord("a", 1, "0" * 32),), {}, settings))
     content = {"record": {**ROW, "path": name}, "made_from": "", "notes": {}}
     description_path(folder / "x", "a").write_text(json.dumps(content))
-    read_parts(folder / "x", [path], "convert_hf_to_torch_dist", {})
+    read_parts(folder / "x", [path], Receipt("convert_hf_to_torch_dist", (), {}, {}), ["a"])
 
 
 def final_checkpoint(folder: Path, name: str) -> None:
@@ -91,7 +91,16 @@ def final_checkpoint(folder: Path, name: str) -> None:
 
 
 READERS: list[Callable[[Path, str], None]] = [
-    *(receipt, manifest, index, torch_dist, file_of_a_testimony, link_of_a_testimony, description, final_checkpoint),
+    *(
+        receipt,
+        manifest,
+        index,
+        torch_dist,
+        file_of_a_staging_record,
+        link_of_a_staging_record,
+        description,
+        final_checkpoint,
+    ),
 ]
 
 
@@ -140,7 +149,7 @@ def test_staging_writes_nothing_behind_a_link(tmp_path: Path) -> None:
         made.mkdir(parents=True)
     (folder / "sub" / "file").write_text("weights")
     (node / "x" / "sub").symlink_to(victim)
-    origin = Origin(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
+    origin = StagedSource(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
     for known in (origin, dataclasses.replace(origin, local=frozenset())):
         with pytest.raises(CheckpointError, match=rf"^{node}/x/sub: a link; what belongs there would be written"):
             stage([known], node)
@@ -155,7 +164,7 @@ def test_eviction_deletes_nothing_behind_a_link(tmp_path: Path, caplog: pytest.L
     (copy / "sub").symlink_to(victim)
     file = {**ROW, "path": "sub/file", "mtime_ns": 0, "is_ours": True}
     planted = {"boot_id": "", "used_unix": 0.0, "files": [file], "links": []}
-    path_of_testimony(copy).write_text(json.dumps(planted))
+    staging_record_of(copy).write_text(json.dumps(planted))
     assert find_copies(tmp_path) == []
     make_room(1, tmp_path, Eviction("unused", 0.0, tmp_path))
     assert "a link; what belongs there would be" in caplog.text

@@ -156,7 +156,7 @@ def test_what_cannot_be_parsed_is_named_and_nothing_is_raised(paths):
     for receipt in (paths.records, *paths.run.glob("evaluation/*.receipt.json")):
         receipt.unlink()
     for content in WRONG_JSON:  # of earlier versions; and the Hub's list, from which no receipt is made
-        for path in (paths.evaluation("after"), paths.node_local_testimony("node1"), manifest_of(paths.hf)):
+        for path in (paths.evaluation("after"), paths.node_record("node1"), manifest_of(paths.hf)):
             path.write_text(content)
             assert any(str(path) in problem for problem in names_of_bad_files(paths)), (path, content[:9])
 

@@ -1,14 +1,20 @@
 import dataclasses
+import json
 import typing
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft7Validator
+from omegaconf import OmegaConf
 
 from posttrain.config import schema
-from posttrain.config.docs import entries, render_readme, sections, values_by_layer
+from posttrain.config.docs import entries, json_schema, render_readme, sections, values_by_layer
 from posttrain.config.load import schema_defaults
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+COMMITTED_SCHEMA = json.loads((CONFIG_DIR / "schema.json").read_text(encoding="utf-8"))
+# Lines of it are no files that anything is merged with key by key.
+LAYERS = sorted(set(CONFIG_DIR.rglob("*.yaml")) - {CONFIG_DIR / "algorithms.yaml"})
 
 
 def test_the_committed_reference_is_what_the_schema_says():
@@ -59,3 +65,54 @@ def test_where_values_come_from(tmp_path):
         "optimizer.eps": "set in `models/`",
         "algorithm.clip": "set in `algorithms.yaml`",
     }
+
+
+def complaints(content):
+    """Return what an editor underlines: the places of the innermost errors."""
+    found = []
+    for error in Draft7Validator(COMMITTED_SCHEMA).iter_errors(content):
+        inner = [child for child in error.context or [error] if child.validator != "type"] or [error]
+        found += [".".join(map(str, child.absolute_path)) for child in inner]
+    return found
+
+
+def test_the_committed_schema_is_what_the_schema_says():
+    Draft7Validator.check_schema(COMMITTED_SCHEMA)
+    assert json.loads(json.dumps(json_schema())) == COMMITTED_SCHEMA, (
+        "run: python -m posttrain.config.docs --schema > config/schema.json"
+    )
+
+
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.relative_to(CONFIG_DIR).as_posix())
+def test_an_editor_knows_every_key_and_value_of_a_shipped_file(path):
+    first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / first).resolve() == CONFIG_DIR / "schema.json"
+    assert complaints(OmegaConf.to_container(OmegaConf.load(path))) == []
+
+
+def test_every_preset_holds_keys_of_the_algorithm():
+    for name, line in OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "algorithms.yaml")).items():
+        assert complaints({"algorithm": line}) == [], name
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ({"optimzer": {"lr": 1e-4}}, ""),
+        ({"optimizer": {"Lr": 1e-4}}, "optimizer"),
+        ({"optimizer": {"lr": 2.0}}, "optimizer.lr"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr"),
+        ({"training": {"num_steps": 4.5}}, "training.num_steps"),
+        ({"hardware": {"device": "gpu"}}, "hardware.device"),
+        ({"model": {"architecture": {"hidden": 4}}}, "model.architecture"),
+        ({"logging": {"wandb_tags": "one"}}, "logging.wandb_tags"),
+        ({"run": "1st"}, "run"),
+        ({"nodes": 0}, "nodes"),
+    ],
+)
+def test_what_is_mistyped_is_underlined(content, place):
+    assert complaints(content) == [place]
+
+
+def test_a_file_of_ones_own_may_name_files_and_change_them():
+    assert complaints({"model": "glm5", "nodes": 24, "site": {"name": "mine"}, "run": "mine", "fork": "old@4"}) == []

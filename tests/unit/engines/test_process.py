@@ -19,7 +19,6 @@ from posttrain.engines.secret import SECRET_VARIABLE
 SECRET = "of the attempt"
 SLEEP = "import time; time.sleep(60)"
 WITH_CHILD = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
 def wait_until(condition, seconds=15):
@@ -99,7 +98,7 @@ def test_stop_ends_the_process_and_its_children_and_nobody_else(tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", SLEEP])
     process = engine(tmp_path, WITH_CHILD)
     process.start()
-    wait_until(lambda: len(family(process.pid)) == 3)  # the watch, the engine, its child
+    wait_until(lambda: len(family(process.pid)) == 3)  # who ends its family, the engine, its child
     members = family(process.pid)
     process.check_alive()
     process.stop()
@@ -108,18 +107,6 @@ def test_stop_ends_the_process_and_its_children_and_nobody_else(tmp_path):
     process.stop()
     bystander.kill()
     bystander.wait()
-
-
-def test_a_process_that_ignores_the_request_is_ended_hard(tmp_path, monkeypatch):
-    from posttrain.engines import parent_watch
-
-    process = engine(tmp_path, STUBBORN)
-    process.start()
-    wait_until(lambda: "up" in (tmp_path / "logs" / "engine0.log").read_text())
-    members = family(process.pid)
-    parent_watch.end_process_tree(psutil.Process(process.pid), grace_seconds=0.5)
-    wait_until(lambda: not any(member.is_running() for member in members))
-    process.stop()
 
 
 STARTER = """
@@ -145,14 +132,6 @@ def test_an_engine_ends_when_the_one_who_started_it_is_killed(tmp_path):
     os.kill(starter.pid, signal.SIGKILL)
     starter.wait()
     wait_until(lambda: not any(member.is_running() for member in members))
-
-
-def test_the_watch_exits_as_its_command_does(tmp_path):
-    watch = [sys.executable, "-m", "posttrain.engines.parent_watch", "--parent-pid", str(os.getpid()), "--"]
-    assert subprocess.run([*watch, sys.executable, "-c", "import sys; sys.exit(7)"]).returncode == 7
-    absent = subprocess.run([*watch, str(tmp_path / "absent")], capture_output=True, text=True)
-    assert absent.returncode == 127
-    assert "cannot be started" in absent.stderr
 
 
 def test_free_ports_are_free_and_different():

@@ -66,7 +66,7 @@ def test_no_cluster_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cluster_that_does_not_answer(server: KubernetesServer, tmp_path: Path) -> None:
     server.shutdown()
     server.server_close()
-    (found,) = check_cluster(config_at(tmp_path, CLONE), patience_seconds=0.0)
+    (found,) = check_cluster(config_at(tmp_path, CLONE), timeout_seconds=0.0)
     assert found.problem
     assert "has not answered" in found.problem.value
 

@@ -181,7 +181,7 @@ def test_passing_faults_are_asked_again(
 def test_a_server_that_stays_away_is_given_up(server: KubernetesServer, tmp_path: Path) -> None:
     server.answers = [500] * 100
     with pytest.raises(RuntimeError, match="run the same command again to follow it"):
-        run_to_end(Cluster(NAMESPACE, PAUSE_SECONDS, patience_seconds=0.3), manifest_of(tmp_path, "true"))
+        run_to_end(Cluster(NAMESPACE, PAUSE_SECONDS, timeout_seconds=0.3), manifest_of(tmp_path, "true"))
 
 
 @pytest.mark.parametrize(("status", "cause"), [(401, "credentials"), (403, "needs get, create and delete")])

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from posttrain.launch import ranks
-from posttrain.launch.child import die_with_parent
 from posttrain.launch.hang import HangWatch, Position, describe_stacks, waiting_in
 from posttrain.observability import rank_progress
 from posttrain.observability.rank_progress import (
@@ -26,6 +25,7 @@ from posttrain.observability.rank_progress import (
     read_progress,
     report_progress,
 )
+from posttrain.processes import die_with_parent
 
 
 def at(step: int, phase: str, seconds: float) -> Position:
@@ -58,7 +58,7 @@ def test_a_phase_that_nobody_leaves() -> None:
     assert found == "no rank has left phase save of step 3 for 101 s"
 
 
-def test_patience_follows_what_a_phase_has_taken() -> None:
+def test_a_timeout_follows_what_a_phase_has_taken() -> None:
     """Ten times the longest, at least a minute and a half, at most the limit."""
     watch = HangWatch(1000.0)
     for step in range(2):
@@ -117,7 +117,7 @@ def test_nobody_computes_in_a_phase_that_was_never_seen() -> None:
 def test_an_idle_process_is_told_from_one_whose_child_computes(
     monkeypatch: pytest.MonkeyPatch, command: str, is_idle: bool
 ) -> None:
-    monkeypatch.setattr(ranks, "SHORTEST_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(ranks, "SHORTEST_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(ranks, "CPU_LOOK_SECONDS", 0.1)
     process = subprocess.Popen(["bash", "-c", command], start_new_session=True)
     try:

@@ -29,7 +29,7 @@ class TakesNotes:
     def tell(self, kind: str, **values: Any) -> None:
         self.told.append((kind, values))
 
-    def order(self, seconds: float) -> None:
+    def next_message(self, seconds: float) -> None:
         if self.told and self.told[-1][0] in ("ended", "done"):
             raise EndedByHead
 

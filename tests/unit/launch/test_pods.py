@@ -29,7 +29,6 @@ from posttrain.launch import pods
 from posttrain.launch.cluster import Cluster
 from posttrain.launch.gang_of_pods import run_to_end
 from posttrain.launch.greeting import join
-from posttrain.launch.invitation import Invitation
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.jobset import (
     EXIT_OF_A_REFUSAL,
@@ -42,8 +41,9 @@ from posttrain.launch.jobset import (
 )
 from posttrain.launch.nodes import NodesLostError
 from posttrain.launch.pods import Pods
-from posttrain.launch.site import find_nodes, invitation_path
-from posttrain.launch.waiting_pod import Head
+from posttrain.launch.rendezvous_file import RendezvousFile
+from posttrain.launch.site import find_nodes, rendezvous_path
+from posttrain.launch.waiting_pod import join_head, obey
 
 POD = """
 import json, sys
@@ -51,24 +51,21 @@ from pathlib import Path
 from posttrain import cli
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
-from posttrain.launch.site import find_nodes, invitation_path, is_waiting_pod
+from posttrain.launch.site import find_nodes, rendezvous_path, is_waiting_pod
 from posttrain.launch.supervisor import supervise
 from posttrain.launch.waiting_pod import lend_this_pod
 
 def main():
     job = TrainingJob.from_dict(json.loads(sys.argv[1]))
     if is_waiting_pod():
-        return lend_this_pod(invitation_path(job.run_folder), job.run_folder / "done.json")
+        return lend_this_pod(rendezvous_path(job.run_folder), job.run_folder / "done.json")
     config = load_resolved(job.config_path)
     supervise(job, config, find_nodes(config, job.run_folder))
 
 cli.run(main)
 """
 # It has no versions to tell the preflight, and ends with its supervisor, as engines do.
-ENGINE = (
-    "[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; "
-    f"exec {sys.executable} -m posttrain.engines.parent_watch --parent-pid $PPID -- sleep 600"
-)
+ENGINE = "[[ $1 == -c ]] && exit 1; echo $POSTTRAIN_ENGINE_SECRET >> engine-secrets; exec sleep 600"
 SECONDS = 60.0
 
 
@@ -152,13 +149,13 @@ def test_a_gang_that_does_its_work(tmp_path: Path, start: Callable) -> None:
     for rank in (0, 1):
         assert "usage: trainer_rank.py" in (tmp_path / f"attempts/001/trainer{rank}.log").read_text()
         assert (tmp_path / f"attempts/001/engine{rank}.log").exists()
-    invitation = invitation_path(tmp_path)
-    assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
-    secret = Invitation.read(invitation).secret
+    rendezvous = rendezvous_path(tmp_path)
+    assert stat.S_IMODE(rendezvous.stat().st_mode) == 0o600
+    secret = RendezvousFile.read(rendezvous).secret
     of_engines = tmp_path / "engine-secrets"
     shared, same = of_engines.read_text().split()
     assert shared == same != secret, "of the attempt, on both nodes"
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (invitation, of_engines)]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (rendezvous, of_engines)]
     assert len(files) > 10
     assert not [path for path in files for hidden in (secret, shared) if hidden in path.read_text()]
 
@@ -206,7 +203,7 @@ def test_pods_do_not_hide_a_refusal(tmp_path: Path, start: Callable) -> None:
 
 def test_a_pod_without_a_head_ends_with_the_training(tmp_path: Path, start: Callable) -> None:
     job = make_pods_job(tmp_path)
-    Invitation("127.0.0.1:9", "secret").write(invitation_path(tmp_path))
+    RendezvousFile("127.0.0.1:9", "secret").write(rendezvous_path(tmp_path))
     pod = start_pod(job, 1)
     try:
         wait_until(lambda: "Connection refused" in (tmp_path / "pod1.log").read_text())
@@ -227,7 +224,7 @@ def test_a_jobset_goes_on_after_a_lost_pod_and_ends_with_a_refusal(
     with ThreadPoolExecutor() as pool, KubernetesServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         manifest = render(load_resolved(job.config_path), tmp_path, log, command, 2)
-        end = pool.submit(run_to_end, Cluster("default", 0.05, patience_seconds=5), manifest)
+        end = pool.submit(run_to_end, Cluster("default", 0.05, timeout_seconds=5), manifest)
         wait_until(lambda: ranks_run(job, 1))
         server.kill_pod(f"{manifest['metadata']['name']}-nodes-0-1-00000")
         wait_until(lambda: ranks_run(job, 2))
@@ -244,36 +241,46 @@ def test_a_jobset_goes_on_after_a_lost_pod_and_ends_with_a_refusal(
 
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pods:
-    """The head of a gang of two, which has invited the other pod."""
+    """The head of a gang of two, which waits for the other pod."""
     for name, value in environment_of(0).items():
         monkeypatch.setenv(name, value)
     nodes = find_nodes(load_resolved(make_pods_job(tmp_path).config_path), tmp_path)
     assert isinstance(nodes, Pods)
     threading.Thread(target=nodes.choose, args=(2,), daemon=True).start()
-    wait_until(invitation_path(tmp_path).exists)
+    wait_until(rendezvous_path(tmp_path).exists)
     return nodes
 
 
 @pytest.fixture
-def invitation(head: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invitation:
+def rendezvous(head: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RendezvousFile:
     """What the other pod reads; this process has its place from here on."""
     for name, value in environment_of(1).items():
         monkeypatch.setenv(name, value)
-    return Invitation.read(invitation_path(tmp_path))
+    return RendezvousFile.read(rendezvous_path(tmp_path))
 
 
-def test_a_pod_that_answers_is_not_lost(head: Pods, invitation: Invitation) -> None:
-    threading.Thread(target=Head.join(invitation).obey, daemon=True).start()
+def test_a_pod_that_answers_is_not_lost(head: Pods, rendezvous: RendezvousFile) -> None:
+    threading.Thread(target=obey, args=(join_head(rendezvous),), daemon=True).start()
     assert head.choose(2) == ["node-0", "node-1"]
     assert head.check(["node-0", "node-1"]) == []
     assert head.choose(2) == ["node-0", "node-1"]
 
 
+def test_what_has_ended_in_all_pods_does_not_run(head: Pods, rendezvous: RendezvousFile, tmp_path: Path) -> None:
+    threading.Thread(target=obey, args=(join_head(rendezvous),), daemon=True).start()
+    names = head.choose(2)
+    started = head.start(names, ["sh", "-c", f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.05; done"], {}, tmp_path)
+    assert started.is_running()
+    (tmp_path / "go").touch()
+    wait_until(lambda: not started.is_running())
+    started.end()
+
+
 def test_a_pod_that_does_not_answer_is_lost(
-    head: Pods, invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+    head: Pods, rendezvous: RendezvousFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pods, "PROBE_SECONDS", 0.2)
-    _silent = Head.join(invitation)
+    _silent = join(rendezvous.address, rendezvous.secret, "1", node="node-1")
     assert head.choose(2) == ["node-0", "node-1"]
     assert head.check(["node-0", "node-1"]) == ["node-1"]
     with pytest.raises(NodesLostError, match="needs all 2 pods, and has lost node-1"):
@@ -284,32 +291,32 @@ def test_a_pod_that_does_not_answer_is_lost(
 
 
 def test_pods_on_one_node_have_names_of_their_own(
-    head: Pods, invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+    head: Pods, rendezvous: RendezvousFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NODE_NAME, "node-0")
-    _silent = Head.join(invitation)
+    _silent = join_head(rendezvous)
     assert head.choose(2) == ["node-0-0", "node-0-1"]
 
 
-def test_a_pod_with_a_wrong_secret_is_not_taken_in(head: Pods, invitation: Invitation) -> None:
+def test_a_pod_with_a_wrong_secret_is_not_taken_in(head: Pods, rendezvous: RendezvousFile) -> None:
     with pytest.raises(ConnectionError, match="is not the head, or does not take 1"):
-        Head.join(Invitation(invitation.address, "of an earlier head"))
-    threading.Thread(target=Head.join(invitation).obey, daemon=True).start()
+        join_head(RendezvousFile(rendezvous.address, "of an earlier head"))
+    threading.Thread(target=obey, args=(join_head(rendezvous),), daemon=True).start()
     assert head.choose(2) == ["node-0", "node-1"], "the pod itself still is"
 
 
 @pytest.mark.parametrize("who", ["0", "2", "-1", "01", "head", ""])
-def test_a_pod_of_no_rank_is_not_taken_in(head: Pods, invitation: Invitation, who: str) -> None:
+def test_a_pod_of_no_rank_is_not_taken_in(head: Pods, rendezvous: RendezvousFile, who: str) -> None:
     """The head itself is rank 0, and there are two."""
     with pytest.raises(ConnectionError, match=f"does not take {who}: "):
-        join(invitation.address, invitation.secret, who, node="node-1")
+        join(rendezvous.address, rendezvous.secret, who, node="node-1")
 
 
-def test_a_place_that_is_taken_stays_so(head: Pods, invitation: Invitation) -> None:
-    first = Head.join(invitation)
+def test_a_place_that_is_taken_stays_so(head: Pods, rendezvous: RendezvousFile) -> None:
+    first = join_head(rendezvous)
     with pytest.raises(ConnectionError, match="does not take 1"):
-        Head.join(invitation)
-    threading.Thread(target=first.obey, daemon=True).start()
+        join_head(rendezvous)
+    threading.Thread(target=obey, args=(first,), daemon=True).start()
     assert head.choose(2) == ["node-0", "node-1"]
     assert head.check(["node-1"]) == []
 

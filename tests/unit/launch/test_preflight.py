@@ -22,7 +22,7 @@ from posttrain.engines.ports import LOOPBACK
 from posttrain.launch import inspection, node_inspection, supervisor
 from posttrain.launch.inspection import Ask
 from posttrain.launch.node_inspection import NodeInspection
-from posttrain.launch.nodes import LocalProcess, NodesLostError, ThisMachine, start_here
+from posttrain.launch.nodes import NodesLostError, StartedHere, ThisMachine, start_here
 from posttrain.launch.preflight import Preflight, look_at_nodes
 from posttrain.planner.resolve import resolve
 from posttrain.preflight.node import check_transport
@@ -53,9 +53,9 @@ class LoopbackNodes(ThisMachine):
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> LocalProcess:
+    ) -> StartedHere:
         each = " ".join(f"{shlex.join([*command, '--name', name])} &" for name in names if name != self.dead)
-        return start_here(["bash", "-c", f"{each} wait"], environment)
+        return start_here([["bash", "-c", f"{each} wait"]], environment)
 
 
 def supervise(folder: Path, *names: str, nodes: int = 2, settings: str = "") -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.schema import Config
-from posttrain.launch.nodes import StartedTogether, start_here
+from posttrain.launch.nodes import start_here
 from posttrain.launch.slurm import SlurmAllocation
 from posttrain.launch.slurm_job import options_of_spare
 from posttrain.launch.spare_jobs import parse_jobs
@@ -70,7 +70,7 @@ def test_training_goes_on_where_slurm_takes_no_job(
 
 
 def test_several_that_were_started_together() -> None:
-    started = StartedTogether([start_here(["sleep", "600"], {}), start_here(["sleep", "600"], {})])
+    started = start_here([["sleep", "600"], ["sleep", "600"]], {})
     assert started.is_running()
     started.end()
     assert not started.is_running()
@@ -79,9 +79,8 @@ def test_several_that_were_started_together() -> None:
 @pytest.mark.parametrize("code", [0, 1])
 def test_one_of_several_ends_first(code: int) -> None:
     """Where it has failed, the others cannot end well."""
-    first = start_here([sys.executable, "-c", f"raise SystemExit({code})"], {})
-    started = StartedTogether([first, start_here(["sleep", "600"], {})])
-    first.wait()
+    started = start_here([[sys.executable, "-c", f"raise SystemExit({code})"], ["sleep", "600"]], {})
+    started.processes[0].wait()
     assert started.is_running() == (code == 0)
     began = time.monotonic()
     started.end()

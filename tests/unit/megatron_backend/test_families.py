@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.folders_in_parts import make_folder
 from tests.support.megatron_single import CONFIG_DIR, initialize_single_rank, run_ranks, test_config
 from tests.support.tiny_checkpoint import FAMILIES, make_random_checkpoint
 
-from posttrain.artifacts import building
-from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.param_names import by_key
 from posttrain.config.schema import Architecture
 from posttrain.planner.resolve import resolve
@@ -97,10 +97,7 @@ def converted(tmp_path_factory) -> dict[str, str]:
 
 def convert_family(root: Path, arch: Architecture, seed: int = 2) -> Path:
     make_random_checkpoint(root / "hf", arch, seed)
-    folder = root / "torch_dist"
-    parts = {made.record.path: made for n in range(2) for made in write_part(root / "hf", "s1", folder, arch, n, 2)}
-    with building(folder) as partial:
-        write_format_files(partial, parts, arch)
+    make_folder(Conversion(root / "hf", "s1", arch), root / "torch_dist", num_parts=2)
     return root
 
 

@@ -29,13 +29,11 @@ def test_what_the_configuration_leaves_out_is_not_in_the_chain():
     names = {rule.name for rule in chain_of("glm5", "rollout.fp8=false site.node_names=[]")}
     assert not names & {
         "make_tiny_model",
-        "quantize_rollout_fp8",
-        "finalize_rollout_fp8",
+        "quantize",
+        "finalize_quantized",
         "stage_to_node_local",
     }
-    assert {"make_tiny_model", "quantize_rollout_fp8", "stage_to_node_local"} <= {
-        rule.name for rule in chain_of("tiny")
-    }
+    assert {"make_tiny_model", "quantize", "stage_to_node_local"} <= {rule.name for rule in chain_of("tiny")}
 
 
 def test_a_fork_trains_from_another_runs_state():

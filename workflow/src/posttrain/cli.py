@@ -13,31 +13,46 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from posttrain.artifacts.resolved_file import read_resolved
 from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.launch.child import follow_driver
 from posttrain.observability.logging import configure_logging
 from posttrain.observability.rank_progress import leave_last_words
+from posttrain.processes import follow_driver
 
 log = logging.getLogger(__name__)
-
-
-def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """Add the argument `resolved`, a `Resolved` that the workflow has written."""
-    parser.add_argument("--resolved", type=_resolved, required=True, help="what `artifacts.resolved_file` wrote")
 
 
 def _resolved(path: str) -> Resolved:
     return read_resolved(Path(path))
 
 
-def parse_configuration(description: str | None) -> Resolved:
-    """Return the configuration from the command line of a script that takes nothing else."""
+# The option that most steps have.
+RESOLVED = (_resolved, "a file of logs/configs")
+
+
+def command_line(description: str | None, **options: Any) -> argparse.Namespace:
+    """Return the arguments that a rule gives to its script.
+
+    Args:
+        description: What the script does.
+        options: Name -> what reads its text, alone or with a line of help, where it must be given; else the keywords of
+            `add_argument`.
+    """
     parser = argparse.ArgumentParser(description=description)
-    add_configuration(parser)
-    return parser.parse_args().resolved
+    for name, wanted in options.items():
+        add_option(parser, name, wanted)
+    return parser.parse_args()
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, wanted: Any, **more: Any) -> None:
+    """Add an option of `command_line`."""
+    if not isinstance(wanted, dict):
+        reads, words = wanted if isinstance(wanted, tuple) else (wanted, None)
+        wanted = {"type": reads, "help": words, "required": True}
+    parser.add_argument(f"--{name.replace('_', '-')}", **(wanted | more))
 
 
 def run(main: Callable[[], None], role: str | None = None) -> None:

@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import (
     FAMILIES,
     TINY,
@@ -12,12 +13,11 @@ from tests.support.tiny_checkpoint import (
     write_shards,
 )
 
-from posttrain.artifacts import partial_of
+from posttrain.artifacts import part_receipt_of, partial_of
 from posttrain.checkpoint.formats.torch_dist import (
+    Conversion,
     split_placements,
     verify_torch_dist,
-    write_format_files,
-    write_part,
 )
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies, to_megatron
@@ -33,12 +33,8 @@ def source(tmp_path_factory):
 
 def convert(source, folder, arch=TINY, num_parts=2, num_threads=1, max_file_bytes=10**9):
     """Write all parts and the format's files; returns the folder that holds them."""
-    parts = {}
-    for part in range(num_parts):
-        made = write_part(source, "s1", folder, arch, part, num_parts, num_threads, max_file_bytes)
-        parts |= {item.record.path: item for item in made}
-    write_format_files(partial_of(folder), parts, arch)
-    return partial_of(folder)
+    make_folder(Conversion(source, "s1", arch, max_file_bytes), folder, num_parts, num_threads)
+    return folder
 
 
 def contents(folder):
@@ -152,7 +148,7 @@ def test_a_source_of_another_architecture_is_refused_with_all_differences(tmp_pa
     tensors["model.layers.0.surprise.weight"] = torch.zeros(2).bfloat16()
     write_shards(tmp_path, tensors, 2)
     with pytest.raises(CheckpointError) as error:
-        write_part(tmp_path, "s1", tmp_path / "torch_dist", TINY, 0, 1)
+        Conversion(tmp_path, "s1", TINY).make(0, 1, tmp_path / "torch_dist")
     for line in (
         "model.norm.weight: missing, expected BF16 [64]",
         "lm_head.weight: BF16 [63, 64], expected BF16 [64, 64]",
@@ -164,10 +160,11 @@ def test_a_source_of_another_architecture_is_refused_with_all_differences(tmp_pa
 
 def test_a_part_that_is_missing_is_named_by_its_tensors(tmp_path, source):
     folder = tmp_path / "torch_dist"
-    made = write_part(source, "s1", folder, TINY, 0, 2)
+    making = Conversion(source, "s1", TINY)
+    made = making.make(0, 2, folder)
     parts = {item.record.path: item for item in made}
     with pytest.raises(CheckpointError, match=r"output_layer\.weight: in no part"):
-        write_format_files(partial_of(folder), parts, TINY)
+        making.complete(partial_of(folder), parts)
     assert not (partial_of(folder) / ".metadata").exists()
 
 
@@ -182,12 +179,13 @@ def test_a_part_that_is_missing_is_named_by_its_tensors(tmp_path, source):
 )
 def test_chunks_that_do_not_make_up_the_model_are_refused(tmp_path, source, change, expected):
     folder = tmp_path / "torch_dist"
-    made = write_part(source, "s1", folder, TINY, 0, 1)
+    making = Conversion(source, "s1", TINY)
+    made = making.make(0, 1, folder)
     notes = json.loads(json.dumps(made[0].notes))
     change(notes["chunks"])
     parts = {made[0].record.path: dataclasses.replace(made[0], notes=notes)}
     with pytest.raises(CheckpointError, match=expected):
-        write_format_files(partial_of(folder), parts, TINY)
+        making.complete(partial_of(folder), parts)
 
 
 def test_verify_names_the_key_of_a_flipped_byte(tmp_path, source):
@@ -226,6 +224,7 @@ def test_only_a_broken_file_is_written_again(tmp_path, source):
     broken, kept = sorted(folder.glob("*.distcp"))[:2]
     broken.write_bytes(broken.read_bytes()[:-1] + b"x")
     time_before = kept.stat().st_mtime_ns
+    part_receipt_of(folder, 0).unlink()
     convert(source, tmp_path / "torch_dist", num_parts=1, max_file_bytes=100_000)
     assert contents(folder) == before
     assert kept.stat().st_mtime_ns == time_before

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.exporting import export_in_parts
+from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from posttrain.artifacts import partial_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.formats.torch_dist import write_format_files, write_part
+from posttrain.checkpoint.formats.torch_dist import Conversion
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key
 
@@ -48,11 +48,8 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, source):
     folder = tmp_path_factory.mktemp("store") / "torch_dist"
-    parts = {}
-    for part in range(2):
-        parts |= {made.record.path: made for made in write_part(source, "s1", folder, TINY, part, 2)}
-    write_format_files(partial_of(folder), parts, TINY)
-    return partial_of(folder)
+    make_folder(Conversion(source, "s1", TINY), folder, num_parts=2)
+    return folder
 
 
 def test_the_whole_model_loads_with_megatrons_strictest_check(megatron, converted):

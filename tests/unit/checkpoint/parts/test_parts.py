@@ -2,21 +2,20 @@ import json
 
 import pytest
 
-from posttrain.artifacts import building, part_receipt_of, partial_of, receipt_of
+from posttrain.artifacts import Receipt, building, part_receipt_of, partial_of, receipt_of
+from posttrain.checkpoint.parts.filling import clear, current_path
 from posttrain.checkpoint.parts.parts import (
     OutputFile,
     copy_other_files,
-    current_path,
     description_path,
-    make_files,
-    read_parts,
-    remove_strangers,
-    write_part_receipt,
+    write_files,
 )
+from posttrain.checkpoint.parts.steps import read_parts, write_part_receipt
 from posttrain.errors import CheckpointError
 
 INPUTS = {"source": "5" * 64}
 STEP = "quantize_rollout_fp8"
+WANTED = Receipt(STEP, (), INPUTS, {})
 
 
 class Maker:
@@ -47,7 +46,8 @@ def maker():
 def finish(folder, parts):
     """Write part receipts and give the folder its name."""
     for part, made in enumerate(parts):
-        write_part_receipt(part_receipt_of(folder, part), STEP, part, len(parts), made, INPUTS, started=0.0)
+        settings = {"part": part, "num_parts": len(parts)}
+        write_part_receipt(part_receipt_of(folder, part), STEP, made, INPUTS, settings, started=0.0)
     with building(folder):
         pass
     receipt_of(folder).write_text("{}")
@@ -55,51 +55,51 @@ def finish(folder, parts):
 
 def test_files_are_made_once_and_described(folder, maker):
     files = [maker.file("a", b"abc"), maker.file("b", b"")]
-    made = make_files(folder, files, "test", num_threads=2)
+    made = write_files(folder, files, "test", num_threads=2)
     assert [(item.record.path, item.record.size_bytes, item.notes) for item in made] == [
         ("a", 3, {"length": 3}),
         ("b", 0, {"length": 0}),
     ]
     assert (partial_of(folder) / "a").read_bytes() == b"abc"
-    assert make_files(folder, files, "test") == made
+    assert write_files(folder, files, "test") == made
     assert sorted(maker.written) == ["a", "b"]
 
 
 @pytest.mark.parametrize("content", [b"abd", b"ab", b"", None])
 def test_only_the_broken_file_is_made_again(folder, maker, content):
     files = [maker.file("a", b"abc"), maker.file("b", b"xyz")]
-    made = make_files(folder, files, "test")
+    made = write_files(folder, files, "test")
     path = partial_of(folder) / "a"
     path.unlink() if content is None else path.write_bytes(content)
-    assert make_files(folder, files, "test") == made
+    assert write_files(folder, files, "test") == made
     assert maker.written == ["a", "b", "a"]
     assert path.read_bytes() == b"abc"
 
 
 def test_a_file_without_description_is_made_again(folder, maker):
-    make_files(folder, [maker.file("a", b"abc")], "test")
+    write_files(folder, [maker.file("a", b"abc")], "test")
     description_path(folder, "a").unlink()
-    make_files(folder, [maker.file("a", b"abc")], "test")
+    write_files(folder, [maker.file("a", b"abc")], "test")
     assert maker.written == ["a", "a"]
 
 
 def test_another_source_makes_all_again(folder, maker):
-    make_files(folder, [maker.file("a", b"abc")], "test")
-    make_files(folder, [maker.file("a", b"abc", source="s2")], "test")
+    write_files(folder, [maker.file("a", b"abc")], "test")
+    write_files(folder, [maker.file("a", b"abc", source="s2")], "test")
     assert maker.written == ["a", "a"]
 
 
 def test_a_finished_folder_stays_when_nothing_has_to_change(folder, maker):
     files = [maker.file("a", b"abc")]
-    finish(folder, [make_files(folder, files, "test")])
-    make_files(folder, files, "test")
+    finish(folder, [write_files(folder, files, "test")])
+    write_files(folder, files, "test")
     assert current_path(folder) == folder
     assert receipt_of(folder).exists()
     assert maker.written == ["a"]
 
 
 def test_a_finished_folder_loses_its_name_and_receipt_before_it_changes(folder, maker):
-    finish(folder, [make_files(folder, [maker.file("a", b"abc")], "test")])
+    finish(folder, [write_files(folder, [maker.file("a", b"abc")], "test")])
 
     def write(output):
         assert not folder.exists()
@@ -107,7 +107,7 @@ def test_a_finished_folder_loses_its_name_and_receipt_before_it_changes(folder, 
         output.write(b"new")
         return {}
 
-    make_files(folder, [OutputFile("a", 3, {"source": "other"}, write)], "test")
+    write_files(folder, [OutputFile("a", 3, {"source": "other"}, write)], "test")
     assert current_path(folder) == partial_of(folder)
     assert (partial_of(folder) / "a").read_bytes() == b"new"
 
@@ -115,7 +115,7 @@ def test_a_finished_folder_loses_its_name_and_receipt_before_it_changes(folder, 
 def test_a_disk_that_is_too_small_is_known_before_the_first_byte(folder, maker):
     huge = OutputFile("a", 1 << 60, {}, lambda output: maker.written.append("a"))
     with pytest.raises(OSError, match="not enough disk space"):
-        make_files(folder, [huge], "test")
+        write_files(folder, [huge], "test")
     assert maker.written == []
 
 
@@ -125,7 +125,7 @@ def test_an_error_leaves_no_half_file(folder, maker):
         raise CheckpointError("bad tensor")
 
     with pytest.raises(CheckpointError, match="bad tensor"):
-        make_files(folder, [maker.file("a", b"abc"), OutputFile("b", 4, {}, write)], "test", num_threads=2)
+        write_files(folder, [maker.file("a", b"abc"), OutputFile("b", 4, {}, write)], "test", num_threads=2)
     assert [path.name for path in partial_of(folder).iterdir() if path.name != "a"] == []
 
 
@@ -133,10 +133,10 @@ def test_an_error_leaves_no_half_file(folder, maker):
 
 
 def test_parts_are_joined_in_any_order(folder, maker):
-    parts = [make_files(folder, [maker.file(name, name.encode())], "test") for name in ("a", "b")]
+    parts = [write_files(folder, [maker.file(name, name.encode())], "test") for name in ("a", "b")]
     finish(folder, parts)
     receipts = [part_receipt_of(folder, 1), part_receipt_of(folder, 0)]
-    joined = read_parts(folder, receipts, STEP, INPUTS)
+    joined = read_parts(folder, receipts, WANTED, ["b", "a"])
     assert list(joined) == ["a", "b"]
     assert joined["b"] == parts[1][0]
 
@@ -152,27 +152,27 @@ def test_parts_are_joined_in_any_order(folder, maker):
     ],
 )
 def test_parts_that_do_not_fit_are_refused(folder, maker, step, inputs, which, expected):
-    finish(folder, [make_files(folder, [maker.file(name, b"x")], "test") for name in ("a", "b")])
+    finish(folder, [write_files(folder, [maker.file(name, b"x")], "test") for name in ("a", "b")])
     with pytest.raises(CheckpointError, match=expected):
-        read_parts(folder, [part_receipt_of(folder, part) for part in which], step, inputs)
+        read_parts(folder, [part_receipt_of(folder, part) for part in which], Receipt(step, (), inputs, {}), ["a", "b"])
 
 
 @pytest.mark.parametrize("content", [None, b"xy"])
 def test_a_part_whose_file_is_gone_or_short_is_refused(folder, maker, content):
-    finish(folder, [make_files(folder, [maker.file("a", b"xyz")], "test")])
+    finish(folder, [write_files(folder, [maker.file("a", b"xyz")], "test")])
     (folder / "a").unlink()
     if content is not None:
         (folder / "a").write_bytes(content)
     with pytest.raises(CheckpointError, match="expected 3 bytes") as error:
-        read_parts(folder, [part_receipt_of(folder, 0)], STEP, INPUTS)
+        read_parts(folder, [part_receipt_of(folder, 0)], WANTED, ["a"])
     assert str(folder / "a") in str(error.value)
 
 
 def test_a_description_that_is_none_is_refused(folder, maker):
-    make_files(folder, [maker.file("a", b"x")], "test")
+    write_files(folder, [maker.file("a", b"x")], "test")
     description_path(folder, "a").write_text(json.dumps({"made_from": "x"}))
     with pytest.raises(CheckpointError, match="not a description"):
-        make_files(folder, [maker.file("a", b"x")], "test")
+        write_files(folder, [maker.file("a", b"x")], "test")
 
 
 # ---- the last step ----
@@ -182,7 +182,7 @@ def test_strangers_go_and_the_rest_stays(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("a", "b", ".a.host.1.tmp", "sub/c", "sub/d"):
         (tmp_path / name).write_text("")
-    remove_strangers(tmp_path, keep={"a", "sub/c"})
+    clear(tmp_path, keep={"a", "sub/c"})
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"a", "sub/c"}
 

@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import json
 import re
@@ -5,13 +6,14 @@ import shutil
 
 import pytest
 import torch
+from tests.support.folders_in_parts import INPUTS, make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
-from posttrain.artifacts import part_receipt_of, partial_of
+from posttrain.artifacts import part_receipt_of, partial_of, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.parts import recoded_folder
-from posttrain.checkpoint.parts.parts import read_parts, write_part_receipt
-from posttrain.checkpoint.parts.recoded_folder import finalize_folder, plan_shards, write_part
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder, plan_shards
+from posttrain.checkpoint.parts.steps import join_parts, write_part_receipt
 from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize_block, quantize_named, quantize_stream
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
@@ -34,15 +36,8 @@ ALL = Selection()
 
 
 def quantize(source, folder, num_parts=2, num_threads=1, **settings):
-    recoding = Quantization(source, BLOCKS | settings)
-    receipts = [part_receipt_of(folder, part) for part in range(num_parts)]
-    inputs = {"hf_patched": "s1"}
-    for part, receipt in enumerate(receipts):
-        made = write_part(recoding, "s1", folder, part, num_parts, num_threads)
-        write_part_receipt(receipt, "quantize_rollout_fp8", part, num_parts, made, inputs, started=0.0)
-    parts = read_parts(folder, receipts, "quantize_rollout_fp8", inputs)
-    records = finalize_folder(recoding, partial_of(folder), parts)
-    return partial_of(folder), records
+    making = RecodedFolder(Quantization(source, BLOCKS | settings), "s1")
+    return folder, make_folder(making, folder, num_parts, num_threads).files
 
 
 def contents(folder):
@@ -181,7 +176,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_and_leaves_no_shard(tmp_
     write_shards(broken, tensors, 3)
     named = r"model-0000\d-of-00003\.safetensors: model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight: holds NaN"
     with pytest.raises(CheckpointError, match=named):
-        write_part(Quantization(broken, BLOCKS), "s1", tmp_path / "fp8", 0, 1)
+        RecodedFolder(Quantization(broken, BLOCKS), "s1").make(0, 1, tmp_path / "fp8")
     assert not any(path.name.endswith(".tmp") for path in partial_of(tmp_path / "fp8").iterdir())
 
 
@@ -198,7 +193,7 @@ def test_what_keeps_its_precision_is_no_less_finite(tmp_path, source, name, bad)
     write_shards(broken, tensors, 3)
     named = rf"model-0000\d-of-00003\.safetensors: {re.escape(name)}: 1 of {tensors[name].numel()} values are NaN"
     with pytest.raises(CheckpointError, match=named):
-        write_part(Quantization(broken, BLOCKS), "s1", tmp_path / "fp8", 0, 1)
+        RecodedFolder(Quantization(broken, BLOCKS), "s1").make(0, 1, tmp_path / "fp8")
 
 
 def test_a_matrix_without_elements_is_refused_by_name(tmp_path):
@@ -209,17 +204,15 @@ def test_a_matrix_without_elements_is_refused_by_name(tmp_path):
         Quantization(tmp_path, BLOCKS)
 
 
-def test_a_missing_part_is_refused(tmp_path, source):
-    quantize(source, tmp_path / "fp8", num_parts=2)
-    parts = read_parts(
-        tmp_path / "fp8",
-        [part_receipt_of(tmp_path / "fp8", p) for p in range(2)],
-        "quantize_rollout_fp8",
-        {"hf_patched": "s1"},
-    )
-    parts.popitem()
-    with pytest.raises(CheckpointError, match="the source gives"):
-        finalize_folder(Quantization(source, BLOCKS), partial_of(tmp_path / "fp8"), parts)
+def test_a_shard_that_no_part_has_made_is_named(tmp_path, source):
+    making = RecodedFolder(Quantization(source, BLOCKS), "s1")
+    made = making.make(0, 2, tmp_path / "fp8")
+    receipt = part_receipt_of(tmp_path / "fp8", 0)
+    write_part_receipt(receipt, "quantize_rollout_fp8", made, INPUTS, {"part": 0, "num_parts": 1}, started=0.0)
+    args = argparse.Namespace(folder=tmp_path / "fp8", receipt=receipt_of(tmp_path / "fp8"), part_receipts=[receipt])
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-0000\d\.safetensors: in no part"):
+        join_parts("finalize_rollout_fp8", "quantize_rollout_fp8", args, INPUTS, making)
+    assert not (tmp_path / "fp8").exists()
 
 
 def test_transformers_loads_the_folder(tmp_path):

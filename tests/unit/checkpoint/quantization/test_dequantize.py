@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 
-from posttrain.artifacts import partial_of
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.parts.recoded_folder import finalize_folder, write_part
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
 from posttrain.checkpoint.quantization import fp8
 from posttrain.checkpoint.quantization.dequantize import CastToBf16, QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantization_report import verify_weights
@@ -48,9 +48,8 @@ def quantized(source, tmp_path_factory):
 
 
 def recode(recoding, folder):
-    made = write_part(recoding, "s1", folder, 0, 1)
-    finalize_folder(recoding, partial_of(folder), {item.record.path: item for item in made})
-    return partial_of(folder)
+    make_folder(RecodedFolder(recoding, "s1"), folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", FORMATS)

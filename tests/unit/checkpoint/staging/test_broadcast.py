@@ -22,17 +22,17 @@ from pathlib import Path
 from posttrain.artifacts import read_receipt
 from posttrain.checkpoint.staging import broadcast, node_local
 from posttrain.checkpoint.staging.broadcast import Broadcast
-from posttrain.checkpoint.staging.node_local import Origin, stage
+from posttrain.checkpoint.staging.node_local import StagedSource, stage
 
 root, node = Path(sys.argv[1]), sys.argv[2]
-copy_task = broadcast.copy_task
-def copy_and_note(task, progress):
-    copy_task(task, progress)
+make = node_local.Copier.make
+def make_and_note(self, task, folder, progress):
+    make(self, task, folder, progress)
     # One write: threads share the output.
     print(f"read {task.record.path}\\n", end="", flush=True)
-broadcast.copy_task = copy_and_note
-origin = Origin(root / "weights", read_receipt(root / "receipt.json"))
-stage([origin], root / node, fetch=Broadcast(root / "meeting", node, root / node).fetch)
+node_local.Copier.make = make_and_note
+origin = StagedSource(root / "weights", read_receipt(root / "receipt.json"))
+stage([origin], root / node, fetch=Broadcast(root / "peers", node, root / node).fetch)
 print("done", flush=True)
 """
 NUM_FILES, FILE_BYTES = 8, 3_000_000
@@ -69,7 +69,7 @@ def test_each_file_is_read_once_and_every_node_gets_all(root):
     for node in nodes:
         assert record_files(root / node / "weights") == record_files(root / "weights")
         assert sorted(path.name for path in (root / node).iterdir()) == ["weights", "weights.testimony.json"]
-    assert {path.suffix for path in (root / "meeting").iterdir()} == {".torrent"}
+    assert {path.suffix for path in (root / "peers").iterdir()} == {".torrent"}
 
 
 def test_killed_nodes_take_nothing_with_them(root):
@@ -80,7 +80,7 @@ def test_killed_nodes_take_nothing_with_them(root):
         process.send_signal(signal.SIGKILL)
         process.wait()
         # As if it had been silent for long.
-        for path in (*(root / "meeting").glob("*.claim"), *(root / "meeting").glob("*.json")):
+        for path in (*(root / "peers").glob("*.claim"), *(root / "peers").glob("*.json")):
             os.utime(path, (1, time.time() - DEAD_SECONDS))
     processes = [start(root, "back"), start(root, "third")]
     for process in processes:
@@ -93,13 +93,13 @@ def test_a_peer_with_other_bytes_is_not_believed(root):
     """Somebody's torrent says 0.bin, and holds something else of the same length."""
     content, other = hash_file(root / "weights" / "0.bin"), root / "other.bin"
     other.write_bytes(bytes(FILE_BYTES))
-    (root / "meeting").mkdir()
+    (root / "peers").mkdir()
     (root / "liar").mkdir()
     with Swarm(root / "liar") as swarm:
-        swarm.make_torrent(content, other, root / "meeting" / f"{content}.torrent")
-        swarm.seed(content, other, root / "meeting" / f"{content}.torrent")
+        swarm.make_torrent(content, other, root / "peers" / f"{content}.torrent")
+        swarm.seed(content, other, root / "peers" / f"{content}.torrent")
         row = {"addresses": swarm.addresses, "port": swarm.port, "has": [content], "reads": [], "fetches": []}
-        (root / "meeting" / "liar.json").write_text(json.dumps(row | {"is_done": True}))
+        (root / "peers" / "liar.json").write_text(json.dumps(row | {"is_done": True}))
         read = end(start(root, "node0"))
     assert any(name in read for name in ("0.bin", "deep/twin.bin"))
     assert record_files(root / "node0" / "weights") == record_files(root / "weights")
@@ -111,7 +111,7 @@ def test_a_source_that_differs_from_its_receipt_is_refused(root):
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not (root / "node0" / "weights" / "3.bin").exists()
-    assert not list((root / "meeting").glob("*.json"))
+    assert not list((root / "peers").glob("*.json"))
 
 
 def test_a_node_listens_on_the_network_of_the_others_alone(tmp_path):

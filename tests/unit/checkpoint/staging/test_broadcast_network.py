@@ -7,7 +7,7 @@ import pytest
 from benchmarks import broadcast
 from tests.support.network_nodes import limited_hosts, mounted, require_network
 
-from posttrain.checkpoint.staging.peer_registry import Meeting
+from posttrain.checkpoint.staging.peer_registry import PeerRegistry
 
 
 def test_shared_storage_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_one_node_gets_each_claim(tmp_path: Path) -> None:
         mounted(storage, tmp_path / "storage", nodes, tmp_path / "nodes") as places,
         ThreadPoolExecutor(len(nodes)) as pool,
     ):
-        meetings = [Meeting(place, node.name) for place, node in zip(places, nodes, strict=True)]
+        registries = [PeerRegistry(place, node.name) for place, node in zip(places, nodes, strict=True)]
         for content in map(str, range(50)):
-            claims = list(pool.map(lambda meeting, content=content: meeting.claim(content), meetings))
+            claims = list(pool.map(lambda registry, content=content: registry.claim(content), registries))
             assert claims.count(True) == 1, content

@@ -10,8 +10,8 @@ import pytest
 from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.staging import eviction, file_placement
 from posttrain.checkpoint.staging.eviction import Eviction, evict, find_copies, in_use, make_room
-from posttrain.checkpoint.staging.node_local import Origin, stage
-from posttrain.checkpoint.staging.staging_record import path_of_testimony
+from posttrain.checkpoint.staging.node_local import StagedSource, stage
+from posttrain.checkpoint.staging.staging_record import staging_record_of
 
 SIZE = 100_000
 
@@ -21,17 +21,17 @@ def disk(tmp_path):
     """A node's disk with copies of three models, unused for 3, 2 and 1 days."""
     for days, name in ((3, "first"), (2, "second"), (1, "third")):
         stage([_origin(tmp_path, name)], tmp_path / "node0" / name / "revision")
-        path = path_of_testimony(tmp_path / "node0" / name / "revision" / "weights")
+        path = staging_record_of(tmp_path / "node0" / name / "revision" / "weights")
         path.write_text(json.dumps(json.loads(path.read_text()) | {"used_unix": time.time() - days * 86400}))
     return tmp_path / "node0"
 
 
-def _origin(root: Path, name: str) -> Origin:
+def _origin(root: Path, name: str) -> StagedSource:
     folder = root / "store" / name / "weights"
     (folder / "deep").mkdir(parents=True)
     (folder / "a.bin").write_bytes(os.urandom(SIZE))
     (folder / "deep" / "b.bin").write_bytes(os.urandom(SIZE))
-    return Origin(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
+    return StagedSource(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
 
 
 def _left(disk: Path) -> set[str]:

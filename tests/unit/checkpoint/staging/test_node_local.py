@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.artifacts import FORMAT_VERSIONS, Receipt, hash_file, record_files
-from posttrain.checkpoint.staging import file_placement, node_local
-from posttrain.checkpoint.staging import staging_record as testimony
-from posttrain.checkpoint.staging.node_local import Origin, read_again, stage
-from posttrain.checkpoint.staging.staging_record import CopiedFile, read_boot_id, read_testimony
+from posttrain.checkpoint.staging import file_placement, node_local, staging_record
+from posttrain.checkpoint.staging.node_local import StagedSource, read_again, stage
+from posttrain.checkpoint.staging.staging_record import CopiedFile, read_boot_id, read_staging_record
 from posttrain.errors import CheckpointError
 
 FILES = {
@@ -30,16 +29,16 @@ def node(tmp_path):
     return tmp_path / "node0"
 
 
-def _make(folder: Path, files: dict[str, bytes]) -> Origin:
+def _make(folder: Path, files: dict[str, bytes]) -> StagedSource:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     assert "finalize_torch_dist" in FORMAT_VERSIONS
-    return Origin(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
+    return StagedSource(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
 
 
 def _written(folder: Path) -> dict[str, tuple[int, int]]:
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(testimony.SUFFIX)]
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(staging_record.SUFFIX)]
     return {p.relative_to(folder).as_posix(): (p.stat().st_ino, p.stat().st_mtime_ns) for p in paths}
 
 
@@ -84,7 +83,7 @@ def test_several_origins_and_the_files_behind_symlinks(origin, tmp_path, node):
     weights = tmp_path / "store" / "hf_patched-1"
     weights.mkdir()
     (weights / "model.safetensors").symlink_to("../torch_dist-1/a.distcp")
-    other = Origin(weights, Receipt("patch_hf_config", record_files(weights), {}, {}))
+    other = StagedSource(weights, Receipt("patch_hf_config", record_files(weights), {}, {}))
     copies = stage([origin, other], node)
     assert [Path(copy.folder).name for copy in copies] == ["torch_dist-1", "hf_patched-1"]
     assert [copy.bytes_copied for copy in copies] == [TOTAL, 300_000]
@@ -158,9 +157,9 @@ def read_files(monkeypatch):
     return read
 
 
-def test_the_testimony_says_what_the_disk_holds(origin, node):
+def test_the_staging_record_says_what_the_disk_holds(origin, node):
     stage([origin], node)
-    row = read_testimony(testimony.path_of_testimony(node / "torch_dist-1"))
+    row = read_staging_record(staging_record.staging_record_of(node / "torch_dist-1"))
     assert row["boot_id"] == read_boot_id()
     assert row["receipt_digest"] == origin.receipt.digest
     assert (row["bytes_copied"], row["bytes_kept"]) == (TOTAL, 0)
@@ -168,7 +167,7 @@ def test_the_testimony_says_what_the_disk_holds(origin, node):
     assert CopiedFile("a.distcp", 300_000, origin.receipt.files[1].xxh3_128, status.st_mtime_ns, True) in row["files"]
 
 
-def test_a_copy_that_agrees_with_its_testimony_is_not_read(origin, node, read_files):
+def test_a_copy_that_agrees_with_its_staging_record_is_not_read(origin, node, read_files):
     stage([origin], node)
     (copy,) = stage([origin], node)
     assert (copy.bytes_copied, read_files) == (0, [])
@@ -183,12 +182,12 @@ def test_only_what_was_touched_is_read(origin, node, read_files):
 
 def test_nothing_is_believed_after_a_restart_of_the_machine(origin, node, read_files, monkeypatch):
     stage([origin], node)
-    monkeypatch.setattr(testimony, "read_boot_id", lambda: "another start")
+    monkeypatch.setattr(staging_record, "read_boot_id", lambda: "another start")
     stage([origin], node)
     assert sorted(read_files) == sorted(Path(name).name for name in FILES)
 
 
-def test_a_testimony_about_other_bytes_is_not_believed(origin, node):
+def test_a_staging_record_about_other_bytes_is_not_believed(origin, node):
     """Another conversion under the same name: as long, but with another receipt."""
     stage([origin], node)
     other = _make(node.parent / "elsewhere" / "torch_dist-1", FILES | {"a.distcp": b"x" * 300_000})
@@ -198,11 +197,11 @@ def test_a_testimony_about_other_bytes_is_not_believed(origin, node):
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "staging to this node has not finished"), ("[]", "not a")])
-def test_a_testimony_that_is_none(tmp_path, content, message):
+def test_a_staging_record_that_is_none(tmp_path, content, message):
     if content:
         (tmp_path / "node0.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        read_testimony(tmp_path / "node0.json")
+        read_staging_record(tmp_path / "node0.json")
 
 
 # ---- a bad byte that size and time do not show ----
@@ -216,7 +215,7 @@ def flip_a_bit(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_flipped_bit_is_repaired_where_the_testimony_is_not_believed(origin, node):
+def test_a_flipped_bit_is_repaired_where_the_staging_record_is_not_believed(origin, node):
     stage([origin], node)
     flip_a_bit(node / "torch_dist-1" / "b.distcp")
     assert [copy.bytes_copied for copy in stage([origin], node)] == [0]

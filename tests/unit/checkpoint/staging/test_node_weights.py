@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.artifacts import Paths, read_receipt, receipt_of
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
-from posttrain.checkpoint.staging.node_local import Origin
+from posttrain.checkpoint.staging.node_local import StagedSource
 from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
@@ -21,8 +21,8 @@ def weights_of(store: Path, folder: Path, rank: int, settings: str, nodes: int =
     words = f"site.store={store} site.node_local={folder} {settings}"
     resolved = resolve({"model": "tiny", "site": "local", "nodes": nodes, "set": words}, CONFIG_DIR)
     paths, name = Paths(resolved), f"node{rank}"
-    origins = [Origin(path, read_receipt(receipt_of(path))) for path in (paths.torch_dist, paths.rollout_weights)]
-    return NodeWeights(resolved.config, rank, name, *origins, paths.node_local(name), folder / "meeting")
+    origins = [StagedSource(path, read_receipt(receipt_of(path))) for path in (paths.torch_dist, paths.rollout_weights)]
+    return NodeWeights(resolved.config, rank, name, *origins, paths.node_local(name), folder / "peers")
 
 
 def flip_a_bit(path: Path) -> None:
@@ -33,7 +33,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".distcp", ".safetensors"])
-def test_a_bad_byte_that_the_testimony_hides_is_repaired_before_loading(store, tmp_path, suffix):
+def test_a_bad_byte_that_the_staging_record_hides_is_repaired_before_loading(store, tmp_path, suffix):
     weights = weights_of(store, tmp_path, 0, "")
     weights.stage()
     broken = next(weights.destination.rglob(f"*{suffix}"))

@@ -48,4 +48,4 @@ def test_staging_to_many_nodes_is_bound_by_shared_storage(resolved):
 
 def test_what_is_not_there_takes_no_time(resolved):
     assert "download_hf_checkpoint" not in seconds_of(resolved("tiny").config)
-    assert "quantize_rollout_fp8" not in seconds_of(resolved("glm5", set="rollout.fp8=false").config)
+    assert "quantize" not in seconds_of(resolved("glm5", set="rollout.fp8=false").config)

@@ -19,6 +19,7 @@ from posttrain.artifacts.sharing import share_what_follows
 
 log = logging.getLogger(__name__)
 
+# Making an artefact takes seconds to hours; whoever waits is told at once, and now and then.
 POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
 # What this process holds, by the receipt that ends it.

@@ -24,6 +24,7 @@ import xxhash
 
 from posttrain.artifacts.processes import started_ticks
 
+# Large reads, of which shared storage gives more per second; small beside the memory of each thread.
 HASH_CHUNK_BYTES = 8 << 20
 # Of a file's name in that of its temporary one, which must not become too long itself.
 KEPT_CHARACTERS = 40

@@ -31,6 +31,7 @@ from posttrain.errors import CheckpointError, one_line
 
 log = logging.getLogger(__name__)
 
+# Shared file systems show changes of others up to a minute late: twice that without a sign, after two dozen of them.
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_DEAD_SECONDS = 120.0
 _EPOCH = re.compile(r"epoch-(\d+)\.json")

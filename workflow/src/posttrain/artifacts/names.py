@@ -9,7 +9,9 @@ from posttrain.errors import CheckpointError
 
 # What is put beside a file has its name and an ending, and file systems end names at 255 bytes.
 MAX_PART_BYTES = 200
+# A quarter of what Linux takes as a path: the folder it lies in comes before it.
 MAX_NAME_BYTES = 1024
+# Enough to recognise a hostile name by, and one line of a terminal.
 SHOWN_CHARACTERS = 120
 
 

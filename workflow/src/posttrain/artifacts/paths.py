@@ -251,7 +251,7 @@ class Paths:
         """The report; its receipt stands beside it."""
         return self.run / "report.html"
 
-    def node_local_testimony(self, node: str) -> Path:
+    def node_record(self, node: str) -> Path:
         """Return the record that says what a node's own disk holds."""
         return self.run / "node_local" / f"{node}.json"
 

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,8 @@ from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# Where Snakemake keeps outputs that a step updates, to put them back when it fails.
-SNAKEMAKE_BACKUPS = Path(".snakemake/backups")
+# Names the folder where whoever runs this step keeps copies of outputs that it updates, to put them back when it fails.
+BACKUPS_VARIABLE = "POSTTRAIN_BACKUPS"
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ def claim(path: Path, wanted: Receipt, folder: Path, sources: Iterable[Path] = (
         log.info("%s: was made meanwhile", folder)
         build_lock.release(path)
         return False
-    # Should this step fail, Snakemake must not put back the receipt of what it has changed.
-    (SNAKEMAKE_BACKUPS / path.relative_to(path.anchor)).unlink(missing_ok=True)
+    # Should this step fail, nobody must put back the receipt of what it has changed.
+    if backups := os.environ.get(BACKUPS_VARIABLE):
+        (Path(backups) / path.relative_to(path.anchor)).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     return True
 

@@ -16,6 +16,7 @@ from posttrain.errors import ConfigError, Problem
 
 # Tells the steps that a driver starts where the shared store lies.
 STORE_VARIABLE = "POSTTRAIN_SHARED_STORE"
+# What a umask takes from the group and from all others.
 GROUP_BITS = 0o070
 OTHERS_BITS = 0o007
 # Folders made inside inherit the group and this bit.

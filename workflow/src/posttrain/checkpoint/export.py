@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, read_receipt, receipt_of, record_files
+from posttrain.artifacts import Receipt, RelativeName, hash_file, read_receipt, receipt_of
 from posttrain.checkpoint.formats.safetensors_io import (
     INDEX_NAME,
     CheckpointReader,
@@ -29,7 +30,6 @@ from posttrain.checkpoint.formats.safetensors_io import (
 )
 from posttrain.checkpoint.formats.shard_writer import (
     TORCH_DTYPES,
-    HashingFile,
     split_evenly,
     tensor_bytes,
     write_index,
@@ -45,27 +45,22 @@ from posttrain.checkpoint.param_names import (
     require_tensors,
     to_megatron,
 )
-from posttrain.checkpoint.parts.parts import (
-    Description,
-    Notes,
-    OutputFile,
-    copy_other_files,
-    description_path,
-    make_files,
-    remove_strangers,
-)
+from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile, copy_other_files, description_path
+from posttrain.checkpoint.parts.steps import Written
 from posttrain.checkpoint.quantization.tiling import Shape
+from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 STEP, FINALIZE_STEP = "export_hf", "finalize_export_hf"
+# Large enough that reading costs no more calls than hashing takes, small beside the memory of each thread.
 _READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Export:
+class TrainedModel:
     """What is exported, in which form.
 
     Args:
@@ -79,7 +74,7 @@ class Export:
     placements: Mapping[str, Placement]
 
 
-def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
+def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedModel:
     """Open both sides and check that together they hold the whole model.
 
     Args:
@@ -106,7 +101,7 @@ def open_export(checkpoint: Path, origin: Path, arch: Architecture) -> Export:
         raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
     num_kept = len(reader) - len(placements)
     log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
-    return Export(trained, reader, placements)
+    return TrainedModel(trained, reader, placements)
 
 
 def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement]) -> list[str]:
@@ -149,56 +144,39 @@ def identify_checkpoint(folder: Path) -> str:
 # ---- writing ----
 
 
-def write_part(
-    export: Export, made_from: Mapping[str, str], folder: Path, part: int, num_parts: int, num_threads: int = 1
-) -> list[Description]:
-    """Write a part's share of the origin's shards with the trained values.
+class HubExport(Written):
+    """A trained model in Hub layout as a folder that is made in parts; see `steps.Making`.
 
     Args:
-        export: See `open_export`.
+        origin: The checkpoint that training began with: its shards are what the parts write.
         made_from: Digests of both sides' receipts; a change makes all be written again.
-        folder: Final name of the exported folder.
-        part: Which share, from 0.
-        num_parts: How many shares.
-        num_threads: Shards written at a time.
-
-    Returns:
-        A description of each shard; its notes hold the hash of each tensor.
+        trained: What the parts write; the last step needs none of it.
     """
-    files = [_output_file(export, made_from, name) for name in split_shards(export.origin, num_parts)[part]]
-    return make_files(folder, files, f"export part {part} of {num_parts}", num_threads)
 
+    def __init__(self, origin: CheckpointReader, made_from: Mapping[str, str], trained: TrainedModel | None = None):
+        self._origin, self._made_from, self._trained = origin, made_from, trained
 
-def split_shards(origin: CheckpointReader, num_parts: int) -> list[list[str]]:
-    """Return each part's share: consecutive shards of about equal bytes."""
-    names = origin.index.files
-    shares = split_evenly([(origin.folder / name).stat().st_size for name in names], num_parts)
-    return [[names[i] for i in share] for share in shares]
+    def names(self, num_parts: int) -> Collection[str]:
+        """Return the origin's shards."""
+        return self._origin.index.files
 
+    def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
+        """Return a part's share: consecutive shards of about equal bytes; their notes hold the hash of each tensor."""
+        assert self._trained, "a part was given what it writes"
+        names = self._origin.index.files
+        share = split_evenly([(self._origin.folder / name).stat().st_size for name in names], num_parts)[part]
+        return [_output_file(self._trained, self._made_from, names[i]) for i in share]
 
-def finalize_folder(
-    origin: CheckpointReader, parts: Mapping[str, Description], partial: Path
-) -> tuple[FileRecord, ...]:
-    """Write the index, and copy config, tokenizer and the like.
+    def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
+        """Return `final_weights_sha256` of what the parts wrote, from the hashes that they took while writing."""
+        lines = {name: line for part in parts.values() for name, line in part.notes["tensors"].items()}
+        return {"final_weights_sha256": hashlib.sha256("".join(lines[n] for n in sorted(lines)).encode()).hexdigest()}
 
-    Args:
-        origin: Its shards are what the parts must have written.
-        parts: File name -> description, of all parts.
-        partial: Holds the parts' files.
-
-    Returns:
-        Records of the files that are no shards.
-
-    Raises:
-        CheckpointError: When the parts are not the origin's shards.
-    """
-    if differing := sorted(set(origin.index.files) ^ set(parts)):
-        raise CheckpointError(f"{partial}: the parts are not the shards of {origin.folder}: {differing[:20]}")
-    specs = {name: info.spec for name, info in origin.infos.items()}
-    write_index(partial, origin.index.weight_map, specs)
-    small = [INDEX_NAME, *copy_other_files(origin.folder, partial)]
-    remove_strangers(partial, keep={*origin.index.files, *small})
-    return record_files(partial, small)
+    def complete(self, partial: Path, parts: Mapping[str, Description]) -> list[str]:
+        """Write the index, and copy config, tokenizer and the like."""
+        specs = {name: info.spec for name, info in self._origin.infos.items()}
+        write_index(partial, self._origin.index.weight_map, specs)
+        return [INDEX_NAME, *copy_other_files(self._origin.folder, partial)]
 
 
 def refuse_foreign_folder(folder: Path) -> None:
@@ -215,42 +193,42 @@ def refuse_foreign_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere")
 
 
-def _output_file(export: Export, made_from: Mapping[str, str], name: str) -> OutputFile:
-    header = read_header(export.origin.folder / name)
-    held = {tensor: info for tensor, info in header.items() if export.origin.index.weight_map.get(tensor) == name}
+def _output_file(model: TrainedModel, made_from: Mapping[str, str], name: str) -> OutputFile:
+    header = read_header(model.origin.folder / name)
+    held = {tensor: info for tensor, info in header.items() if model.origin.index.weight_map.get(tensor) == name}
     return OutputFile(
-        name=name,
+        path=name,
         size_bytes=sum(info.size_bytes for info in held.values()),
         made_from={**made_from, "tensors": list(held)},
-        write=functools.partial(_write_shard, export, held, read_metadata(export.origin.folder / name)),
+        write=functools.partial(_write_shard, model, held, read_metadata(model.origin.folder / name)),
     )
 
 
 def _write_shard(
-    export: Export, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], file: HashingFile
+    model: TrainedModel, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], file: HashingFile
 ) -> Notes:
     hashes = {}
 
     def read(name: str) -> Iterator[torch.Tensor]:
         state = hashlib.sha256()
-        for rows in _read_trained(export, name):
+        for rows in _read_trained(model, name):
             state.update(tensor_bytes(rows))
             yield rows
-        hashes[name] = _hash_line(name, export.origin.info(name).spec, state.hexdigest())
+        hashes[name] = _hash_line(name, model.origin.info(name).spec, state.hexdigest())
 
     write_shard(file, {name: info.spec for name, info in held.items()}, read, metadata)
     return {"tensors": hashes}
 
 
-def _read_trained(export: Export, name: str) -> Iterator[torch.Tensor]:
+def _read_trained(model: TrainedModel, name: str) -> Iterator[torch.Tensor]:
     """Yield a tensor's rows in the origin's precision, a few at a time."""
-    place = export.placements.get(name)
+    place = model.placements.get(name)
     if place is None:
-        yield export.origin.tensor(name)
+        yield model.origin.tensor(name)
         return
-    dtype = TORCH_DTYPES[export.origin.dtype(name)]
+    dtype = TORCH_DTYPES[model.origin.dtype(name)]
     for box in place.boxes:
-        for rows in export.trained.read_rows(place.key, *box, axis=place.num_stack_axes):
+        for rows in model.trained.read_rows(place.key, *box, axis=place.num_stack_axes):
             yield rows.to(dtype)
 
 
@@ -275,12 +253,6 @@ def final_weights_sha256(folder: Path, num_threads: int = 1) -> str:
         hashes = pool.map(lambda name: _hash_tensor(folder / reader.file_of(name), reader.info(name)), names)
         lines = [_hash_line(name, reader.info(name).spec, content) for name, content in zip(names, hashes, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def combine_hashes(parts: Iterable[Description]) -> str:
-    """Return `final_weights_sha256` of what the parts wrote, from the hashes that they took while writing."""
-    lines = {name: line for part in parts for name, line in part.notes["tensors"].items()}
-    return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
 
 
 def _hash_line(name: str, spec: TensorSpec, content: str) -> str:

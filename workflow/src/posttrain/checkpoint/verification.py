@@ -28,6 +28,7 @@ from posttrain.errors import CheckpointError, one_line
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.provenance import Artefact, find_artefacts, find_store_artefacts
 
+# Hashing keeps up with a few reads at a time; more would only compete for shared storage.
 NUM_HASH_THREADS = 8
 
 

@@ -88,6 +88,12 @@ def serving_settings(config: Config) -> dict[str, Any]:
     return {"format": config.serving.format, "calibration": list(config.serving.calibration), **_kept(config)}
 
 
+def recoding_settings(config: Config, step: str) -> dict[str, Any]:
+    """Return what decides the bytes of a recoded checkpoint, by the step that makes its parts."""
+    of_step = {"quantize_rollout_fp8": fp8_settings, "quantize_serving": serving_settings}
+    return of_step[step](config) if step in of_step else {"format": "bf16"}
+
+
 def _kept(config: Config) -> dict[str, Any]:
     quantize = config.quantize
     return {

@@ -1,10 +1,14 @@
-"""config/README.md, written from the schema: `python -m posttrain.config.docs > config/README.md`.
+"""config/README.md and config/schema.json, written from the schema.
 
-A test compares the file with this output, so the reference cannot drift from what the code accepts.
+    python -m posttrain.config.docs > config/README.md
+    python -m posttrain.config.docs --schema > config/schema.json
+
+A test compares the files with this output, so the reference cannot drift from what the code accepts.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -16,14 +20,17 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from posttrain.config import schema
+from posttrain.config.fields import members
 from posttrain.config.load import read_yaml
 from posttrain.config.presets import PRESETS
-from posttrain.config.request import WORKFLOW_KEYS
+from posttrain.config.request import CHOSEN, FORK, RUN_NAME, WORKFLOW_KEYS
 
 INTRODUCTION = """\
 # Configuration
 
-This file is generated: `python -m posttrain.config.docs > config/README.md`.
+This file is generated: `python -m posttrain.config.docs > config/README.md`. So is `schema.json`
+(`--schema > config/schema.json`), with which an editor completes and checks keys; a file of your own names it in its
+first line, as those here do: `# yaml-language-server: $schema=/path/to/posttrain/config/schema.json`.
 
 Values live in this folder, their types in `posttrain.config.schema`. Layers are merged in this order,
 later ones win:
@@ -61,6 +68,28 @@ TYPE_NAMES = {
     str: "text",
     bool: "true or false",
     list[str]: "list of text",
+}
+JSON_TYPES: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    list[str]: {"type": "array", "items": {"type": "string"}},
+}
+JSON_LIMITS = {
+    "choices": "enum",
+    "minimum": "minimum",
+    "exclusive_minimum": "exclusiveMinimum",
+    "maximum": "maximum",
+}
+# What is no section: the other keys of `--config`.
+REQUEST_SCHEMA: dict[str, dict[str, Any]] = {
+    "recipe": {"description": "A file of recipes/: another batch than the model's", "type": "string"},
+    "configs": {"description": "A folder of your own, laid out as config/", "type": "string"},
+    "run": {"description": "Name of the run", "type": "string", "pattern": f"^{RUN_NAME}$"},
+    "fork": {"description": "RUN@STEP: the state to begin with", "type": "string", "pattern": f"^{FORK}$"},
+    "set": {"description": "Values: KEY=VALUE KEY=VALUE", "type": "string"},
+    "gc": {"description": "Whether the rule gc deletes", "enum": ["show", "delete"]},
 }
 CHOICE_FOLDERS = {"model": "models", "recipe": "recipes", "nodes": "nodes", "hardware": "hardware", "site": "sites"}
 
@@ -180,9 +209,44 @@ def _spell(value: Any) -> str:
     return json.dumps(value)
 
 
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a file of `config/`, or for `--configfile`, as editors understand it.
+
+    No key is required: a file is a layer. What joins several keys is beyond it.
+    """
+    found = section_schema(schema.Config)
+    for key in CHOSEN:
+        found["properties"][key] = {"anyOf": [{"type": "string"}, found["properties"][key]]}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "posttrain", **found} | {
+        "properties": {**REQUEST_SCHEMA, **found["properties"]}
+    }
+
+
+def section_schema(section: type) -> dict[str, Any]:
+    """Return the JSON schema of a section, and of those below it."""
+    properties = {
+        name: section_schema(typing.cast(type, kind))
+        if dataclasses.is_dataclass(kind)
+        else {"description": metadata["doc"], **JSON_TYPES[kind]}
+        | {JSON_LIMITS[limit]: value for limit, value in metadata.items() if limit in JSON_LIMITS}
+        for name, kind, metadata in members(section)
+    }
+    return {
+        "type": "object",
+        "description": _summary(section),
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
 def main() -> None:
-    """Print the README of the folder given on the command line, `config` by default."""
-    sys.stdout.write(render_readme(Path(sys.argv[1] if len(sys.argv) > 1 else "config")))
+    """Print the README of a folder, or the JSON schema."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("config"))
+    parser.add_argument("--schema", action="store_true")
+    arguments = parser.parse_args()
+    text = json.dumps(json_schema(), indent=1) + "\n" if arguments.schema else render_readme(arguments.folder)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def leaf_types(section: type) -> dict[str, Any]:
 def fields_of(section: type, prefix: str = "") -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
     """Return (dotted key, type, limits) of every value of a section."""
     found: list[tuple[str, Any, Mapping[str, Any]]] = []
-    for name, kind, metadata in _members(section):
+    for name, kind, metadata in members(section):
         if dataclasses.is_dataclass(kind):
             found += fields_of(typing.cast(type, kind), f"{prefix}{name}.")
         else:
@@ -52,18 +52,18 @@ def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
         values: Dotted key -> value, of the right types, for every value of the section.
         prefix: What the section's keys begin with.
     """
-    members: dict[str, Any] = {}
-    for name, kind, _ in _members(section):
+    own: dict[str, Any] = {}
+    for name, kind, _ in members(section):
         if dataclasses.is_dataclass(kind):
-            members[name] = build(typing.cast(type, kind), values, f"{prefix}{name}.")
+            own[name] = build(typing.cast(type, kind), values, f"{prefix}{name}.")
         else:
             value = values[f"{prefix}{name}"]
-            members[name] = list(value) if isinstance(value, list) else value
-    return section(**members)
+            own[name] = list(value) if isinstance(value, list) else value
+    return section(**own)
 
 
 @lru_cache
-def _members(section: type) -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
+def members(section: type) -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
     """Return (name, type, limits) of a section's own fields; reading the types takes long."""
     hints = typing.get_type_hints(section)
     return tuple((field.name, hints[field.name], field.metadata) for field in dataclasses.fields(section))

@@ -21,7 +21,7 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.types import Prompt
 
 log = logging.getLogger(__name__)
-# What a terminal shows without scrolling far; the number of the others is told.
+# All of one kind of mistake are told by the first ones; a file may have millions of lines.
 MAX_REPORTED_LINES = 50
 
 

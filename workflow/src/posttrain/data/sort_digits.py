@@ -17,7 +17,8 @@ from typing import Any
 from posttrain.errors import Problem, raise_if_any
 
 INSTRUCTION = "sort the digits."
-# The first digit's weight is prime to the divisor: exactly a fifth of all numbers is held out, whatever their length.
+# By a checksum of the digits, whatever the seed: a number that is held out was never trained on. The first digit's
+# weight is prime to the divisor, so that exactly a fifth of all numbers is held out.
 HELDOUT_DIVISOR = 5
 DIGIT_WEIGHTS = (1, 2, 3, 4)
 

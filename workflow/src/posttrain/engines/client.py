@@ -40,10 +40,15 @@ from posttrain.engines.tensor_payload import NamedTensors, serialize_bucket
 
 log = logging.getLogger(__name__)
 
+# A kept connection that its server has just closed is found out when it is used: the second try opens a new one, and
+# three outlast a moment without free ports. Who is gone for longer has ended, which the supervisor sees.
 NUM_CONNECTION_RETRIES = 3
 RETRY_SECONDS = 0.2  # doubled from try to try
+# Whether an engine is ready is asked often, because training waits for it, and each time for long, because one that
+# loads its model may not answer meanwhile.
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_INTERVAL_SECONDS = 0.1
+# Of an answer that is an error: a page of HTML fits into no log.
 MAX_ERROR_CHARACTERS = 1000
 
 

@@ -1,7 +1,7 @@
 """Engine processes: started, watched, and ended by the one who started them.
 
 An engine is a process group of its own with a log file. It is ended by its id, with its children, never by
-its name; and it ends by itself when the process that started it has died (`parent_watch`).
+its name; and the kernel ends it when the process that started it has died (`processes`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,15 +22,17 @@ import psutil
 
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
-from posttrain.engines.parent_watch import end_process_tree
 from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.engines.secret import SECRET_VARIABLE, new_secret
 from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
+from posttrain.processes import end_processes, start_child
 
 log = logging.getLogger(__name__)
 
+# In an error: the end of a traceback, and what was said before it.
 NUM_LOG_LINES = 20
+EMBEDDED = "posttrain.engines.embedded"
 
 
 class EngineProcess:
@@ -60,14 +63,16 @@ class EngineProcess:
     def start(self) -> None:
         """Start it; it is not ready yet."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        argv = _watched(self._command.argv)
+        argv, told_by = list(self._command.argv), signal.SIGKILL
+        if EMBEDDED not in argv:  # a vendor's server, with children of its own
+            argv, told_by = [sys.executable, "-m", "posttrain.processes", *argv], signal.SIGTERM
         # Short names: a path of a socket has at most 107 bytes.
         private = {name: tempfile.mkdtemp(prefix="engine-") for name in self._command.private_folders}
         self._private_folders += private.values()
         with open(self._log_path, "ab") as output:
-            self._process = psutil.Popen(
+            self._process = start_child(
                 argv,
-                stdin=subprocess.DEVNULL,
+                told_by,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._command.env, **private, SECRET_VARIABLE: self.secret},
@@ -92,7 +97,7 @@ class EngineProcess:
         """End it and its children; a second call does nothing."""
         if self._process is None:
             return
-        end_process_tree(self._process)
+        end_processes([self._process])
         for folder in self._private_folders:
             shutil.rmtree(folder, ignore_errors=True)
         self._process = None
@@ -183,11 +188,3 @@ def check_all_alive(engines: Sequence[EngineProcess]) -> None:
     """Raise for the first engine that has ended; see `EngineProcess.check_alive`."""
     for engine in engines:
         engine.check_alive()
-
-
-def _watched(argv: Sequence[str]) -> list[str]:
-    """Return a command line whose process ends when this one dies."""
-    parent = ["--parent-pid", str(os.getpid())]
-    if "posttrain.engines.embedded" in argv:  # watches by itself
-        return [*argv, *parent]
-    return [sys.executable, "-m", "posttrain.engines.parent_watch", *parent, "--", *argv]

@@ -20,6 +20,7 @@ from posttrain.observability.progress import ProgressBar
 
 log = logging.getLogger(__name__)
 
+# A step takes seconds at least, and each look reads the run's metrics from shared storage.
 POLL_SECONDS = 2.0
 TRAINING_RULE = "rule_train_grpo"
 REMEDY = "the same snakemake command without attach"

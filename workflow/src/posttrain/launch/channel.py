@@ -20,6 +20,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 # An idle connection is probed, so that nothing on its way forgets it, and a host that has vanished is noticed after two
 # minutes: seconds idle, seconds between probes, probes without an answer.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+# Between two looks at messages and processes of our own: short against any start, and costs no core.
 POLL_SECONDS = 0.2
 
 

@@ -18,8 +18,11 @@ from posttrain.launch.jobset import CONTAINER, GROUP, PLURAL, VERSION
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
+# Between two looks at a JobSet: a run lasts for hours, and the API server belongs to others, too.
 PAUSE_SECONDS = 5.0
-PATIENCE_SECONDS = 600.0
+# An API server that is being replaced is back in minutes; the JobSet does not need us meanwhile.
+TIMEOUT_SECONDS = 600.0
+# Of the pod that failed first, in the message: what it says last names the cause.
 LOG_TAIL_LINES = 15
 BAD_REQUEST, NOT_FOUND, CONFLICT, TOO_MANY = 400, 404, 409, 429
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -31,15 +34,13 @@ class Cluster:
     Args:
         namespace: Where they live.
         pause_seconds: Between two questions about the same thing.
-        patience_seconds: An API server that does not answer is asked again for so long.
+        timeout_seconds: An API server that does not answer is asked again for so long.
 
     Raises:
         ConfigError: When the client is not installed, or finds no cluster.
     """
 
-    def __init__(
-        self, namespace: str, pause_seconds: float = PAUSE_SECONDS, patience_seconds: float = PATIENCE_SECONDS
-    ):
+    def __init__(self, namespace: str, pause_seconds: float = PAUSE_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS):
         try:
             import kubernetes
         except ImportError as error:
@@ -49,7 +50,7 @@ class Cluster:
             ) from error
         client = _connect(kubernetes)
         self.pause_seconds = pause_seconds
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._namespace = namespace
         self._jobsets = kubernetes.client.CustomObjectsApi(client)
         self._core = kubernetes.client.CoreV1Api(client)
@@ -122,11 +123,11 @@ class Cluster:
         """Return the API server's answer; None for one of the expected refusals (there is none, there is one already).
 
         Raises:
-            RuntimeError: When it refuses otherwise, or has not answered for `patience_seconds`.
+            RuntimeError: When it refuses otherwise, or has not answered for `timeout_seconds`.
         """
         from urllib3.exceptions import HTTPError
 
-        give_up_at = time.monotonic() + self._patience_seconds
+        give_up_at = time.monotonic() + self._timeout_seconds
         while True:
             try:
                 return request(_request_timeout=REQUEST_SECONDS, **arguments)
@@ -142,7 +143,7 @@ class Cluster:
                 reason = str(error)
             if time.monotonic() > give_up_at:
                 raise RuntimeError(
-                    f"Kubernetes has not answered for {self._patience_seconds:g} s ({what}: {reason}); what runs there "
+                    f"Kubernetes has not answered for {self._timeout_seconds:g} s ({what}: {reason}); what runs there "
                     "goes on: run the same command again to follow it"
                 )
             log.warning("cannot %s: %s; asking again", what, reason)

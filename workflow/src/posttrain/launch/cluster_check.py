@@ -19,19 +19,19 @@ RIGHTS = (
 )
 
 
-def check_cluster(config: Config, patience_seconds: float = 30.0) -> list[Finding]:
+def check_cluster(config: Config, timeout_seconds: float = 30.0) -> list[Finding]:
     """Check that the cluster answers, serves JobSets, and lets us make them; skipped for other launchers.
 
     Args:
         config: The resolved configuration.
-        patience_seconds: A cluster that has not answered for so long counts as unreachable.
+        timeout_seconds: A cluster that has not answered for so long counts as unreachable.
     """
     if config.site.launcher != "kubernetes":
         return [skipped("cluster", f"site.launcher is {config.site.launcher}")]
     folders = [problem for folder in sorted({Path.cwd(), CLONE}) for problem in check_mounted(folder, config)]
     findings = [Finding("volumes", problem.value, problem) for problem in folders]
     try:
-        cluster = Cluster(config.site.kubernetes.namespace, patience_seconds=patience_seconds)
+        cluster = Cluster(config.site.kubernetes.namespace, timeout_seconds=timeout_seconds)
         return [*findings, _check_jobsets(cluster), _check_rights(cluster, config.site.kubernetes.namespace)]
     except ConfigError as error:
         return [*findings, *(Finding("cluster", problem.value, problem) for problem in error.problems)]

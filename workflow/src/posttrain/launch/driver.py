@@ -39,7 +39,9 @@ _OF_ITSELF = (
     "Select jobs to execute",
     "Execute ",
 )
+# The end of a log is read for its last error; progress bars alone make logs of gigabytes.
 _LONGEST_LOG_BYTES = 1 << 20
+# The driver has ended but for this: a mail server that does not answer must not keep it.
 NOTIFICATION_TIMEOUT_SECONDS = 60.0
 
 

@@ -23,6 +23,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
+# A node answers within `ranks.STACK_SECONDS`, also for ranks that do not; one that stands still itself is named, too.
 STACKS_SECONDS = 10.0
 
 
@@ -82,7 +83,7 @@ class Gang(Gathering):
         self._wait_for_all("engines")
         self._train()
         self._wait_for_all("done", self._watch)
-        if any(member.news["done"]["saved"] for member in self._members.values()):
+        if any(member.messages["done"]["saved"] for member in self._members.values()):
             raise EndedEarlyError("it was asked to end, and saved at the end of its step")
 
     # ---- the stages ----
@@ -105,18 +106,18 @@ class Gang(Gathering):
             )
 
     def _train(self) -> None:
-        urls = {int(i): url for m in self._members.values() for i, url in m.news["engines"]["urls"].items()}
-        order = {
+        urls = {int(i): url for m in self._members.values() for i, url in m.messages["engines"]["urls"].items()}
+        content = {
             "engines": [urls[index] for index in sorted(urls)],
-            "rendezvous": self._members[self._names[0]].news["engines"]["rendezvous"],
+            "rendezvous": self._members[self._names[0]].messages["engines"]["rendezvous"],
             "lease": {"folder": str(self._lease.folder), "epoch": self._lease.epoch},
         }
         for member in self._members.values():
-            member.channel.send("train", **order)
+            member.channel.send("train", **content)
 
     def _watch(self) -> None:
         self._end_in_time()
-        told = [m.news["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
+        told = [m.messages["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
         if positions:
             self._time_to_save.look(max(position.step for position in positions.values()))
@@ -131,8 +132,8 @@ class Gang(Gathering):
             member.channel.send("stacks")
         deadline = time.monotonic() + STACKS_SECONDS
         while not all(m.has_told("stacks") for m in self._members.values()) and time.monotonic() < deadline:
-            self._take_news()
-        answers = {m.name: m.news.get("stacks", {}).get("ranks", {}) for m in self._members.values()}
+            self._take_messages()
+        answers = {m.name: m.messages.get("stacks", {}).get("ranks", {}) for m in self._members.values()}
         stacks = {int(rank): stack for ranks in answers.values() for rank, stack in ranks.items()}
         return describe_stacks(stacks, {int(rank): name for name, ranks in answers.items() for rank in ranks})
 

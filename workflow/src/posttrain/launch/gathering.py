@@ -23,9 +23,9 @@ from posttrain.launch.inspection import UnfitNodesError, inspect
 from posttrain.launch.nodes import Nodes
 from posttrain.launch.ranks import Ending
 
-# After the first bad news: what arrives in this time may be its cause.
+# After the first bad message: what arrives in this time may be its cause.
 SETTLE_SECONDS = 1.0
-# Nodes have this long to end what they run.
+# Nodes have this long to end what they run: ranks, then engines, `processes.GRACE_SECONDS` each, and their families.
 END_SECONDS = 25.0
 NODE_LOST_ORDER = -1
 
@@ -57,18 +57,18 @@ class Member:
         address: Where others reach it.
         channel: To its supervisor.
         heard: When it last said something (monotonic seconds).
-        news: Its messages by kind, the last of each.
+        messages: Its messages by kind, the last of each.
     """
 
     name: str
     address: str
     channel: Channel
     heard: float = field(default_factory=time.monotonic)
-    news: dict[str, dict[str, Any]] = field(default_factory=dict)
+    messages: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has_told(self, kind: str) -> bool:
         """Tell whether it has sent such a message."""
-        return kind in self.news
+        return kind in self.messages
 
 
 class Gathering:
@@ -101,7 +101,7 @@ class Gathering:
             member.channel.send("stop")
         deadline = time.monotonic() + END_SECONDS
         while self._started.is_running() and not self._are_gone() and time.monotonic() < deadline:
-            self._take_news()
+            self._take_messages()
         # What does not end by now ends with its connection.
         for member in self._members.values():
             member.channel.close()
@@ -120,7 +120,7 @@ class Gathering:
         """
         deadline = time.monotonic() + self._config.launch.node_start_timeout_seconds
         while missing := [name for name in self._names if name not in self._members]:
-            self._take_news()
+            self._take_messages()
             if not self._started.is_running() and self._inbox.empty():
                 raise AttemptFailedError(f"supervisors of {', '.join(missing)} ended before they reported", missing)
             if time.monotonic() > deadline:
@@ -150,23 +150,23 @@ class Gathering:
             for member in self._members.values():
                 member.channel.send(kind, names=self._names, **job, **content)
             self._wait_for_all(kind, lambda: check_time(kind))
-            return {name: self._members[name].news[kind] for name in self._names}
+            return {name: self._members[name].messages[kind] for name in self._names}
 
         inspect(ask, self._config, {name: self._members[name].address for name in self._names}, self._folder)
 
     def _wait_for_all(self, kind: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         while not all(member.has_told(kind) for member in self._members.values()):
-            self._take_news()
+            self._take_messages()
             meanwhile()
             if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
                 self._raise_cause()
             if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
-                raise CheckpointError(self._with_node(refusal, refusal.news["refused"]["reason"]))
+                raise CheckpointError(self._with_node(refusal, refusal.messages["refused"]["reason"]))
             self._check_silence()
 
-    # ---- news ----
+    # ---- what nodes say ----
 
-    def _take_news(self) -> None:
+    def _take_messages(self) -> None:
         """Wait a little for messages, and file them with the nodes that sent them."""
         try:
             name, message = self._inbox.get(timeout=POLL_SECONDS)
@@ -176,7 +176,7 @@ class Gathering:
             self._members[name] = Member(name, message["address"], message["channel"])
         member = self._members[name]
         member.heard = time.monotonic()
-        member.news[message["kind"]] = message
+        member.messages[message["kind"]] = message
 
     def _check_silence(self) -> None:
         limit = self._config.launch.node_silence_seconds
@@ -194,12 +194,12 @@ class Gathering:
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
-            self._take_news()
+            self._take_messages()
         found = []
         for member in self._members.values():
             if member.has_told("gone") and not member.has_told("done"):
                 found.append((NODE_LOST_ORDER, f"the supervisor of {member.name} is gone", [member.name]))
-            for ending in member.news.get("ended", {}).get("endings", []):
+            for ending in member.messages.get("ended", {}).get("endings", []):
                 found.append((ending["order"], self._with_node(member, ending["reason"]), []))
         order, reason, suspects = min(found, key=lambda item: item[0])
         if order == Ending.REFUSED:

@@ -25,14 +25,18 @@ log = logging.getLogger(__name__)
 
 # In the environment of a process that the head has started.
 SECRET_VARIABLE = "POSTTRAIN_GANG_SECRET"
+# A head with a full backlog takes connections when it is scheduled again; a host that is gone never answers.
 CONNECT_SECONDS = 30.0
 # Who has not shown by then who it is, is sent away.
 GREETING_SECONDS = 30.0
+# A name, an address, a challenge and a proof take 300.
 MAX_GREETING_BYTES = 4096
-# Strangers at a time; who is too many takes the place of the one that has come first.
+# Strangers at a time, a thread each: all nodes of the largest gang may come at once. Who is too many takes the place of
+# the one that has come first.
 MAX_STRANGERS = 256
 # Hosts that the log names; there is no end of those who may knock.
 MAX_NAMED = 10
+# Without file descriptors, asking at once would only fill the log.
 ACCEPT_AGAIN_SECONDS = 1.0
 LISTENS, CONNECTS = "listens", "connects"
 
@@ -100,7 +104,7 @@ class Reception:
         finally:
             with contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        channel.send("welcome")  # before anybody can send an order
+        channel.send("welcome")  # before anybody can send another message
         self._receive(hello, channel)
 
     def _hear(self, connection: socket.socket) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from posttrain.planner.sizing.phases import PHASES
 
 # How long they take depends on storage, and on how much of a save a rollout has hidden.
 SAVES = ("save", BEGIN_SAVE)
-# Longer than a shared file system that stands still for a minute.
-PATIENCE_FACTOR, SHORTEST_PATIENCE_SECONDS = 10.0, 90.0
+# Longer than a shared file system that stands still for a minute; and ten times, because steps with longer samples, a
+# garbage collection or a busy neighbour make a phase some times longer, but a hang for ever.
+TIMEOUT_FACTOR, SHORTEST_TIMEOUT_SECONDS = 10.0, 90.0
 _ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
@@ -36,7 +37,7 @@ class Position:
         step: From 0.
         phase: Name of the phase.
         seconds: For how long.
-        is_idle: It has not used its processor for `SHORTEST_PATIENCE_SECONDS`.
+        is_idle: It has not used its processor for `SHORTEST_TIMEOUT_SECONDS`.
     """
 
     step: int
@@ -55,7 +56,7 @@ class HangWatch:
     """Decides whether ranks hang.
 
     Args:
-        limit_seconds: The longest patience.
+        limit_seconds: The longest timeout.
     """
 
     limit_seconds: float
@@ -82,20 +83,20 @@ class HangWatch:
         leading = [position for position in positions.values() if position.place == front]
         behind = {rank: p for rank, p in positions.items() if p.place != front}
         waited = min(position.seconds for position in leading)
-        if behind and waited > self._patience(leading[0].phase):
+        if behind and waited > self._timeout(leading[0].phase):
             return f"{_list_of(behind)}, while others have been in {_name(leading[0])} for {waited:.0f} s"
-        if not behind and waited > self._patience(leading[0].phase):
+        if not behind and waited > self._timeout(leading[0].phase):
             return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
         if leading[0].phase != ROLLOUT and all(position.is_idle for position in positions.values()):
-            return f"no rank has computed anything for {SHORTEST_PATIENCE_SECONDS:.0f} s, in {_name(leading[0])}"
+            return f"no rank has computed anything for {SHORTEST_TIMEOUT_SECONDS:.0f} s, in {_name(leading[0])}"
         return None
 
-    def _patience(self, phase: str) -> float:
+    def _timeout(self, phase: str) -> float:
         if phase == ROLLOUT:
-            return min(self.limit_seconds, SHORTEST_PATIENCE_SECONDS)
+            return min(self.limit_seconds, SHORTEST_TIMEOUT_SECONDS)
         if phase in SAVES or phase not in self._longest:
             return self.limit_seconds
-        return min(self.limit_seconds, max(SHORTEST_PATIENCE_SECONDS, PATIENCE_FACTOR * self._longest[phase]))
+        return min(self.limit_seconds, max(SHORTEST_TIMEOUT_SECONDS, TIMEOUT_FACTOR * self._longest[phase]))
 
 
 def waiting_in(stack: str) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import read_receipt
-from posttrain.checkpoint.staging.node_local import Origin
+from posttrain.checkpoint.staging.node_local import StagedSource
 from posttrain.checkpoint.staging.node_weights import NodeWeights
 from posttrain.config.schema import Config
 
@@ -50,10 +50,10 @@ class TrainingJob:
             config,
             rank=rank,
             name=name,
-            torch_dist=Origin(self.torch_dist, read_receipt(self.torch_dist_receipt)),
-            rollout=Origin(self.rollout_weights, read_receipt(self.rollout_receipt)),
+            torch_dist=StagedSource(self.torch_dist, read_receipt(self.torch_dist_receipt)),
+            rollout=StagedSource(self.rollout_weights, read_receipt(self.rollout_receipt)),
             destination=Path(str(self.node_local).format(node=name)),
-            meeting=self.run_folder.parent / "node_local" / "broadcast",
+            peers=self.run_folder.parent / "node_local" / "broadcast",
         )
 
     def as_dict(self) -> dict[str, Any]:

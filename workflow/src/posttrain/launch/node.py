@@ -11,9 +11,7 @@ import argparse
 import hmac
 import logging
 import os
-import queue
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +26,9 @@ from posttrain.engines.launch_command import EngineCommand, render_engine_comman
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, engine_ports, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
-from posttrain.launch.channel import POLL_SECONDS, Channel
+from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.greeting import SECRET_VARIABLE, join
+from posttrain.launch.head import BEAT_SECONDS, EndedByHead, Head
 from posttrain.launch.job import TrainingJob
 from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
@@ -41,77 +40,31 @@ from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 2.0
-# Ports of a job: engines from the first on, then the meeting points of engines that span nodes, then the ranks'.
+# Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
+# that span nodes, then the ranks'.
 MEETING_OFFSET, RENDEZVOUS_OFFSET = 60, 90
-
-
-class EndedByHead(Exception):
-    """The head has said that the attempt is over."""
-
-
-class Head:
-    """The head as a node sees it: its orders come in, news go out; without it this process ends at once.
-
-    Args:
-        channel: To the head.
-    """
-
-    def __init__(self, channel: Channel):
-        self.tell = channel.send
-        self._channel = channel
-        self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def order(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next order, None when none comes in time.
-
-        Raises:
-            EndedByHead: The attempt is over.
-        """
-        try:
-            order = self._orders.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        if order["kind"] == "stop":
-            raise EndedByHead
-        return order
-
-    def _listen(self) -> None:
-        for order in self._channel.messages():
-            self._orders.put(order)
-            if order["kind"] == "stop":
-                return
-        # Ranks and engines end with this process.
-        log.error("the head is gone")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _beat(self) -> None:
-        while self.tell("asked_to_end" if early_end.is_asked() else "beat"):
-            time.sleep(BEAT_SECONDS)
 
 
 class NodeSupervisor:
     """One attempt on one node.
 
     Args:
-        head: Who gives orders.
-        order: The first one: which part of which job.
+        head: Says what to do.
+        assignment: Which part of which job.
         secret: Of the gang.
     """
 
-    def __init__(self, head: Head, order: dict[str, Any], secret: str):
+    def __init__(self, head: Head, assignment: dict[str, Any], secret: str):
         self._head = head
         # The same on all nodes, and never sent to them.
         self._engine_secret = hmac.digest(secret.encode(), b"engines", "sha256").hex()
-        self._job = TrainingJob.from_dict(order["job"])
+        self._job = TrainingJob.from_dict(assignment["job"])
         self._config: Config = load_resolved(self._job.config_path)
         raise_problems([check_open_files(self._config)])
-        self._rank, self._names, self._addresses = int(order["rank"]), order["names"], order["addresses"]
-        self._folder, self._first_port = Path(order["folder"]), int(order["first_port"])
+        self._rank, self._names, self._addresses = int(assignment["rank"]), assignment["names"], assignment["addresses"]
+        self._folder, self._first_port = Path(assignment["folder"]), int(assignment["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
-        self._finished = int(order["finished"])
+        self._finished = int(assignment["finished"])
         # Before the first rollout of a resumed run its engines get all of their weights from the trainer.
         self._is_resumed = self._finished > 0
         self._urls: dict[int, str] = {}
@@ -172,10 +125,10 @@ class NodeSupervisor:
         return commands
 
     def _wait_for_start(self, engines: Sequence[EngineProcess]) -> dict[str, Any]:
-        while (order := self._head.order(POLL_SECONDS)) is None:
+        while (message := self._head.next_message(POLL_SECONDS)) is None:
             self._report(_ended_engines(engines))
-        assert order["kind"] == "train", order
-        return order
+        assert message["kind"] == "train", message
+        return message
 
     # ---- ranks ----
 
@@ -195,18 +148,18 @@ class NodeSupervisor:
         ]
 
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
-        next_news, has_begun = 0.0, False
+        next_report, has_begun = 0.0, False
         while any(rank.process.poll() is None for rank in ranks):
-            order = self._head.order(POLL_SECONDS)
-            if order and order["kind"] == "save":
+            message = self._head.next_message(POLL_SECONDS)
+            if message and message["kind"] == "save":
                 _ask_to_end(ranks)
-            elif order and order["kind"] == "stacks":
+            elif message and message["kind"] == "stacks":
                 self._head.tell("stacks", ranks=_stacks(ranks))
             positions = {rank.rank: rank.position() for rank in ranks}
             # The first step at once: when it began is what a start has taken.
             begins = any(positions.values()) and not has_begun
-            if begins or time.monotonic() > next_news:
-                next_news, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
+            if begins or time.monotonic() > next_report:
+                next_report, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
                 self._head.tell("positions", ranks=positions)
             self._report([*_ended_engines(engines), *_ended_ranks(ranks)])
         # One that has failed since the last look is no success.
@@ -214,7 +167,7 @@ class NodeSupervisor:
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         self._wait_for_the_end()
 
-    # ---- news ----
+    # ---- reports ----
 
     def _report(self, endings: Sequence[Ending]) -> None:
         """Tell the head what has ended, and wait for it to end the rest."""
@@ -224,7 +177,7 @@ class NodeSupervisor:
 
     def _wait_for_the_end(self) -> None:
         while True:
-            self._head.order(POLL_SECONDS)
+            self._head.next_message(POLL_SECONDS)
 
 
 def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
@@ -263,34 +216,41 @@ def told_to(head: Head) -> Iterator[None]:
         log.error("%s", reason)
         head.tell("refused", reason=reason)
         while True:
-            head.order(POLL_SECONDS)
+            head.next_message(POLL_SECONDS)
+
+
+def _end_at_once() -> None:
+    """Without a head nothing may go on: ranks and engines end with this process."""
+    log.error("the head is gone")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Report to the head, take its order, do this node's part."""
+    """Report to the head, and do what it says is this node's part."""
     arguments = parse_arguments()
     secret = os.environ.pop(SECRET_VARIABLE)
     channel = join(arguments.head, secret, arguments.name)
-    head = Head(channel)
+    head = Head(channel, _end_at_once)
     try:
         with told_to(head):
             own_address, folder = channel.own_address, arguments.log_folder
-            inspection = NodeInspection(arguments.name, own_address, folder, head.order, secret)
-            while (order := head.order(POLL_SECONDS)) is None or order["kind"] != "assign":
-                if order:
-                    head.tell(order["kind"], **inspection.answer(order))
-            NodeSupervisor(head, order, secret).run()
+            inspection = NodeInspection(arguments.name, own_address, folder, head.next_message, secret)
+            while (message := head.next_message(POLL_SECONDS)) is None or message["kind"] != "assign":
+                if message:
+                    head.tell(message["kind"], **inspection.answer(message))
+            NodeSupervisor(head, message, secret).run()
     except EndedByHead:
         channel.close()
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line that the head wrote."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--head", required=True, help="host:port of the head")
-    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME", ""), help="this node's; SLURM's by default")
-    parser.add_argument("--log-folder", type=Path, required=True, help="gets node-{name}.log")
-    return parser.parse_args()
+    return cli.command_line(
+        __doc__,
+        head=(str, "host:port of the head"),
+        name={"default": os.environ.get("SLURMD_NODENAME", ""), "help": "this node's; SLURM's by default"},
+        log_folder=(Path, "gets node-{name}.log"),
+    )
 
 
 if __name__ == "__main__":

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from posttrain.config.load import load_resolved
 from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
-from posttrain.launch.child import die_with_parent
 from posttrain.launch.greeting import SECRET_VARIABLE
 from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
 from posttrain.planner.flags.flag import as_environment
 from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.preflight import kv_transfer
 from posttrain.preflight.node import inspect_node, transport_environment, transport_python
+from posttrain.processes import end_processes, start_child
 
+# A node that drops packets instead of refusing them would be waited for as long as TCP tries: two minutes. Several at
+# a time, so that some of those do not make the whole preflight late.
 CONNECT_SECONDS = 10.0
 NUM_CONNECTORS = 16
 
@@ -37,7 +39,7 @@ class NodeInspection:
         name: This node's.
         address: Where others reach it.
         log_folder: Of the attempt, seen by all nodes.
-        order: `head.order`: the next order within some seconds; raises when the attempt is over.
+        next_message: `Head.next_message`: what the head says next; raises when the attempt is over.
         secret: Of the gang.
     """
 
@@ -46,10 +48,10 @@ class NodeInspection:
         name: str,
         address: str,
         log_folder: Path,
-        order: Callable[[float], dict[str, Any] | None],
+        next_message: Callable[[float], dict[str, Any] | None],
         secret: str,
     ):
-        self._name, self._address, self._log_folder, self._order = name, address, log_folder, order
+        self._name, self._address, self._log_folder, self._next_message = name, address, log_folder, next_message
         self._secret = secret
         self._listener: socket.socket | None = None
 
@@ -116,23 +118,14 @@ class NodeInspection:
             processes = [self._start(command, *pair) for pair in zip(environments, outputs, strict=True)]
             try:
                 while any(process.poll() is None for process in processes):
-                    self._order(POLL_SECONDS)  # the head ends what takes too long
+                    self._next_message(POLL_SECONDS)  # the head ends what takes too long
             finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
+                end_processes(processes, 0)
             return [_read(output) for output in outputs]
 
-    def _start(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen:
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> psutil.Popen:
         with open(output, "wb") as results, open(self._log_folder / f"preflight-{self._name}.log", "ab") as errors:
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=results,
-                stderr=errors,
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+            return start_child(command, env={**os.environ, **environment}, stdout=results, stderr=errors)
 
 
 def _can_connect(place: Sequence[Any]) -> bool:

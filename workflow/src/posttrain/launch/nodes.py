@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
+import psutil
+
 from posttrain.engines.ports import LOOPBACK, OWN_PORTS
-from posttrain.launch.child import die_with_parent
+from posttrain.processes import end_processes, start_child
 
 FIRST_PORT = OWN_PORTS[0]
+# What the head has told to end is about to; srun ends a moment after the last of its tasks.
 PROCESS_END_SECONDS = 3.0
 
 
@@ -32,57 +32,25 @@ class Started(Protocol):
         """Wait for an end that is near, and end what then still runs."""
 
 
-class LocalProcess:
-    """A command that was started by one process of this machine, or on it.
+class StartedHere:
+    """A command that processes of this machine run, or have others run on other nodes.
 
     Args:
-        process: The process.
+        processes: Each for nodes of its own.
     """
 
-    def __init__(self, process: subprocess.Popen):
-        self._process = process
-
-    def is_running(self) -> bool:
-        """Tell whether the process runs."""
-        return self._process.poll() is None
-
-    @property
-    def has_failed(self) -> bool:
-        """The process has ended, and not well."""
-        return self._process.poll() not in (None, 0)
-
-    def wait(self) -> None:
-        """Return when the process has ended."""
-        self._process.wait()
-
-    def end(self) -> None:
-        """Wait for the process; one that waits for a dead node never would end."""
-        for insist in (lambda: None, self._process.terminate, self._process.kill):
-            insist()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PROCESS_END_SECONDS)
-                return
-        self._process.wait()
-
-
-class StartedTogether:
-    """A command that was started by several processes of this machine, each on other nodes.
-
-    Args:
-        parts: The processes.
-    """
-
-    def __init__(self, parts: Sequence[LocalProcess]):
-        self._parts = parts
+    def __init__(self, processes: Sequence[psutil.Popen]):
+        self.processes = list(processes)
 
     def is_running(self) -> bool:
         """Tell whether any of them runs; False where one has failed."""
-        return any(part.is_running() for part in self._parts) and not any(part.has_failed for part in self._parts)
+        codes = [process.poll() for process in self.processes]
+        return None in codes and not any(codes)
 
     def end(self) -> None:
-        """End one after the other."""
-        for part in self._parts:
-            part.end()
+        """Wait for an end that is near, and end what then still runs: who waits for a dead node never would."""
+        psutil.wait_procs(self.processes, timeout=PROCESS_END_SECONDS)
+        end_processes(self.processes, PROCESS_END_SECONDS)
 
 
 class Nodes(Protocol):
@@ -166,9 +134,9 @@ class ThisMachine:
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> LocalProcess:
+    ) -> StartedHere:
         """Start the command."""
-        return start_here([*command, "--name", *names], environment)
+        return start_here([[*command, "--name", *names]], environment)
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return nothing: this machine answers."""
@@ -193,22 +161,18 @@ class ThisMachine:
         """Do nothing: nothing was asked for."""
 
 
-def start_here(command: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes] | None = None) -> LocalProcess:
-    """Start a process of this machine that ends with the thread that starts it.
+def start_here(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], stdout: IO[bytes] | None = None
+) -> StartedHere:
+    """Start processes of this machine that end with the thread that starts them.
 
     Args:
-        command: Program and arguments.
+        commands: Program and arguments of each.
         environment: Variables to add.
-        stdout: Where its output goes; None: where ours goes.
+        stdout: Where their output goes; None: where ours goes.
     """
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    )
-    return LocalProcess(process)
+    variables = {**os.environ, **environment}
+    return StartedHere([start_child(command, env=variables, stdout=stdout) for command in commands])
 
 
 def interface_address(interface: str) -> str:
@@ -219,8 +183,6 @@ def interface_address(interface: str) -> str:
     """
     if not interface:
         return socket.gethostbyname(socket.gethostname())
-    import psutil
-
     for address in psutil.net_if_addrs().get(interface, []):
         if address.family == socket.AF_INET:
             return address.address

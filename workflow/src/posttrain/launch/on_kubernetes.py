@@ -33,7 +33,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line that the rule writes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    cli.add_configuration(parser)
+    cli.add_option(parser, "resolved", cli.RESOLVED)
     parser.add_argument("--num-nodes", type=int, required=True, help="pods")
     parser.add_argument("--pause-seconds", type=float, default=PAUSE_SECONDS, help="between two looks at the JobSet")
     parser.add_argument("command", nargs="+", help="what each pod runs")

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,20 +18,21 @@ from typing import Any
 from posttrain.config.schema import Config
 from posttrain.launch.channel import POLL_SECONDS, Channel
 from posttrain.launch.greeting import Reception
-from posttrain.launch.invitation import REMIND_SECONDS, Invitation
 from posttrain.launch.jobset import EXIT_TO_START_AGAIN, NODE_NAME, NUM_NODES, POD_ADDRESS
 from posttrain.launch.nodes import (
     FIRST_PORT,
     PROCESS_END_SECONDS,
-    LocalProcess,
     NodesLostError,
+    StartedHere,
     interface_address,
     start_here,
 )
+from posttrain.launch.rendezvous_file import REMIND_SECONDS, RendezvousFile
 from posttrain.planner.flags.sglang_flags import nodes_per_engine
 
 log = logging.getLogger(__name__)
 
+# Several beats: a pod on a busy node is not lost, and one that is has ended the attempt already.
 PROBE_SECONDS = 15.0
 
 
@@ -45,19 +45,17 @@ class Pod:
     """
 
     def __init__(self, node: str, channel: Channel):
-        self.node, self.is_here = node, True
+        self.node, self.is_here, self.heard = node, True, time.monotonic()
         self._channel = channel
         self._started = self._ended = 0
-        self._answered = threading.Event()
 
     def listen(self) -> None:
         """Take note of what it says until it is gone."""
         for message in self._channel.messages():
+            self.heard = time.monotonic()
             if message["kind"] == "ended":
                 self._ended = max(self._ended, message["number"])
-            self._answered.set()
         self.is_here = False
-        self._answered.set()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Have it start a command; one that still runs there ends first."""
@@ -73,16 +71,6 @@ class Pod:
         """Have it end what it runs."""
         self._channel.send("end")
 
-    def ask(self) -> None:
-        """Have it say something."""
-        self._answered.clear()
-        if not (self.is_here and self._channel.send("ask")):
-            self._answered.set()
-
-    def answers(self, deadline: float) -> bool:
-        """Tell whether it does, until a point in time (monotonic seconds)."""
-        return self._answered.wait(max(0.0, deadline - time.monotonic())) and self.is_here
-
 
 class StartedOnPods:
     """A command that was started in this pod and in others.
@@ -92,7 +80,7 @@ class StartedOnPods:
         others: The others.
     """
 
-    def __init__(self, own: LocalProcess, others: Sequence[Pod]):
+    def __init__(self, own: StartedHere, others: Sequence[Pod]):
         self._own, self._others = own, others
 
     def is_running(self) -> bool:
@@ -115,12 +103,12 @@ class Pods:
 
     Args:
         config: The resolved configuration.
-        invitation_path: Where the other pods look for the head.
+        rendezvous: The file in which the other pods look for the head.
     """
 
     job = ""
 
-    def __init__(self, config: Config, invitation_path: Path):
+    def __init__(self, config: Config, rendezvous: Path):
         self.address = _own_address(config)
         # Free ports are chosen; only parts of one engine on several nodes have to know a port before they meet.
         self.first_port = FIRST_PORT if nodes_per_engine(config) > 1 else 0
@@ -130,10 +118,10 @@ class Pods:
         self._names: list[str] = []
         self._by_name: dict[str, Pod] = {}
         self._lost: set[str] = set()
-        self._path = invitation_path
+        self._path = rendezvous
         secret = secrets.token_hex(32)
         reception = Reception(self.address, secret, self._is_awaited, self._take_in)
-        self._invitation = Invitation(reception.address, secret)
+        self._rendezvous = RendezvousFile(reception.address, secret)
 
     def choose(self, count: int) -> list[str]:
         """Return the names of the pods' nodes; the first time, when all pods are there.
@@ -142,8 +130,8 @@ class Pods:
             NodesLostError: One of them is gone.
         """
         if not self._names:
-            # Who is asked for nodes holds the run's lease, and only its holder invites.
-            self._invitation.write(self._path)
+            # Who is asked for nodes holds the run's lease, and only its holder writes there.
+            self._rendezvous.write(self._path)
             self._wait_for_all()
             self._name_all()
         self._lost.update(name for name, pod in self._by_name.items() if not pod.is_here)
@@ -158,15 +146,14 @@ class Pods:
         others = [self._by_name[name] for name in names[1:]]
         for name, pod in zip(names[1:], others, strict=True):
             pod.start([*command, "--name", name], environment)
-        return StartedOnPods(start_here([*command, "--name", names[0]], environment), others)
+        return StartedOnPods(start_here([[*command, "--name", names[0]]], environment), others)
 
     def check(self, names: Sequence[str]) -> list[str]:
-        """Return which pods do not answer, and do not choose nodes again without them."""
-        asked = {name: self._by_name[name] for name in names if name in self._by_name}
-        for pod in asked.values():
-            pod.ask()
-        deadline = time.monotonic() + PROBE_SECONDS
-        lost = [name for name, pod in asked.items() if not pod.answers(deadline)]
+        """Return which pods are not heard any more, and do not choose nodes again without them."""
+        now, asked = time.monotonic(), {name: self._by_name[name] for name in names if name in self._by_name}
+        while any(pod.is_here and pod.heard < now for pod in asked.values()) and time.monotonic() < now + PROBE_SECONDS:
+            time.sleep(POLL_SECONDS)
+        lost = [name for name, pod in asked.items() if not pod.is_here or pod.heard < now]
         self._lost.update(lost)
         return lost
 

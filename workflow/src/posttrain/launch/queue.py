@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SQUEUE_FIELDS = ("%i", "%T", "%M", "%D", "%r", "%k", "%Z")
+# A controller that starts thousands of jobs keeps squeue waiting; somebody watches, and nothing depends on the answer.
 TIMEOUT_SECONDS = 60
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,18 @@ import psutil
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.launch.child import die_with_parent
-from posttrain.launch.hang import SHORTEST_PATIENCE_SECONDS
+from posttrain.launch.hang import SHORTEST_TIMEOUT_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
 from posttrain.planner.flags.flag import as_environment
 from posttrain.planner.flags.megatron_flags import trainer_environment
+from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
 
-GRACE_SECONDS = 10.0
+# `faulthandler` writes from the signal's handler, whatever the interpreter does: at once, or never.
 STACK_SECONDS = 2.0
+# The end of a traceback, which others print behind the cause.
 LOG_TAIL_LINES = 15
 # In the stack of a main thread that waits for a checkpoint.
 WRITER_FILE = "training/checkpoint_writer.py"
@@ -98,16 +97,16 @@ class CpuUse:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen.append((now, self._used()))
-        while len(self._seen) > 1 and self._seen[1][0] <= now - SHORTEST_PATIENCE_SECONDS:
+        while len(self._seen) > 1 and self._seen[1][0] <= now - SHORTEST_TIMEOUT_SECONDS:
             self._seen.popleft()
 
     @property
     def is_idle(self) -> bool:
-        """In the last `SHORTEST_PATIENCE_SECONDS` a twentieth of a core was used at most."""
+        """In the last `SHORTEST_TIMEOUT_SECONDS` a twentieth of a core was used at most."""
         if not self._seen:
             return False
         (since, before), (now, used) = self._seen[0], self._seen[-1]
-        return now - since >= SHORTEST_PATIENCE_SECONDS and used - before <= IDLE_SHARE * (now - since)
+        return now - since >= SHORTEST_TIMEOUT_SECONDS and used - before <= IDLE_SHARE * (now - since)
 
     def _used(self) -> float:
         """Return the CPU seconds of the process, and of what it has others compute, compilers for example."""
@@ -130,7 +129,7 @@ class RankProcess:
     """
 
     rank: int
-    process: subprocess.Popen
+    process: psutil.Popen
     log_path: Path
     progress_path: Path
     _cpu_use: CpuUse = field(init=False)
@@ -150,7 +149,7 @@ class RankProcess:
             return None
         seconds = time.monotonic() - progress.since
         self._cpu_use.look()
-        is_idle = seconds > SHORTEST_PATIENCE_SECONDS and self._cpu_use.is_idle
+        is_idle = seconds > SHORTEST_TIMEOUT_SECONDS and self._cpu_use.is_idle
         return {"step": progress.step, "phase": progress.phase, "seconds": seconds, "is_idle": is_idle}
 
     def stack(self) -> str | None:
@@ -228,34 +227,14 @@ def running_ranks(
                 ranks.append(RankProcess(rank, process, log_path, progress_path))
             yield ranks
         finally:
-            _end([rank.process for rank in ranks])
+            end_processes([rank.process for rank in ranks])
 
 
-def _start(command: Sequence[str], environment: dict[str, str], log_path: Path, to_terminal: bool) -> subprocess.Popen:
+def _start(command: Sequence[str], environment: dict[str, str], log_path: Path, to_terminal: bool) -> psutil.Popen:
     """Start one rank; what rank 0 writes to stderr goes to ours, where its progress bar is seen."""
     with open(log_path, "ab") as sink:
-        return subprocess.Popen(
-            [sys.executable, "-m", "posttrain.launch.trainer_rank", *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=None if to_terminal else sink,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-
-
-def _end(processes: Sequence[subprocess.Popen]) -> None:
-    """End processes that we started: first politely, then for good."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        argv = [sys.executable, "-m", "posttrain.launch.trainer_rank", *command]
+        return start_child(argv, env=environment, stdout=sink, stderr=None if to_terminal else sink)
 
 
 def _tail(path: Path) -> str:

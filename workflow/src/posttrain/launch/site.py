@@ -28,7 +28,7 @@ def find_nodes(config: Config, run_folder: Path) -> Nodes:
     if config.site.launcher == "kubernetes":
         _check_num_pods(config)
         if config.nodes > 1:
-            return Pods(config, invitation_path(run_folder))
+            return Pods(config, rendezvous_path(run_folder))
     # Its first name where the site gives several, which are then folders of one machine.
     return ThisMachine(config.site.node_names[0] if config.site.node_names else "this_node")
 
@@ -38,9 +38,9 @@ def is_waiting_pod() -> bool:
     return int(os.environ.get(NODE_RANK, "0")) > 0
 
 
-def invitation_path(run_folder: Path) -> Path:
+def rendezvous_path(run_folder: Path) -> Path:
     """Return where the head of a gang of pods says how to reach it."""
-    return run_folder / "lease" / "invitation.json"
+    return run_folder / "lease" / "rendezvous.json"
 
 
 def _check_num_pods(config: Config) -> None:

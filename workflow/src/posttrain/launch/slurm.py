@@ -18,28 +18,33 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.launch.container import srun_options, wrap
 from posttrain.launch.nodes import (
     FIRST_PORT,
     LOOPBACK,
-    LocalProcess,
     NodesLostError,
-    StartedTogether,
+    StartedHere,
     interface_address,
     start_here,
 )
 from posttrain.launch.slurm_query import JOB_PREFIX, QUERY_SECONDS, ask, job_is_alive, job_number
 from posttrain.launch.spare_jobs import SpareJobs
+from posttrain.processes import end_processes, start_child
 
 log = logging.getLogger(__name__)
 
+# Each running job asks the controller this often; who is asked to save is asked so much sooner.
 END_QUERY_SECONDS = 20.0
+# srun starts a command in a second where the node answers; training stands still meanwhile.
 PROBE_SECONDS = 15.0
 # Enough that one of them is not lost together with the first node.
-NUM_STAND_INS = 2
-# From FIRST_PORT on: a block for each job.
+NUM_WATCHDOGS = 2
+# From FIRST_PORT on, up to where ports of outgoing connections begin: a block for each job. Jobs of
+# one node would have to be as many numbers apart as there are blocks to get the same one.
 PORT_BLOCKS, PORTS_PER_BLOCK = 120, 100
 
 
@@ -59,7 +64,7 @@ class SlurmAllocation:
         self._spare_jobs = SpareJobs(config, job_id, self._names, run_folder)
         # Nodes that came later -> the jobs that hold them.
         self._new: dict[str, str] = {}
-        self._stand_ins: LocalProcess | None = None
+        self._watchdogs: StartedHere | None = None
         self._next_query = 0.0
         self.job = f"{JOB_PREFIX}{job_id}"
         self.first_port = FIRST_PORT + int(job_id) % PORT_BLOCKS * PORTS_PER_BLOCK
@@ -102,15 +107,15 @@ class SlurmAllocation:
 
     def start(
         self, names: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> StartedTogether:
+    ) -> StartedHere:
         """Start a command on the nodes: with an srun for each job, or directly where there is no other and no image."""
-        self._stand_in()
+        self._start_watchdogs()
         parts = [list(part) for _, part in itertools.groupby(names, self._job_of)]
         if self._config.site.container.runtime != "none":
             for part in parts:
                 self._make_node_local(part)
         with open(log_path, "ab") as sink:
-            return StartedTogether([start_here(self.words(part, command), environment, sink) for part in parts])
+            return start_here([self.words(part, command) for part in parts], environment, sink)
 
     def words(self, names: Sequence[str], command: Sequence[str]) -> list[str]:
         """Return what starts a command on the nodes, in the site's image where it has one."""
@@ -120,17 +125,10 @@ class SlurmAllocation:
 
     def check(self, names: Sequence[str]) -> list[str]:
         """Return which nodes do not run a command in time, and do not choose them again."""
-        probes = {name: subprocess.Popen([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
-        deadline = time.monotonic() + PROBE_SECONDS
-        lost = []
-        for name, probe in probes.items():
-            try:
-                answered = probe.wait(max(0.0, deadline - time.monotonic())) == 0
-            except subprocess.TimeoutExpired:
-                probe.kill()
-                probe.wait()
-                answered = False
-            lost += [] if answered else [name]
+        probes = {name: start_child([*self._srun([name]), "true"], stderr=subprocess.DEVNULL) for name in names}
+        _, silent = psutil.wait_procs(list(probes.values()), timeout=PROBE_SECONDS)
+        end_processes(silent, 0)
+        lost = [name for name, probe in probes.items() if probe.poll() != 0]
         if lost:
             self.leave_out(lost)
         return lost
@@ -191,14 +189,14 @@ class SlurmAllocation:
     def _job_of(self, name: str) -> str:
         return self._new.get(name, self._job_id)
 
-    def _stand_in(self) -> None:
+    def _start_watchdogs(self) -> None:
         """Have the job started again should its first node be lost, which SLURM does only without spare nodes."""
-        others = [name for name in self._names[1:] if name not in self._lost][-NUM_STAND_INS:]
-        runs = self._stand_ins is not None and self._stand_ins.is_running()
+        others = [name for name in self._names[1:] if name not in self._lost][-NUM_WATCHDOGS:]
+        runs = self._watchdogs is not None and self._watchdogs.is_running()
         if runs or not others or nodes_with_spares(self._config) == self._config.nodes:
             return
-        command = [sys.executable, "-m", "posttrain.launch.stand_in", "--job", self._job_id]
-        self._stand_ins = start_here([*self._srun(others), *command], {})
+        command = [sys.executable, "-m", "posttrain.launch.requeue_watchdog", "--job", self._job_id]
+        self._watchdogs = start_here([[*self._srun(others), *command]], {})
 
     def _make_node_local(self, names: Sequence[str]) -> None:
         """Make the folder on the nodes' own disks: no runtime shows one that is not there."""

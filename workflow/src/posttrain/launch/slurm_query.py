@@ -8,6 +8,7 @@ import subprocess
 JOB_PREFIX = "slurm:"
 # What squeue shows of jobs that will not run again.
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+# A controller that is busy answers late (its own `MessageTimeout` is 10 s, and commands try again).
 QUERY_SECONDS = 60.0
 
 

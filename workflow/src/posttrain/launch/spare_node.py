@@ -6,7 +6,6 @@ this job at its own end. Who is killed cancels nothing.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from posttrain import cli
@@ -19,9 +18,7 @@ STATES_WITH_NODES = ("RUNNING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")
 
 def main() -> None:
     """Wait for the end of the job that trains; a SLURM that does not answer is asked again."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", required=True, help="SLURM's number of the job that trains")
-    job = parser.parse_args().job
+    job = cli.command_line(__doc__, job=(str, "SLURM's number of the job that trains")).job
     while job_state(job) in (None, *STATES_WITH_NODES):
         time.sleep(END_QUERY_SECONDS)
 

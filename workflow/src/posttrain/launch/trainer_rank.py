@@ -19,19 +19,20 @@ from posttrain.training import early_end
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line that the supervisor (or a user of torchrun) wrote."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="config.resolved.yaml")
-    parser.add_argument("--run-name", required=True)
-    parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--torch-dist", type=Path, required=True, help="initial weights")
-    parser.add_argument("--model-folder", type=Path, required=True, help="checkpoint with the tokenizer")
-    parser.add_argument("--dataset", type=Path, required=True)
-    parser.add_argument("--engine", action="append", required=True, help="URL of an engine; repeated for several")
-    parser.add_argument("--finished", type=int, help="finished steps of the checkpoint to load; by default the newest")
-    parser.add_argument("--lease-folder", type=Path, help="lease to check before each commit")
-    parser.add_argument("--epoch", type=int, help="epoch of that lease")
-    return parser.parse_args()
+    """Read the command line that the supervisor wrote."""
+    return cli.command_line(
+        __doc__,
+        config=(Path, "config.resolved.yaml"),
+        run_name=str,
+        run_folder=Path,
+        torch_dist=(Path, "initial weights"),
+        model_folder=(Path, "checkpoint with the tokenizer"),
+        dataset=Path,
+        engine={"action": "append", "required": True, "help": "URL of an engine; repeated for several"},
+        finished={"type": int, "help": "finished steps of the checkpoint to load; by default the newest"},
+        lease_folder={"type": Path, "help": "lease to check before each commit"},
+        epoch={"type": int, "help": "epoch of that lease"},
+    )
 
 
 def main() -> None:

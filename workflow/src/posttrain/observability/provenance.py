@@ -123,21 +123,21 @@ def _artefacts_of(name: str, folder: Path) -> list[Artefact]:
 def _find_copies(paths: Paths, origins: Iterable[Artefact]) -> Iterator[Artefact]:
     """Yield the copies on nodes' own disks that this machine can see, with their origin's receipt."""
     receipts = {origin.receipt.digest: origin for origin in origins if origin.receipt is not None}
-    for testimony in sorted(paths.run.glob("node_local/*.json")):
+    for record in sorted(paths.run.glob("node_local/*.json")):
         try:
-            row = read_json(testimony)
+            row = read_json(record)
             node, is_here = str(row["node"]), Path(row["folder"]).is_dir()
             copies = [(Path(copy["folder"]), str(copy["receipt_digest"])) for copy in row["copies"] if is_here]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"{testimony}: not a record of what a node holds ({error!r}); stage again"
-            yield Artefact(testimony.stem, testimony.parent, testimony, None, why)
+            why = f"{record}: not a record of what a node holds ({error!r}); stage again"
+            yield Artefact(record.stem, record.parent, record, None, why)
             continue
         for folder, digest in copies:
             if origin := receipts.get(digest):
-                yield Artefact(f"{node}: {origin.name}", folder, testimony, origin.receipt, "", False)
+                yield Artefact(f"{node}: {origin.name}", folder, record, origin.receipt, "", False)
             else:
-                why = f"{testimony}: {folder} was copied from {digest[:12]}, which nothing on disk has"
-                yield Artefact(f"{node}: {folder.name}", folder, testimony, None, why)
+                why = f"{record}: {folder} was copied from {digest[:12]}, which nothing on disk has"
+                yield Artefact(f"{node}: {folder.name}", folder, record, None, why)
 
 
 def _find_evaluations(paths: Paths) -> Iterator[Artefact]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.artifacts import Paths, parse_json, read_json, read_receipt, receipt_of
+from posttrain.artifacts.recodings import rule_of
 from posttrain.config import schema
 from posttrain.config.load import Resolved, load_resolved
 from posttrain.errors import CheckpointError
@@ -233,7 +234,7 @@ def rule_times(logs: Path, paths: Paths, artefacts: Sequence[Artefact]) -> list[
     times = [_read_benchmark(path) for path in sorted(logs.glob("*/*.benchmark.tsv")) if _belongs_to(path, paths)]
     measured = {time.rule for time in times}
     for artefact in artefacts:
-        if artefact.receipt is not None and artefact.receipt.step not in measured:
+        if artefact.receipt is not None and rule_of(artefact.receipt.step) not in measured:
             times += _read_history(artefact)
     return times
 
@@ -298,7 +299,7 @@ def _read_benchmark(path: Path) -> RuleTime:
         row = list(csv.DictReader(file, delimiter="\t"))[-1]
     rss = row.get("max_rss", "-")
     return RuleTime(
-        rule=path.parent.name,
+        rule=rule_of(path.parent.name),
         job=path.name.removesuffix(".benchmark.tsv"),
         seconds=float(row["s"]),
         finished_unix=path.stat().st_mtime,
@@ -312,7 +313,7 @@ def _read_history(artefact: Artefact) -> list[RuleTime]:
     last = history[-1] if history else {}
     if last.get("seconds") is None:
         return []
-    return [RuleTime(last["step"], artefact.name, last["seconds"], last["finished_unix"], None)]
+    return [RuleTime(rule_of(last["step"]), artefact.name, last["seconds"], last["finished_unix"], None)]
 
 
 def _read_json(path: Path, required: set[str]) -> dict[str, Any]:

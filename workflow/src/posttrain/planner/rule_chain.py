@@ -46,8 +46,8 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "adopt_torch_dist": not config.download.torch_dist_folder,
         "convert_hf_to_torch_dist": bool(config.download.torch_dist_folder),
         "finalize_torch_dist": bool(config.download.torch_dist_folder),
-        "quantize_rollout_fp8": not config.rollout.fp8,
-        "finalize_rollout_fp8": not config.rollout.fp8,
+        "quantize": not config.rollout.fp8,
+        "finalize_quantized": not config.rollout.fp8,
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
     }
@@ -59,7 +59,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
 def _rules_of_weights(config: Config) -> list[RuleNode]:
     """Return all that there may be, each with all that it may wait for."""
     parts, joins, patched = config.convert.num_parts, "joins and checks the parts", ("patch_hf_config",)
-    ready = ("adopt_torch_dist", "finalize_torch_dist", "finalize_rollout_fp8", *patched)
+    ready = ("adopt_torch_dist", "finalize_torch_dist", "finalize_quantized", *patched)
     downloaded, fetches = ("download_hf_checkpoint",), "fetches the model in parts, every file verified"
     return [
         RuleNode("make_tiny_model", "makes and warms up a small model", ()),
@@ -71,14 +71,14 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
         RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched),
         RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
         RuleNode("finalize_torch_dist", joins, ("convert_hf_to_torch_dist",)),
-        RuleNode("quantize_rollout_fp8", "quantises to FP8 in parts", patched, parts),
-        RuleNode("finalize_rollout_fp8", joins, ("quantize_rollout_fp8",)),
+        RuleNode("quantize", "quantises to FP8 in parts", patched, parts),
+        RuleNode("finalize_quantized", joins, ("quantize",)),
         RuleNode("stage_to_node_local", "copies to the node's own disk, verified", ready, len(config.site.node_names)),
     ]
 
 
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
-    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_rollout_fp8")
+    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_quantized")
     before = (*ready, "patch_hf_config", "download_dataset", "fork_checkpoint")
     exported, evaluated = ("finalize_export_hf", "download_dataset"), ("evaluate before", "evaluate after")
     parts = config.convert.num_parts

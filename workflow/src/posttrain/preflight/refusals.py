@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts import Paths
 from posttrain.config.derived import world_size
 from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
-from posttrain.errors import ConfigError, Problem
+from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.job_needs import SERVING, check_served
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
@@ -24,6 +25,7 @@ FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train_grpo")
 # Shortest responses that a nearest configuration may be left with.
 SHORTEST_RESPONSE_TOKENS = 1024
+PAGE = "`snakemake plan` with the same --config draws all figures."
 
 
 def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
@@ -31,17 +33,23 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
 
     Args:
         config: The resolved configuration.
-        rules: Names of the rules that would run.
+        rules: Names of the rules that would run; a workflow that imports this one may put something before them.
     """
     found: list[Problem] = []
-    if any(rule in rules for rule in FETCHING):
+    if any(rule.endswith(FETCHING) for rule in rules):
         found += check_convertible(config)
-    if any(rule in rules for rule in TRAINING):
+    if any(rule.endswith(TRAINING) for rule in rules):
         missing_key = check_wandb(config).problem
         found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
-    if any(rule in rules for rule in SERVING):
+    if any(rule.endswith(SERVING) for rule in rules):
         found += check_served(config)
     return list(dict.fromkeys(found))
+
+
+def refuse_unfit(paths: Paths) -> None:
+    """Raise a `ConfigError` for what does not fit this hardware and site; what has been trained stays."""
+    if not paths.train_done.exists():
+        raise_if_any(find_problems(paths.resolved.config), hint=PAGE)
 
 
 def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules: Collection[str]) -> str:
@@ -59,7 +67,7 @@ def refusal(workflow: Mapping[str, Any], config_dir: Path, config: Config, rules
     lines = ["this version cannot run what is asked for:", *(f"  - {problem}" for problem in problems)]
     if nearest := nearest_request(workflow, config_dir, config):
         lines.append(f"  nearest that it can train: {nearest}")
-    return "\n".join([*lines, "`snakemake plan` with the same --config draws all figures."])
+    return "\n".join([*lines, PAGE])
 
 
 def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Config) -> str:

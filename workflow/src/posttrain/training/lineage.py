@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Paths, read_receipt
+from posttrain.config.begun import refuse_other_experiment
 from posttrain.config.fields import did_you_mean
 from posttrain.config.load import leaves_of, read_yaml
-from posttrain.errors import Problem
+from posttrain.errors import Problem, raise_if_any
 from posttrain.training.checkpoints import check_sizes, committed_checkpoints
 
 STEP = "fork_checkpoint"
@@ -55,6 +56,13 @@ def check_fork(paths: Paths) -> list[Problem]:
     if not parent.config.exists():
         return [_no_such_run(paths, parent)]
     return [*_begun_otherwise(paths), *_bad_checkpoint(paths), *_unlike_parent(paths)]
+
+
+def refuse_other_run(paths: Paths) -> None:
+    """Raise a `ConfigError` where a run of this name began with another experiment, or cannot be forked as asked."""
+    if paths.train.exists():
+        refuse_other_experiment(paths.experiment, paths.resolved)
+    raise_if_any(check_fork(paths))
 
 
 def _other_parent(paths: Paths) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from posttrain.checkpoint.quantization.tiling import find_misfit
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError, ConfigError, Problem
 
+# As many lines as a terminal shows; of another model all tensors differ.
 MAX_NAMED_TENSORS = 20
 
 

@@ -36,6 +36,7 @@ CLASS_OF: Mapping[str, str] = {
 }
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+# As many lines as a terminal shows; of another model all tensors differ.
 MAX_TENSOR_LINES = 20
 # Compared on their own, because config.json spells them in more than one way.
 _SPELLED_APART = ("model_type", "rope_theta", "partial_rotary_factor")

@@ -44,6 +44,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
+# A file begins with the length of its header, 64 bits.
 _LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 _MAX_HEADER_BYTES = 100_000_000

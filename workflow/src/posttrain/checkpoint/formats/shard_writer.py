@@ -10,14 +10,15 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-import xxhash
 
 from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.safetensors_io import DTYPE_BYTES, INDEX_NAME, TensorSpec
+from posttrain.checkpoint.staging.file_placement import HashingFile
 
+# Where huggingface_hub and transformers cut shards, too.
 MAX_SHARD_BYTES = 5 * 10**9
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -33,53 +34,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# The format pads its header so that data begins at a multiple of the widest element.
 _HEADER_ALIGNMENT = 8
-
-
-class HashingFile:
-    """A file open for writing that knows the hash of what went into it, so that nothing is read again.
-
-    Args:
-        file: Open and empty; whoever opened it closes it.
-        on_bytes: Called with the number of bytes after each write.
-    """
-
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None] = lambda amount: None):
-        self._file = file
-        self._state = xxhash.xxh3_128()
-        self._on_bytes = on_bytes
-        self._failure: OSError | None = None
-        self.size_bytes = 0
-
-    def __enter__(self) -> HashingFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Raise the write that failed, not what torch.save makes of it."""
-        if self._failure:
-            raise self._failure
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append `data`; returns its length, as torch.save expects of a file."""
-        num_bytes = memoryview(data).nbytes
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._failure = error
-            raise
-        self._state.update(data)
-        self.size_bytes += num_bytes
-        self._on_bytes(num_bytes)
-        return num_bytes
-
-    def flush(self) -> None:
-        """Hand what is buffered to the system; torch.save asks for it."""
-        self._file.flush()
-
-    @property
-    def xxh3_128(self) -> str:
-        """Hash of everything written, 32 hex digits."""
-        return self._state.hexdigest()
 
 
 # ---- who goes where ----

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -34,7 +34,6 @@ from posttrain.artifacts import write_atomic, write_json
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.formats.shard_writer import (
     TORCH_DTYPES,
-    HashingFile,
     assign_shards,
     count_not_finite,
     split_evenly,
@@ -42,14 +41,17 @@ from posttrain.checkpoint.formats.shard_writer import (
 )
 from posttrain.checkpoint.formats.torch_dist_reader import METADATA_NAME, TorchDistReader
 from posttrain.checkpoint.param_names import Placement, by_key, require_tensors, to_megatron
-from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile, make_files
+from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile
+from posttrain.checkpoint.parts.steps import Written
 from posttrain.checkpoint.quantization.tiling import Box, find_misfit
+from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 from posttrain.observability.progress import ProgressBar
 
 log = logging.getLogger(__name__)
 
+STEP, FINALIZE_STEP = "convert_hf_to_torch_dist", "finalize_torch_dist"
 # Small enough to lose little to a kill and to keep several threads busy, large enough for few files.
 MAX_FILE_BYTES = 4 * 10**9
 # What torch.save adds to the data of a chunk, about.
@@ -66,45 +68,75 @@ COMMON_STATE = {"content_metadata": {"non_homogeneous_layers": True}}
 FORMAT_FILES = (METADATA_NAME, "metadata.json", "common.pt")
 
 
-# ---- a part ----
+class Conversion(Written):
+    """A checkpoint in Megatron's format as a folder that is made in parts; see `steps.Making`.
 
-
-def write_part(
-    source: Path,
-    source_digest: str,
-    folder: Path,
-    arch: Architecture,
-    part: int,
-    num_parts: int,
-    num_threads: int = 1,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> list[Description]:
-    """Write a part's share of the tensors as `__{part}_{n}.distcp`.
+    Each part copies consecutive tensors of about equal bytes to its own files, `__{part}_{n}.distcp`.
 
     Args:
         source: Checkpoint in Hub layout.
         source_digest: Digest of its receipt.
-        folder: Final name of the `torch_dist` folder.
         arch: Dimensions of the model.
-        part: Which share, from 0.
-        num_parts: How many shares.
-        num_threads: Files written at a time.
         max_file_bytes: Limit of a file's data.
-
-    Returns:
-        A description of each file; its notes list the chunks.
-
-    Raises:
-        CheckpointError: When the source's tensors are not those of the architecture, all differences at once.
+        threads_to_verify: How many compare the whole with the source before it counts; 0: none does.
     """
-    reader = CheckpointReader(source)
-    require_tensors(reader, arch)
-    share = split_placements(arch, num_parts)[part]
-    sizes = {placement.hf_name: placement.size_bytes for placement in share}
-    by_name = {placement.hf_name: placement for placement in share}
-    groups = [[by_name[name] for name in names] for names in assign_shards(sizes, max_file_bytes).values()]
-    files = [_output_file(reader, source_digest, f"__{part}_{n}.distcp", group) for n, group in enumerate(groups)]
-    return make_files(folder, files, f"convert part {part} of {num_parts}", num_threads)
+
+    def __init__(
+        self,
+        source: Path,
+        source_digest: str,
+        arch: Architecture,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        threads_to_verify: int = 0,
+    ):
+        self._source, self._source_digest, self._arch = source, source_digest, arch
+        self._max_file_bytes, self._threads_to_verify = max_file_bytes, threads_to_verify
+
+    def names(self, num_parts: int) -> Collection[str]:
+        """Return the files of all parts."""
+        return [name for part in range(num_parts) for name in self._files_of(part, num_parts)]
+
+    def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
+        """Return a part's files; their notes list the chunks.
+
+        Raises:
+            CheckpointError: When the source's tensors are not those of the architecture, all differences at once.
+        """
+        reader = CheckpointReader(self._source)
+        require_tensors(reader, self._arch)
+        groups = self._files_of(part, num_parts)
+        return [_output_file(reader, self._source_digest, name, group) for name, group in groups.items()]
+
+    def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
+        """Return nothing: the source and the format say it all."""
+        return {}
+
+    def complete(self, partial: Path, parts: Mapping[str, Description]) -> tuple[str, ...]:
+        """Write what makes a folder of chunks a checkpoint.
+
+        Raises:
+            CheckpointError: Listing every tensor that the chunks do not cover exactly once.
+        """
+        # Plain text: readers of the format unpickle nothing of ours.
+        rows = [{**chunk, "file": str(name)} for name, part in sorted(parts.items()) for chunk in part.notes["chunks"]]
+        by_tensor: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_tensor.setdefault(row["key"], []).append(row)
+        _require_cover(partial, by_tensor, self._arch)
+        metadata = pickle.dumps(_metadata(by_tensor), protocol=4)
+        write_atomic(partial / METADATA_NAME, lambda file: file.write(metadata))
+        write_json(partial / "metadata.json", MEGATRON_FORMAT)
+        write_atomic(partial / "common.pt", _write_common)
+        if self._threads_to_verify:
+            torch.set_num_threads(1)
+            verify_torch_dist(self._source, partial, self._arch, self._threads_to_verify)
+        return FORMAT_FILES
+
+    def _files_of(self, part: int, num_parts: int) -> dict[str, list[Placement]]:
+        by_name = {placement.hf_name: placement for placement in split_placements(self._arch, num_parts)[part]}
+        sizes = {name: placement.size_bytes for name, placement in by_name.items()}
+        groups = assign_shards(sizes, self._max_file_bytes).values()
+        return {f"__{part}_{n}.distcp": [by_name[name] for name in names] for n, names in enumerate(groups)}
 
 
 def split_placements(arch: Architecture, num_parts: int) -> list[list[Placement]]:
@@ -119,7 +151,7 @@ def _output_file(
 ) -> OutputFile:
     chunks = [_chunk_row(placement, box) for placement in placements for box in placement.boxes]
     return OutputFile(
-        name=name,
+        path=name,
         size_bytes=sum(placement.size_bytes for placement in placements) + CHUNK_OVERHEAD_BYTES * len(chunks),
         made_from={"source": source_digest, "chunks": chunks},
         write=functools.partial(_write_chunks, reader, placements),
@@ -162,32 +194,6 @@ def _require_finite(reader: CheckpointReader, name: str) -> torch.Tensor:
             "infinite; get the file anew from its source, or another revision of the model"
         )
     return tensor
-
-
-# ---- the last step ----
-
-
-def write_format_files(folder: Path, parts: Mapping[str, Description], arch: Architecture) -> None:
-    """Write what makes a folder of chunks a checkpoint.
-
-    Args:
-        folder: Holds the parts' files.
-        parts: File name -> description, of all parts.
-        arch: Dimensions of the model.
-
-    Raises:
-        CheckpointError: Listing every tensor that the chunks do not cover exactly once.
-    """
-    # Plain text: readers of the format unpickle nothing of ours.
-    rows = [{**chunk, "file": str(name)} for name, part in sorted(parts.items()) for chunk in part.notes["chunks"]]
-    by_tensor: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_tensor.setdefault(row["key"], []).append(row)
-    _require_cover(folder, by_tensor, arch)
-    metadata = pickle.dumps(_metadata(by_tensor), protocol=4)
-    write_atomic(folder / METADATA_NAME, lambda file: file.write(metadata))
-    write_json(folder / "metadata.json", MEGATRON_FORMAT)
-    write_atomic(folder / "common.pt", _write_common)
 
 
 def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]]], arch: Architecture) -> None:

@@ -26,6 +26,7 @@ from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, WRONG_
 from posttrain.checkpoint.quantization.tiling import Box, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError, reason_of
 
+# Each holds a mapped file open; processes may have 1024 of those by default.
 _OPEN_CHUNKS = 64
 # About as much of a tensor as is worth handing on at a time.
 _ROWS_BYTES = 64 << 20

@@ -16,19 +16,23 @@ from pathlib import Path, PurePosixPath
 import huggingface_hub
 
 from posttrain.artifacts import FileRecord, RelativeName
-from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, Origin, bring_files, keep_right_files
+from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
-from posttrain.checkpoint.hub.transfer import STAGING, HttpOrigin
-from posttrain.checkpoint.hub.xet import XetOrigin
+from posttrain.checkpoint.hub.transfer import STAGING, HttpFiles
+from posttrain.checkpoint.hub.xet import XetFiles
+from posttrain.checkpoint.parts.filling import keep_right_files, make_files
 from posttrain.checkpoint.staging.file_placement import remove_half_written
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+# Weights, configuration, chat templates, and what tokenizers are stored as.
 NEEDED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
+# The same weights once more, as other libraries store them.
 NOT_NEEDED = ("consolidated", "pytorch_model", "tf_model", "flax_model")
 TEMPLATE_FOLDER = "additional_chat_templates"
+# As many lines as a terminal shows with the message around them; GLM-5 has 282 shards.
 MAX_NAMED_FILES = 20
 
 
@@ -107,12 +111,12 @@ def fetch_files(
     """
     remove_half_written(folder)
     label = str(source)
-    origin: Origin = (XetOrigin if options.xet else HttpOrigin)(source, options.rule)
-    records = keep_right_files(origin, folder, files, label, options.num_workers)
+    maker = (XetFiles if options.xet else HttpFiles)(source, options.rule)
+    records = keep_right_files(maker, folder, files, label, options.num_workers)
     missing = [file for file in files if file.path not in records]
     if missing:
         _refuse_offline(source, folder, missing)
-        records |= bring_files(origin, folder, missing, label, options.num_workers, manifest.files)
+        records |= make_files(maker, folder, missing, label, options.num_workers, manifest.files)
     return tuple(records[file.path] for file in files)
 
 

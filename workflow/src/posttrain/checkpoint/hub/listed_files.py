@@ -1,4 +1,4 @@
-"""Files that must be what a list says: the list, the hashes, and how a folder comes to hold what is listed.
+"""Files that must be what a list says: the list, and the hashes by which a file is known.
 
 The list is made once (what the Hub says about a commit, or what a local folder holds) and shared by the jobs that
 each bring a part of it. A file keeps its place when it is right, whoever put it there; all others are brought from
@@ -10,26 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
 from posttrain.artifacts import HASH_CHUNK_BYTES, FileRecord, RelativeName, read_json, write_json
 from posttrain.artifacts.names import check_digest
-from posttrain.checkpoint.staging.file_placement import (
-    TransferProgress,
-    git_blob_hash,
-    require_free_space,
-    run_parallel,
-)
+from posttrain.checkpoint.staging.file_placement import git_blob_hash
 from posttrain.errors import CheckpointError
-from posttrain.observability.progress import ProgressBar
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,84 +147,3 @@ def verify_file(path: Path, file: ListedFile) -> tuple[FileRecord | None, str]:
             hashes.update(chunk)
     reason = hashes.misfit()
     return (None, reason) if reason else (hashes.record(), "")
-
-
-# ---- a folder that comes to hold them ----
-
-
-class Origin(Protocol):
-    """Where files come from."""
-
-    def check(self, file: ListedFile, folder: Path) -> tuple[FileRecord | None, str]:
-        """Return the record of a file that lies in `folder` and is right, or None and the reason."""
-
-    def missing_bytes(self, file: ListedFile, folder: Path) -> int:
-        """Return what bringing a file will still take of the disk."""
-
-    def bring(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord | None:
-        """Put a verified file under its name in `folder`; None when it is wrong and the origin keeps count of that."""
-
-
-def keep_right_files(
-    origin: Origin, folder: Path, files: Collection[ListedFile], label: str, num_workers: int
-) -> dict[str, FileRecord]:
-    """Return path -> record of those files that are in `folder` and right; the others are named in the log."""
-    present = [file for file in files if (folder / file.path).is_file()]
-    if not present:
-        return {}
-    with ProgressBar(f"verify {label}", sum(file.size_bytes for file in present)) as bar:
-        progress = TransferProgress(bar)
-
-        def check(file: ListedFile) -> FileRecord | None:
-            record, reason = origin.check(file, folder)
-            progress.advance(file.size_bytes)
-            if record is None:
-                log.warning("%s is fetched again: %s", folder / file.path, reason)
-            return record
-
-        found = run_parallel(check, present, num_workers, progress)
-    return {record.path: record for record in found if record}
-
-
-def bring_files(
-    origin: Origin,
-    folder: Path,
-    files: Collection[ListedFile],
-    label: str,
-    num_workers: int,
-    everything: Collection[ListedFile] = (),
-) -> dict[str, FileRecord]:
-    """Bring files into `folder`, several at a time.
-
-    Args:
-        origin: Where they come from.
-        folder: Gets each file when it is complete and verified.
-        files: Those that are not there, or not right.
-        label: Of the progress bar.
-        num_workers: Files brought at a time.
-        everything: What other jobs bring into the same folder; the disk must have room for all of it.
-
-    Returns:
-        Path -> record.
-
-    Raises:
-        CheckpointError: The bytes are not those that are listed.
-        RuntimeError: No connection.
-        OSError: No space on the disk.
-    """
-    lacking = {file.path: file for file in everything if not _seems_there(file, folder)}
-    lacking |= {file.path: file for file in files}
-    need = sum(origin.missing_bytes(file, folder) for file in lacking.values())
-    require_free_space(folder, need, f"the rest of {label}")
-    total = sum(file.size_bytes for file in files)
-    log.info("%s: %d files of %.3f GB to fetch", label, len(files), total / 1e9)
-    with ProgressBar(f"download {label}", total) as bar:
-        progress = TransferProgress(bar)
-        largest_first = sorted(files, key=lambda file: -file.size_bytes)
-        records = run_parallel(lambda file: origin.bring(file, folder, progress), largest_first, num_workers, progress)
-    return {record.path: record for record in records if record}
-
-
-def _seems_there(file: ListedFile, folder: Path) -> bool:
-    path = folder / file.path
-    return path.is_file() and path.stat().st_size == file.size_bytes

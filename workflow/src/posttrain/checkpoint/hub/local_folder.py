@@ -12,14 +12,8 @@ from pathlib import Path
 
 from posttrain.artifacts import FileRecord, Receipt, RelativeName, hash_file, manifest_of
 from posttrain.checkpoint.hub.client import is_needed
-from posttrain.checkpoint.hub.listed_files import (
-    ListedFile,
-    Manifest,
-    bring_files,
-    keep_right_files,
-    read_manifest,
-    verify_file,
-)
+from posttrain.checkpoint.hub.listed_files import ListedFile, Manifest, read_manifest, verify_file
+from posttrain.checkpoint.parts.filling import keep_right_files, make_files
 from posttrain.checkpoint.staging.file_placement import (
     TransferProgress,
     copy_file,
@@ -93,22 +87,22 @@ def place_files(origin: Path, folder: Path, files: Collection[ListedFile], num_w
         One record per file, in the order of `files`.
 
     Raises:
-        CheckpointError: Manifest every file that is not what is listed.
+        CheckpointError: Listing every file that is not what is listed.
         OSError: No space on the disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)
-    local = LocalOrigin(origin)
+    local = LocalFiles(origin)
     records = keep_right_files(local, folder, files, origin.name, num_workers)
     if missing := [file for file in files if file.path not in records]:
-        records |= bring_files(local, folder, missing, origin.name, num_workers)
+        records |= make_files(local, folder, missing, origin.name, num_workers)
     if local.wrong:
         raise CheckpointError(f"{origin} is not what is listed:\n  " + "\n  ".join(sorted(local.wrong)))
     return tuple(records[file.path] for file in files)
 
 
-class LocalOrigin:
-    """Files of a folder.
+class LocalFiles:
+    """Files of a folder; see `filling.Maker`.
 
     Args:
         origin: The folder.
@@ -133,7 +127,7 @@ class LocalOrigin:
         same_disk = (self._origin / file.path).stat().st_dev == folder.stat().st_dev
         return 0 if same_disk else file.size_bytes
 
-    def bring(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord | None:
+    def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord | None:
         """Link or copy a file, and hash it; None when it is not what is listed."""
         source, target = self._origin / file.path, file.path.below(folder)
         if hard_link(source, target):

@@ -35,6 +35,7 @@ from posttrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 STAGING = ".download"
+# Once more, in case an earlier process left wrong bytes; bytes that arrive wrong twice are the path's fault.
 ATTEMPTS_PER_FILE = 2
 _CONTENT_RANGE = re.compile(r"bytes (?:(?P<start>\d+)-\d+|\*)/(?P<total>\d+)")
 
@@ -43,8 +44,8 @@ class WrongLength(Exception):
     """The server has another number of bytes than the Hub lists."""
 
 
-class HttpOrigin:
-    """Files of a Hub repository over plain HTTP.
+class HttpFiles:
+    """Files of a Hub repository over plain HTTP; see `filling.Maker`.
 
     Args:
         source: The repository at its commit.
@@ -63,7 +64,7 @@ class HttpOrigin:
         path = incomplete_path(folder, file)
         return max(0, file.size_bytes - (path.stat().st_size if path.exists() else 0))
 
-    def bring(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
+    def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
         """Receive a file, or the rest of it, and verify it; wrong bytes are thrown away and fetched once more.
 
         Raises:

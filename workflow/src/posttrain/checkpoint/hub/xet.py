@@ -1,7 +1,7 @@
 """Files from the Hub by the library's own transfer, which speaks Xet where the repository is stored that way.
 
 Xet fetches only the chunks of a file that are not in its cache, from many places at once. Its limits: how far it has
-come is known to the library alone, so a process that was killed begins its file anew (`hub_transfer` goes on at the
+come is known to the library alone, so a process that was killed begins its file anew (`transfer` goes on at the
 byte), and what it retries is its own affair.
 """
 
@@ -19,19 +19,19 @@ from posttrain.artifacts import FileRecord, place_atomic
 from posttrain.artifacts.names import refuse_link
 from posttrain.checkpoint.hub.listed_files import ListedFile, verify_file
 from posttrain.checkpoint.hub.listing import explained
-from posttrain.checkpoint.hub.transfer import STAGING, HttpOrigin
+from posttrain.checkpoint.hub.transfer import STAGING, HttpFiles
 from posttrain.checkpoint.staging.file_placement import TransferProgress
 from posttrain.errors import CheckpointError
 
 
-class XetOrigin(HttpOrigin):
+class XetFiles(HttpFiles):
     """Files of a Hub repository through `hf_hub_download`."""
 
     def missing_bytes(self, file: ListedFile, folder: Path) -> int:
         """Count the whole file: what an earlier process began is of no use."""
         return file.size_bytes
 
-    def bring(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
+    def make(self, file: ListedFile, folder: Path, progress: TransferProgress) -> FileRecord:
         """Download a file into a staging folder of its own, verify it there, then give it its name.
 
         Raises:

@@ -8,31 +8,25 @@ for any number of parts and threads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from posttrain.artifacts import FileRecord, record_files, write_json
+from posttrain.artifacts import write_json
 from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader, TensorSpec
 from posttrain.checkpoint.formats.shard_writer import (
     MAX_SHARD_BYTES,
-    HashingFile,
     assign_shards,
     count_not_finite,
     split_evenly,
     write_index,
     write_shard,
 )
-from posttrain.checkpoint.parts.parts import (
-    Description,
-    Notes,
-    OutputFile,
-    copy_other_files,
-    make_files,
-    remove_strangers,
-)
+from posttrain.checkpoint.parts.parts import Description, Notes, OutputFile, copy_other_files
+from posttrain.checkpoint.parts.steps import Written
+from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.errors import CheckpointError
 
 
@@ -69,46 +63,52 @@ def plan_shards(recoding: Recoding) -> dict[str, list[str]]:
     return assign_shards(sizes, min(MAX_SHARD_BYTES, share))
 
 
-# ---- a part ----
-
-
-def write_part(
-    recoding: Recoding,
-    source_digest: str,
-    folder: Path,
-    part: int,
-    num_parts: int,
-    num_threads: int = 1,
-) -> list[Description]:
-    """Write a part's share of the shards.
+class RecodedFolder(Written):
+    """A recoding as a folder that is made in parts; see `steps.Making`.
 
     Args:
         recoding: Source and format.
         source_digest: Digest of the source's receipt.
-        folder: Final name of the folder.
-        part: Which share, from 0.
-        num_parts: How many shares.
-        num_threads: Shards written at a time.
-
-    Returns:
-        A description of each shard.
-
-    Raises:
-        CheckpointError: When a tensor cannot be recoded; the text names it and its file.
     """
-    shards = [_output_file(recoding, source_digest, name, held) for name, held in plan_shards(recoding).items()]
-    share = split_evenly([shard.size_bytes for shard in shards], num_parts)[part]
-    return make_files(folder, [shards[i] for i in share], f"part {part} of {num_parts}", num_threads)
 
+    def __init__(self, recoding: Recoding, source_digest: str):
+        self._recoding, self._source_digest = recoding, source_digest
+        self._plan = plan_shards(recoding)
 
-def _output_file(recoding: Recoding, source_digest: str, name: str, held: Sequence[str]) -> OutputFile:
-    specs = _specs_of(recoding, held)
-    return OutputFile(
-        name=name,
-        size_bytes=sum(spec.size_bytes for spec in specs.values()),
-        made_from={"source": source_digest, "tensors": list(held), "format": recoding.settings},
-        write=functools.partial(_write_shard, recoding, held),
-    )
+    def names(self, num_parts: int) -> Collection[str]:
+        """Return the shards, which are the same for any number of parts."""
+        return self._plan
+
+    def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
+        """Return a part's share: consecutive shards of about equal bytes."""
+        shards = [self._output_file(name, held) for name, held in self._plan.items()]
+        share = split_evenly([shard.size_bytes for shard in shards], num_parts)[part]
+        return [shards[i] for i in share]
+
+    def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
+        """Return what decides the bytes."""
+        return dict(self._recoding.settings)
+
+    def complete(self, partial: Path, parts: Mapping[str, Description]) -> list[str]:
+        """Write index and config, and copy tokenizer and the like."""
+        recoding = self._recoding
+        weight_map = {name: file for file, held in self._plan.items() for name in _specs_of(recoding, held)}
+        write_index(partial, weight_map, _specs_of(recoding, recoding.names))
+        written = recoding.small_files()
+        for name, content in written.items():
+            if content is not None:
+                write_json(partial / name, content)
+        small = [INDEX_NAME, *(name for name, content in written.items() if content is not None)]
+        return small + copy_other_files(recoding.reader.folder, partial, skip=[*small, *written])
+
+    def _output_file(self, name: str, held: Sequence[str]) -> OutputFile:
+        specs = _specs_of(self._recoding, held)
+        return OutputFile(
+            path=name,
+            size_bytes=sum(spec.size_bytes for spec in specs.values()),
+            made_from={"source": self._source_digest, "tensors": list(held), "format": self._recoding.settings},
+            write=functools.partial(_write_shard, self._recoding, held),
+        )
 
 
 def _specs_of(recoding: Recoding, held: Sequence[str]) -> dict[str, TensorSpec]:
@@ -142,35 +142,3 @@ def _recode(recoding: Recoding, hf_name: str) -> Mapping[str, torch.Tensor]:
         # What is read from several tensors has the name of none.
         path = reader.folder / reader.file_of(hf_name) if hf_name in reader else reader.folder
         raise CheckpointError(f"{path}: {error}") from error
-
-
-# ---- the last step ----
-
-
-def finalize_folder(recoding: Recoding, partial: Path, parts: Mapping[str, Description]) -> tuple[FileRecord, ...]:
-    """Write index and config, and copy tokenizer and the like.
-
-    Args:
-        recoding: Source and format.
-        partial: The folder in the making; it holds the shards.
-        parts: File name -> description, of all parts.
-
-    Returns:
-        Records of all files.
-
-    Raises:
-        CheckpointError: When the parts are not exactly the shards that the source gives.
-    """
-    plan = plan_shards(recoding)
-    if sorted(plan) != sorted(parts):
-        raise CheckpointError(f"{partial}: shards {sorted(parts)} were made, the source gives {sorted(plan)}")
-    weight_map = {name: file for file, held in plan.items() for name in _specs_of(recoding, held)}
-    write_index(partial, weight_map, _specs_of(recoding, recoding.names))
-    written = recoding.small_files()
-    for name, content in written.items():
-        if content is not None:
-            write_json(partial / name, content)
-    small = [INDEX_NAME, *(name for name, content in written.items() if content is not None)]
-    small += copy_other_files(recoding.reader.folder, partial, skip=[*small, *written])
-    remove_strangers(partial, keep={*parts, *small})
-    return (*(part.record for part in parts.values()), *record_files(partial, small))

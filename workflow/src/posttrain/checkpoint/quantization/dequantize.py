@@ -8,7 +8,7 @@ anything else of compressed-tensors by that library: INT4, MXFP8 and more
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class CastToBf16:
     def __init__(self, source: Path):
         self._quantized = QuantizedCheckpoint(source)
         self.reader = self._quantized.reader
-        self.names = self._quantized.names
+        self.names: Sequence[str] = self._quantized.names
         self.settings: Mapping[str, Any] = {"format": "bf16"}
         if not any(self._quantized.is_quantized(name) for name in self.names):
             raise CheckpointError(f"{source}: nothing in it is quantised; use it as it is")

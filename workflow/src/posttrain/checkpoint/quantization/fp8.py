@@ -49,8 +49,10 @@ from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, unquantized_modules
 from posttrain.errors import CheckpointError
 
+# The side of DeepSeek-V3's blocks, which is that of every kernel for them.
 BLOCK = 128
 E4M3_MAX = 448.0
+# The smallest normal float32: GPUs may take what is below for zero, and divide by it.
 SMALLEST_SCALE = 2.0**-126
 # From this scale on a code of 256 is infinite; the largest code below it.
 LARGE_SCALE, E4M3_BELOW_256 = 2.0**120, 240.0

@@ -43,6 +43,7 @@ from posttrain.checkpoint.quantization.fp8 import E4M3_MAX, SMALLEST_SCALE, row_
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, layer_of, tensor_class
 from posttrain.errors import CheckpointError
 
+# The format's own; the numbers below are those of E2M1 and of E4M3's smallest scale (see above).
 GROUP = 16
 E2M1_MAX = 6.0
 SMALLEST_GROUP_SCALE = 2.0**-9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,9 @@ import torch
 from posttrain.artifacts import hash_file
 from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec
+from posttrain.checkpoint.parts.recoded_folder import Recoding
 from posttrain.checkpoint.quantization.calibration import Calibration
+from posttrain.checkpoint.quantization.dequantize import CastToBf16
 from posttrain.checkpoint.quantization.fp8 import Fp8Format, largest_magnitude
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
 from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection
@@ -61,7 +63,7 @@ class Quantization:
 
     def __init__(self, source: Path, settings: Mapping[str, Any]):
         self.reader = open_source(source)
-        self.names = self.reader.names
+        self.names: Sequence[str] = self.reader.names
         self._specs = {name: info.spec for name, info in self.reader.infos.items()}
         self.format = make_format(settings, read_object(source / "config.json"), self._specs)
         try:
@@ -69,7 +71,7 @@ class Quantization:
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from error
         calibration = [hash_file(Path(file)) for file in settings.get("calibration", ())]
-        self.settings = {**settings, "calibration": calibration}
+        self.settings: Mapping[str, Any] = {**settings, "calibration": calibration}
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._largest = functools.cache(lambda name: largest_magnitude(self.reader.tensor(name).to(self._device)))
 
@@ -99,6 +101,15 @@ class Quantization:
 
     def _is_quantized(self, hf_name: str) -> bool:
         return self.format.selection.includes(hf_name, self._specs[hf_name].shape)
+
+
+def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
+    """Return what becomes of each tensor in a format: "bf16" casts back, every other one quantises.
+
+    Raises:
+        CheckpointError: See `Quantization` and `CastToBf16`.
+    """
+    return CastToBf16(source) if settings["format"] == "bf16" else Quantization(source, settings)
 
 
 def make_format(

@@ -5,7 +5,7 @@ right, the node makes a torrent of it and tells the others, who fetch it by BitT
 has any of it. No node is special: one that dies is replaced by whoever claims next, one that comes late finds what
 there is, and one that comes last and alone reads the origin.
 
-The nodes meet in a folder on shared storage (`meeting`).
+The nodes meet in a folder on shared storage (`peer_registry`).
 
 A file that was fetched counts only when our own hash of the whole agrees, and is synced. What a killed node had
 fetched is used by its next attempt: BitTorrent checks it piece by piece.
@@ -23,16 +23,18 @@ from pathlib import Path
 
 from posttrain.artifacts import hash_file
 from posttrain.checkpoint.staging.file_placement import TransferProgress, publish_link
-from posttrain.checkpoint.staging.node_local import CopyTask, copy_task
-from posttrain.checkpoint.staging.peer_registry import Meeting, Peer
+from posttrain.checkpoint.staging.node_local import Copier, CopyTask
+from posttrain.checkpoint.staging.peer_registry import Peer, PeerRegistry
 from posttrain.checkpoint.staging.swarm import Swarm
 from posttrain.observability.progress import ProgressBar
 
 log = logging.getLogger(__name__)
 
+# Short beside the copy of a file, which takes seconds; a look costs one listing of a folder.
 POLL_SECONDS = 0.25
 # A download without progress for this long is given up, and the origin read instead.
 STALL_SECONDS = 60.0
+# Two reads keep one going while the other is hashed; downloads share the peers' links, so more of them help.
 MAX_READS, MAX_DOWNLOADS = 2, 16
 # All nodes together read at most this share of the files from their origins at a time: only what has been read can be
 # passed on.
@@ -44,14 +46,14 @@ class Broadcast:
     """A node's part in copying to many.
 
     Args:
-        meeting: Folder on shared storage; the same for all nodes that copy the same.
+        peers: Folder on shared storage; the same for all nodes that copy the same.
         node: Name of this node.
         destination: Folder on this node's own disk; parts of files lie in a hidden folder below it.
         interface: The network of the nodes; empty: all networks of this machine.
     """
 
-    def __init__(self, meeting: Path, node: str, destination: Path, interface: str = ""):
-        self._meeting, self._node, self._interface = meeting, node, interface
+    def __init__(self, peers: Path, node: str, destination: Path, interface: str = ""):
+        self._peers, self._node, self._interface = peers, node, interface
         self._scratch = destination / SCRATCH
 
     def fetch(self, wrong: Sequence[CopyTask], right: Sequence[CopyTask]) -> None:
@@ -68,7 +70,7 @@ class Broadcast:
             Swarm(self._scratch, self._interface) as swarm,
             ThreadPoolExecutor(MAX_READS + 1) as pool,
         ):
-            exchange = _Exchange(Meeting(self._meeting, self._node), swarm, pool, TransferProgress(bar))
+            exchange = _Exchange(PeerRegistry(self._peers, self._node), swarm, pool, TransferProgress(bar))
             exchange.run(_by_content(wrong), _by_content(right))
         shutil.rmtree(self._scratch)
 
@@ -76,8 +78,8 @@ class Broadcast:
 class _Exchange:
     """The state of one `fetch`."""
 
-    def __init__(self, meeting: Meeting, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
-        self._meeting, self._swarm, self._pool, self._progress = meeting, swarm, pool, progress
+    def __init__(self, registry: PeerRegistry, swarm: Swarm, pool: ThreadPoolExecutor, progress: TransferProgress):
+        self._registry, self._swarm, self._pool, self._progress = registry, swarm, pool, progress
         self._has: set[str] = set()
         # What is under way: read from the origin, fetched from peers, checked after that.
         self._reads: dict[str, Future[None]] = {}
@@ -95,8 +97,8 @@ class _Exchange:
                 self._progress.advance(twin.record.size_bytes)
             self._offer(content, tasks[0])
         try:
-            self._meeting.look()
-            while missing or not all(peer.is_done for peer in self._meeting.peers):
+            self._registry.look()
+            while missing or not all(peer.is_done for peer in self._registry.peers):
                 self._collect(missing)
                 for content, tasks in missing.items():
                     if not self._is_under_way(content):
@@ -104,12 +106,12 @@ class _Exchange:
                 self._tend_downloads()
                 self._say(is_done=not missing)
                 time.sleep(POLL_SECONDS)
-                self._meeting.look()
+                self._registry.look()
         except BaseException:
             self._progress.stop()
             raise
         finally:
-            self._meeting.leave()
+            self._registry.leave()
 
     # ---- one file ----
 
@@ -121,28 +123,28 @@ class _Exchange:
         if content in self._unreachable:
             if len(self._reads) < MAX_READS:
                 self._reads[content] = self._pool.submit(self._read, content, task)
-        elif self._meeting.has_torrent(content) and any(content in peer.has for peer in self._meeting.peers):
+        elif self._registry.has_torrent(content) and any(content in peer.has for peer in self._registry.peers):
             if len(self._downloads) < MAX_DOWNLOADS:
-                self._swarm.download(content, self._meeting.torrent(content))
+                self._swarm.download(content, self._registry.torrent(content))
                 self._downloads[content] = time.monotonic()
         elif len(self._reads) < MAX_READS and self._num_reads() < max_reads:
             # Others may have been faster since the last look.
-            self._meeting.look()
-            if self._num_reads() < max_reads and self._meeting.claim(content):
+            self._registry.look()
+            if self._num_reads() < max_reads and self._registry.claim(content):
                 self._reads[content] = self._pool.submit(self._read, content, task)
 
     def _num_reads(self) -> int:
-        return len((self._meeting.being_read() | self._reads.keys()) - self._has)
+        return len((self._registry.being_read() | self._reads.keys()) - self._has)
 
     def _read(self, content: str, task: CopyTask) -> None:
-        copy_task(task, self._progress)
-        self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
+        Copier().make(task, task.target.parent, self._progress)
+        self._swarm.make_torrent(content, task.target, self._registry.torrent(content))
 
     def _offer(self, content: str, task: CopyTask) -> None:
         """Let others fetch a file that lies here and is right."""
-        if not self._meeting.has_torrent(content):
-            self._swarm.make_torrent(content, task.target, self._meeting.torrent(content))
-        self._swarm.seed(content, task.target, self._meeting.torrent(content))
+        if not self._registry.has_torrent(content):
+            self._swarm.make_torrent(content, task.target, self._registry.torrent(content))
+        self._swarm.seed(content, task.target, self._registry.torrent(content))
         self._has.add(content)
 
     def _collect(self, missing: dict[str, list[CopyTask]]) -> None:
@@ -181,7 +183,7 @@ class _Exchange:
     def _tend_downloads(self) -> None:
         """Bring downloads together with those who have the file, and end those that lead nowhere."""
         for content, since in list(self._downloads.items()):
-            useful = [peer for peer in self._meeting.peers if content in peer.has or content in peer.fetches]
+            useful = [peer for peer in self._registry.peers if content in peer.has or content in peer.fetches]
             self._swarm.connect(content, [(host, peer.port) for peer in useful for host in peer.addresses])
             if self._swarm.has_progressed(content):
                 self._downloads[content] = time.monotonic()
@@ -200,7 +202,7 @@ class _Exchange:
 
     def _say(self, is_done: bool) -> None:
         swarm, files = self._swarm, (sorted(self._has), sorted(self._reads), sorted(self._downloads))
-        self._meeting.say(Peer(swarm.addresses, swarm.port, *files, is_done))
+        self._registry.say(Peer(swarm.addresses, swarm.port, *files, is_done))
 
 
 def _by_content(tasks: Sequence[CopyTask]) -> dict[str, list[CopyTask]]:

@@ -1,7 +1,7 @@
 """Making room on a node's own disk: old copies of ours are deleted by a rule that the user states.
 
-Only what `testimony` vouches for as ours is ever deleted, and only while it is as we left it: a file that somebody else
-put there, or changed, stays. A copy in use is never touched: whoever stages to it or trains from it holds a lock
+Only what `staging_record` vouches for as ours is ever deleted, and only while it is as we left it: a file that somebody
+else put there, or changed, stays. A copy in use is never touched: whoever stages to it or trains from it holds a lock
 (`flock`) on its folder, which the kernel lets go when the process ends, however it ends. The folder is on one node's
 own disk, so that lock reaches everybody who could use it.
 """
@@ -24,8 +24,8 @@ from posttrain.checkpoint.staging.staging_record import (
     SUFFIX,
     CopiedFile,
     is_as_left,
-    path_of_testimony,
-    read_testimony,
+    read_staging_record,
+    staging_record_of,
 )
 from posttrain.errors import CheckpointError
 from posttrain.readable import format_bytes
@@ -99,7 +99,7 @@ def make_room(needed_bytes: int, destination: Path, eviction: Eviction) -> None:
 
 
 def find_copies(root: Path) -> list[OldCopy]:
-    """Return the copies below `root`, {model}/{revision}/{folder}, that carry a testimony of ours."""
+    """Return the copies below `root`, {model}/{revision}/{folder}, that carry a staging record of ours."""
     found = []
     for path in sorted(root.glob(f"*/*/*{SUFFIX}")):
         try:
@@ -112,12 +112,12 @@ def find_copies(root: Path) -> list[OldCopy]:
 def evict(copy: OldCopy) -> bool:
     """Delete a copy unless somebody uses it; True when it is gone.
 
-    The testimony goes last, so that a kill leaves a copy that can still be evicted.
+    The staging record goes last, so that a kill leaves a copy that can still be evicted.
     """
     try:
         descriptor = os.open(copy.folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
-        path_of_testimony(copy.folder).unlink(missing_ok=True)
+        staging_record_of(copy.folder).unlink(missing_ok=True)
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +145,7 @@ def _hold(folder: Path) -> int:
 
 
 def _read_copy(path: Path) -> OldCopy:
-    row, folder = read_testimony(path), path.with_name(path.name.removesuffix(SUFFIX))
+    row, folder = read_staging_record(path), path.with_name(path.name.removesuffix(SUFFIX))
     ours = [file for file in row["files"] if file.is_ours and _is_still_ours(file.path.below(folder), file)]
     names = tuple(file.path for file in ours)
     return OldCopy(folder, row["used_unix"], names, tuple(row["links"]), sum(file.size_bytes for file in ours))
@@ -168,4 +168,4 @@ def _delete(copy: OldCopy) -> None:
             os.rmdir(parent)
     if copy.folder.exists():
         log.info("%s stays: it holds files that are not ours", copy.folder)
-    path_of_testimony(copy.folder).unlink()
+    staging_record_of(copy.folder).unlink()

@@ -28,6 +28,7 @@ from posttrain.observability.progress import ProgressBar
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
+# Stays in a core's cache, where it is hashed and written right after it is read.
 COPY_CHUNK_BYTES = 1 << 18
 T = TypeVar("T")
 R = TypeVar("R")
@@ -159,6 +160,52 @@ def hard_link(source: Path, target: Path) -> bool:
 def publish_link(source: Path, target: Path) -> None:
     """Give a file that is complete and right a second, durable name on the same disk; an older file there goes."""
     place_atomic(target, lambda temporary: os.link(source, temporary))
+
+
+class HashingFile:
+    """A file open for writing that knows the hash of what went into it, so that nothing is read again.
+
+    Args:
+        file: Open and empty; whoever opened it closes it.
+        on_bytes: Called with the number of bytes after each write.
+    """
+
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None] = lambda amount: None):
+        self._file = file
+        self._state = xxhash.xxh3_128()
+        self._on_bytes = on_bytes
+        self._failure: OSError | None = None
+        self.size_bytes = 0
+
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Raise the write that failed, not what torch.save makes of it."""
+        if self._failure:
+            raise self._failure
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; returns its length, as torch.save expects of a file."""
+        num_bytes = memoryview(data).nbytes
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
+        self._state.update(data)
+        self.size_bytes += num_bytes
+        self._on_bytes(num_bytes)
+        return num_bytes
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system; torch.save asks for it."""
+        self._file.flush()
+
+    @property
+    def xxh3_128(self) -> str:
+        """Hash of everything written, 32 hex digits."""
+        return self._state.hexdigest()
 
 
 def run_parallel(work: Callable[[T], R], items: Sequence[T], workers: int, progress: TransferProgress) -> list[R]:

@@ -4,10 +4,10 @@ Reading terabytes from shared storage at every start is what makes large jobs st
 what the receipts list, file by file, each under its name only when its bytes are known to be right; what is
 there and right stays, what is wrong or missing is repaired, what somebody else put there is left alone.
 
-A file that nobody on this node reads may stay behind (`Origin.local`): a link to the shared file takes its place, so
-that the folder is whole for whoever opens it.
+A file that nobody on this node reads may stay behind (`StagedSource.local`): a link to the shared file takes its place,
+so that the folder is whole for whoever opens it.
 
-Where the testimony of an earlier staging still fits, files are not read again (`testimony`). Before the weights are
+Where the record of an earlier staging still fits, files are not read again (`staging_record`). Before the weights are
 loaded they are: `read_again`.
 """
 
@@ -20,10 +20,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, Receipt, check_files, hash_file, refuse_files, require_files, sync_folder
+from posttrain.checkpoint.parts.filling import keep_right_files, make_files
 from posttrain.checkpoint.staging.eviction import Eviction, in_use, make_room
 from posttrain.checkpoint.staging.file_placement import (
     TransferProgress,
@@ -32,7 +32,13 @@ from posttrain.checkpoint.staging.file_placement import (
     require_free_space,
     run_parallel,
 )
-from posttrain.checkpoint.staging.staging_record import CopiedFile, NodeCopy, known_files, testify, vouched_files
+from posttrain.checkpoint.staging.staging_record import (
+    CopiedFile,
+    StagedCopy,
+    known_files,
+    vouched_files,
+    write_staging_record,
+)
 from posttrain.errors import CheckpointError
 from posttrain.observability.progress import ProgressBar
 from posttrain.readable import format_bytes
@@ -41,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
+class StagedSource:
     """What is to be copied.
 
     Args:
@@ -76,20 +82,30 @@ class CopyTask:
     target: Path
     record: FileRecord
 
+    @property
+    def path(self) -> str:
+        """The copy: two origins may have files of one name."""
+        return str(self.target)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        return self.record.size_bytes
+
 
 # Copies tasks: (those to copy, those that lie here already and are right), see `broadcast.Broadcast.fetch`.
 Fetch = Callable[[Sequence[CopyTask], Sequence[CopyTask]], None]
 
 
 def stage(
-    origins: Sequence[Origin],
+    origins: Sequence[StagedSource],
     destination: Path,
     workers: int = 8,
     reread: bool = False,
     eviction: Eviction | None = None,
     fetch: Fetch | None = None,
     believe: bool = True,
-) -> list[NodeCopy]:
+) -> list[StagedCopy]:
     """Make `destination` hold a verified copy of every origin, each in a folder of its own name.
 
     Args:
@@ -99,7 +115,7 @@ def stage(
         reread: Read every written file once more from the disk and compare.
         eviction: What may be deleted to make room; by default nothing.
         fetch: Brings the files here in another way than reading each from its origin.
-        believe: Do not read what a testimony vouches for.
+        believe: Do not read what a staging record vouches for.
 
     Returns:
         One record per origin.
@@ -116,32 +132,32 @@ def stage(
         for origin in away:
             remove_half_written(destination / origin.folder.name)
         tasks = [task for origin in away for task in _tasks_of(origin, destination)]
-        wrong = _find_wrong(tasks, workers, believe)
+        wrong = _find_wrong(tasks, destination, workers, believe)
         needed = sum(task.record.size_bytes for task in wrong)
         if eviction:
             make_room(needed, destination, eviction)
         require_free_space(destination, needed, f"the copy to {destination}")
         targets = {task.target for task in wrong}
         for origin in away if wrong else ():
-            testify(_describe(origin, destination, targets, is_done=False))
-        fetch = fetch or partial(_copy_all, destination=destination, workers=workers, reread=reread)
-        if wrong:
-            log.info("staging to %s: %d files, %s", destination, len(wrong), format_bytes(needed))
+            write_staging_record(_describe(origin, destination, targets, is_done=False))
+        if fetch and wrong:
             fetch(wrong, [task for task in tasks if task.target not in targets])
+        elif wrong:
+            make_files(Copier(reread), destination, wrong, f"the copy to {destination}", workers)
         for origin in away:
             _link_others(origin, destination)
         copies = [_describe(origin, destination, targets) for origin in origins]
         for copy in copies:
             if copy.folder != copy.source:
-                testify(copy)
+                write_staging_record(copy)
     return copies
 
 
-def read_again(origins: Sequence[Origin], workers: int = 8) -> list[str]:
+def read_again(origins: Sequence[StagedSource], workers: int = 8) -> list[str]:
     """Read every local file of `origins` and compare its hash, right before it is loaded.
 
-    A testimony vouches for names, sizes and times; a disk may still give back other bytes. What is read here stays in
-    the page cache as far as memory allows, so that loading does not read the disk a second time.
+    A staging record vouches for names, sizes and times; a disk may still give back other bytes. What is read here stays
+    in the page cache as far as memory allows, so that loading does not read the disk a second time.
 
     Args:
         origins: Each with the folder that is about to be loaded.
@@ -172,7 +188,7 @@ def require_content(folder: Path, receipt_path: Path, workers: int = 8) -> Recei
         CheckpointError: Listing every file that is not as the receipt says.
     """
     receipt = require_files(folder, receipt_path)
-    refuse_files(folder, receipt_path, read_again([Origin(folder, receipt)], workers))
+    refuse_files(folder, receipt_path, read_again([StagedSource(folder, receipt)], workers))
     return receipt
 
 
@@ -198,7 +214,7 @@ def _refuse_foreign(destination: Path) -> None:
 # ---- copying ----
 
 
-def _is_there(origin: Origin, destination: Path) -> bool:
+def _is_there(origin: StagedSource, destination: Path) -> bool:
     target = destination / origin.folder.name
     if not (target.exists() and target.samefile(origin.folder)):
         return False
@@ -206,77 +222,69 @@ def _is_there(origin: Origin, destination: Path) -> bool:
     return True
 
 
-def _tasks_of(origin: Origin, destination: Path) -> list[CopyTask]:
+def _tasks_of(origin: StagedSource, destination: Path) -> list[CopyTask]:
     target = destination / origin.folder.name
     return [CopyTask(origin.folder / r.path, r.path.below(target), r) for r in origin.local_receipt.files]
 
 
-def _find_wrong(tasks: Sequence[CopyTask], workers: int, believe: bool) -> list[CopyTask]:
+def _find_wrong(tasks: Sequence[CopyTask], destination: Path, workers: int, believe: bool) -> list[CopyTask]:
     """Return the files to copy: absent, of another size, or of other content."""
     folders = {_folder_of(task) for task in tasks} if believe else set()
     known = {path: content for folder in folders for path, content in vouched_files(folder).items()}
-    right = {task.target for task in tasks if known.get(task.target) == task.record.xxh3_128}
-    doubtful = [task for task in tasks if task.target not in known and _has_right_size(task)]
-    if doubtful:
-        with _reading("verify what is there", sum(t.record.size_bytes for t in doubtful)) as progress:
-            verdicts = run_parallel(partial(_is_right, progress=progress), doubtful, workers, progress)
-        right |= {task.target for task, verdict in zip(doubtful, verdicts, strict=True) if verdict}
-    wrong = [task for task in tasks if task.target not in right]
-    for task in wrong:
-        if task.target.exists() and not task.target.is_symlink():
-            log.warning("%s is not what the receipt says and is copied again", task.target)
-    return wrong
+    right = {task.path for task in tasks if known.get(task.target) == task.record.xxh3_128}
+    doubtful = [task for task in tasks if task.target not in known and not task.target.is_symlink()]
+    right |= keep_right_files(Copier(), destination, doubtful, "what is there", workers).keys()
+    return [task for task in tasks if task.path not in right]
 
 
 def _folder_of(task: CopyTask) -> Path:
     return task.target.parents[task.record.path.count("/")]
 
 
-def _has_right_size(task: CopyTask) -> bool:
-    target = task.target
-    return target.is_file() and not target.is_symlink() and target.stat().st_size == task.record.size_bytes
+class Copier:
+    """Copies files from their origins; see `filling.Maker`.
 
-
-def _is_right(task: CopyTask, progress: TransferProgress) -> bool:
-    verdict = hash_file(task.target) == task.record.xxh3_128
-    progress.advance(task.record.size_bytes)
-    return verdict
-
-
-def _copy_all(
-    tasks: Sequence[CopyTask], right: Sequence[CopyTask], destination: Path, workers: int, reread: bool
-) -> None:
-    largest_first = sorted(tasks, key=lambda task: -task.record.size_bytes)
-    total = sum(task.record.size_bytes for task in tasks)
-    with ProgressBar(f"copy to {destination}", total) as bar:
-        progress = TransferProgress(bar)
-        run_parallel(partial(copy_task, progress=progress, reread=reread), largest_first, workers, progress)
-
-
-def copy_task(task: CopyTask, progress: TransferProgress, reread: bool = False) -> None:
-    """Copy one file from its origin, durably and only if it is what its receipt says.
-
-    Raises:
-        CheckpointError: It is not, or its copy is not when it is read back.
+    Args:
+        reread: Read every copy once more from the disk and compare.
     """
 
-    def check(found: str) -> None:
-        if found != task.record.xxh3_128:
-            raise CheckpointError(
-                f"{task.source}: content differs from its receipt (xxh3_128 {found}, expected "
-                f"{task.record.xxh3_128})\n  remedy: delete that receipt and run its step again"
-            )
+    def __init__(self, reread: bool = False):
+        self._reread = reread
 
-    copy_file(task.source, task.target, progress, check)
-    if reread and hash_file(task.target) != task.record.xxh3_128:
-        task.target.unlink()
-        raise CheckpointError(f"{task.target}: reads back other bytes than were written; is the disk bad?")
+    def check(self, task: CopyTask, folder: Path) -> tuple[CopyTask | None, str]:
+        """Compare a copy with the receipt."""
+        is_right = task.target.stat().st_size == task.size_bytes and hash_file(task.target) == task.record.xxh3_128
+        return (task, "") if is_right else (None, "not what the receipt says")
+
+    def missing_bytes(self, task: CopyTask, folder: Path) -> int:
+        """Count the whole file."""
+        return task.size_bytes
+
+    def make(self, task: CopyTask, folder: Path, progress: TransferProgress) -> CopyTask:
+        """Copy one file from its origin, durably and only if it is what its receipt says.
+
+        Raises:
+            CheckpointError: It is not, or its copy is not when it is read back.
+        """
+
+        def check(found: str) -> None:
+            if found != task.record.xxh3_128:
+                raise CheckpointError(
+                    f"{task.source}: content differs from its receipt (xxh3_128 {found}, expected "
+                    f"{task.record.xxh3_128})\n  remedy: delete that receipt and run its step again"
+                )
+
+        copy_file(task.source, task.target, progress, check)
+        if self._reread and hash_file(task.target) != task.record.xxh3_128:
+            task.target.unlink()
+            raise CheckpointError(f"{task.target}: reads back other bytes than were written; is the disk bad?")
+        return task
 
 
-# ---- what stays behind, and what is testified ----
+# ---- what stays behind, and what is recorded ----
 
 
-def _link_others(origin: Origin, destination: Path) -> None:
+def _link_others(origin: StagedSource, destination: Path) -> None:
     """Put links to the origin's files where nothing lies; what lies there was copied for another share, and stays."""
     if origin.local is None:
         return
@@ -296,13 +304,13 @@ def _link_others(origin: Origin, destination: Path) -> None:
         sync_folder(parent)
 
 
-def _describe(origin: Origin, destination: Path, copied: Collection[Path], is_done: bool = True) -> NodeCopy:
+def _describe(origin: StagedSource, destination: Path, copied: Collection[Path], is_done: bool = True) -> StagedCopy:
     folder = destination / origin.folder.name
     before = {} if folder.samefile(origin.folder) else known_files(folder)
     files = [_describe_file(folder / r.path, r, before, copied, is_done) for r in origin.local_receipt.files]
     bytes_copied = sum(r.size_bytes for r in origin.local_receipt.files if folder / r.path in copied)
     names = {record.path for record in origin.local_receipt.files}
-    return NodeCopy(
+    return StagedCopy(
         source=str(origin.folder),
         folder=str(folder),
         receipt_digest=origin.receipt.digest,

@@ -2,8 +2,8 @@
 
 A node's own copy is staged before training starts and repaired when it is found wrong; with `stage.copy=nothing` the
 shared files themselves are loaded. Either way every byte is read and compared with its hash once before ranks and
-engines start from it, several files at a time: a testimony only speaks of sizes and times, Megatron's loader does not
-look at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
+engines start from it, several files at a time: a staging record only speaks of sizes and times, Megatron's loader does
+not look at checksums, and safetensors has none. Loading then finds the bytes in the page cache, as far as they fit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.checkpoint.staging.eviction import Eviction, in_use
-from posttrain.checkpoint.staging.node_local import Fetch, Origin, read_again, stage
-from posttrain.checkpoint.staging.staging_record import NodeCopy
+from posttrain.checkpoint.staging.node_local import Fetch, StagedSource, read_again, stage
+from posttrain.checkpoint.staging.staging_record import StagedCopy
 from posttrain.config.node_share import node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
@@ -36,23 +36,23 @@ class NodeWeights:
         torch_dist: What trainer ranks load first.
         rollout: What engines load first.
         destination: Folder on the node's own disk for this model revision, two levels below that of all models.
-        meeting: Folder on shared storage where nodes that copy the same meet.
+        peers: Folder on shared storage where nodes that copy the same meet.
     """
 
     config: Config
     rank: int
     name: str
-    torch_dist: Origin
-    rollout: Origin
+    torch_dist: StagedSource
+    rollout: StagedSource
     destination: Path
-    meeting: Path
+    peers: Path
 
-    def folder_of(self, origin: Origin) -> Path:
+    def folder_of(self, origin: StagedSource) -> Path:
         """Return the folder to load an origin from."""
         return origin.folder if self._is_shared else self.destination / origin.folder.name
 
-    def stage(self) -> list[NodeCopy]:
-        """Copy what this node needs; a copy that its testimony vouches for is not read.
+    def stage(self) -> list[StagedCopy]:
+        """Copy what this node needs; a copy that its staging record vouches for is not read.
 
         Raises:
             CheckpointError: See `node_local.stage`.
@@ -84,7 +84,7 @@ class NodeWeights:
         return self.config.stage.copy == "nothing"
 
     @functools.cached_property
-    def _chosen(self) -> tuple[Origin, Origin]:
+    def _chosen(self) -> tuple[StagedSource, StagedSource]:
         """The origins, each with the files that this node's ranks and engines read."""
         if self.config.stage.copy == "everything":
             return self.torch_dist, self.rollout
@@ -98,7 +98,7 @@ class NodeWeights:
             dataclasses.replace(self.rollout, local=rollout_files(receipts[1], share)),
         )
 
-    def _stage(self, origins: Sequence[Origin], believe: bool) -> list[NodeCopy]:
+    def _stage(self, origins: Sequence[StagedSource], believe: bool) -> list[StagedCopy]:
         rules = self.config.stage
         eviction = Eviction(rules.evict, rules.evict_unused_days, self.destination.parents[1])
         return stage(
@@ -116,4 +116,4 @@ class NodeWeights:
 
         site = self.config.site
         interface = LOOPBACK if site.launcher == "local" else site.network_interface
-        return Broadcast(self.meeting, self.name, self.destination, interface).fetch
+        return Broadcast(self.peers, self.name, self.destination, interface).fetch

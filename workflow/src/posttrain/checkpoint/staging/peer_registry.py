@@ -21,6 +21,7 @@ from pathlib import Path
 
 from posttrain.artifacts.plain_json import read_json
 
+# Often enough to be seen several times before a node counts as dead, seldom enough for storage that is busy.
 HEARTBEAT_SECONDS = 10.0
 # Some file systems tell times in whole seconds: what is younger may have changed again without showing it.
 FRESH_SECONDS = 3.0
@@ -52,7 +53,7 @@ class Peer:
     is_done: bool
 
 
-class Meeting:
+class PeerRegistry:
     """One node's view of the folder, as of the last `look`.
 
     Args:

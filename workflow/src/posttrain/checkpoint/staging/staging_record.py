@@ -1,6 +1,6 @@
 """What a node's disk is known to hold: a record beside each copy, and one per run of what its nodes hold.
 
-The testimony of a copy, `{folder}.testimony.json` on the node's own disk, lists the files with their sizes, their
+The staging record of a copy, `{folder}.testimony.json` on the node's own disk, lists the files with their sizes, their
 modification times and the start of the machine in which their content was verified. While all of these agree, a file is
 believed to be right without being read. It also says which files we wrote and when the copy was last used: that is what
 `eviction` goes by.
@@ -19,6 +19,7 @@ from posttrain.artifacts import RelativeName, read_json, write_json
 from posttrain.artifacts.processes import BOOT_ID
 from posttrain.errors import CheckpointError
 
+# As it was called first: copies that older versions made are found by it.
 SUFFIX = ".testimony.json"
 
 
@@ -45,7 +46,7 @@ class CopiedFile:
 
 
 @dataclass(frozen=True)
-class NodeCopy:
+class StagedCopy:
     """What a node holds of one origin.
 
     Args:
@@ -67,22 +68,22 @@ class NodeCopy:
     bytes_kept: int
 
 
-def path_of_testimony(folder: Path) -> Path:
-    """Return the testimony that stands beside a copy."""
+def staging_record_of(folder: Path) -> Path:
+    """Return the staging record that stands beside a copy."""
     return folder.with_name(folder.name + SUFFIX)
 
 
-def testify(copy: NodeCopy) -> None:
+def write_staging_record(copy: StagedCopy) -> None:
     """Write what a copy holds, as of now, beside it."""
     row = {"boot_id": read_boot_id(), "used_unix": time.time(), **dataclasses.asdict(copy)}
-    write_json(path_of_testimony(Path(copy.folder)), row)
+    write_json(staging_record_of(Path(copy.folder)), row)
 
 
-def read_testimony(path: Path) -> dict[str, Any]:
-    """Read what `testify` wrote.
+def read_staging_record(path: Path) -> dict[str, Any]:
+    """Read what `write_staging_record` wrote.
 
     Raises:
-        CheckpointError: When it is missing or not a testimony.
+        CheckpointError: When it is missing or not a staging record.
     """
     try:
         row = read_json(path)
@@ -92,20 +93,20 @@ def read_testimony(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing; staging to this node has not finished") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a testimony ({error!r}); delete it and stage again") from error
+        raise CheckpointError(f"{path}: not a staging record ({error!r}); delete it and stage again") from error
     return row
 
 
 def known_files(folder: Path) -> dict[str, CopiedFile]:
-    """Return path -> file of the copy's testimony; empty where there is none."""
-    path = path_of_testimony(folder)
-    return {file.path: file for file in read_testimony(path)["files"]} if path.exists() else {}
+    """Return path -> file of the copy's staging record; empty where there is none."""
+    path = staging_record_of(folder)
+    return {file.path: file for file in read_staging_record(path)["files"]} if path.exists() else {}
 
 
 def vouched_files(folder: Path) -> dict[Path, str]:
     """Return the files whose hash is known without reading: same start of the machine, same size, same time."""
-    path = path_of_testimony(folder)
-    if not path.exists() or (row := read_testimony(path))["boot_id"] != read_boot_id():
+    path = staging_record_of(folder)
+    if not path.exists() or (row := read_staging_record(path))["boot_id"] != read_boot_id():
         return {}
     return {folder / file.path: file.xxh3_128 for file in row["files"] if is_as_left(folder / file.path, file)}
 
@@ -118,7 +119,7 @@ def is_as_left(path: Path, file: CopiedFile) -> bool:
     return (status.st_size, status.st_mtime_ns) == (file.size_bytes, file.mtime_ns)
 
 
-def write_node_record(path: Path, node: str, destination: Path, copies: Collection[NodeCopy]) -> None:
+def write_node_record(path: Path, node: str, destination: Path, copies: Collection[StagedCopy]) -> None:
     """Write a run's record of what a node holds.
 
     Args:

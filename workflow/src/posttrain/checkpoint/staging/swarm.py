@@ -25,6 +25,7 @@ from posttrain.errors import CheckpointError
 PIECES_PER_FILE, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 1 << 16, 1 << 23
 # Peers of one file: enough for every node to be reached from every other in a few steps.
 MAX_CONNECTIONS = 16
+# libtorrent's number for "no encryption".
 _PLAIN_PROTOCOL = 2
 SETTINGS: dict[str, Any] = {
     "enable_dht": False,

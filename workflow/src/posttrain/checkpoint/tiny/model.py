@@ -34,11 +34,15 @@ from posttrain.planner.sizing.made_model import check_made
 
 log = logging.getLogger(__name__)
 
+# More than one, so that the demo passes through index and split as a large model does.
 MIN_SHARDS = 3
+# Wider than large models' 0.02: the rows of these matrices are short.
 INITIALIZER_RANGE = 0.05
+# Not zero, so that a bias that gets lost on the way changes the routing.
 ROUTER_BIAS_RANGE = 0.02
 # Below, there is too little reward to learn from in few steps; above, too little is left to learn.
 PASS_RATE_LIMITS = (0.12, 0.38)
+# 512 prompts give 2048 samples: a pass rate of 0.25 is then known to 0.01.
 PASS_RATE_SAMPLES_PER_PROMPT = 4
 
 Row = Mapping[str, Any]

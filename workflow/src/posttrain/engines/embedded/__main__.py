@@ -16,12 +16,12 @@ import socket
 import time
 from pathlib import Path
 
-from posttrain.cli import run
-from posttrain.engines.parent_watch import end_with_parent
+from posttrain.cli import command_line, run
 from posttrain.engines.secret import take_secret
 from posttrain.errors import ConfigError, Problem
 
 log = logging.getLogger("engine")
+# For open requests; half of what who ends this process waits (`processes.GRACE_SECONDS`).
 STOP_SECONDS = 5.0
 DTYPES = ("float32", "bfloat16")
 
@@ -29,9 +29,26 @@ DTYPES = ("float32", "bfloat16")
 def main() -> None:
     """Bind the port, load the model, serve until told to end."""
     started = time.perf_counter()
-    arguments = _parse_arguments()
-    if arguments.parent_pid:
-        end_with_parent(arguments.parent_pid)
+    arguments = command_line(
+        __doc__,
+        model_path=(Path, "checkpoint folder in Hub layout, BF16 or FP8"),
+        host={"default": "127.0.0.1"},
+        port=int,
+        served_threads={"type": int, "default": 0, "help": "CPU threads; 0: torch's choice"},
+        dtype={"choices": DTYPES, "default": "float32", "help": "precision of weights and activations"},
+        deterministic={
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "every request is a batch of its own; off, waiting requests are merged",
+        },
+        max_running_requests={"type": int, "default": 512, "help": "rows of a merged batch"},
+        load_format={
+            "choices": ("auto", "dummy"),
+            "default": "auto",
+            "help": "dummy: read no weights, the first update brings them",
+        },
+        weight_version={"default": "default", "help": "name of the weights in --model-path"},
+    )
     secret = take_secret()
     listening = _listen(arguments.host, arguments.port)
     asyncio.run(_serve(arguments, secret, listening, started))
@@ -79,31 +96,6 @@ def _listen(host: str, port: int) -> socket.socket:
         remedy = "choose another port, or end what listens there"
         problem = Problem("--port", f"{port} on {host} ({os.strerror(error.errno or 0)})", "a free port", remedy)
         raise ConfigError([problem]) from error
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m posttrain.engines.embedded", description=__doc__.splitlines()[0])
-    parser.add_argument("--model-path", type=Path, required=True, help="checkpoint folder in Hub layout, BF16 or FP8")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--served-threads", type=int, default=0, help="CPU threads; 0: torch's choice")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="precision of weights and activations")
-    parser.add_argument(
-        "--deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="every request is a batch of its own; off, waiting requests are merged",
-    )
-    parser.add_argument("--max-running-requests", type=int, default=512, help="rows of a merged batch")
-    parser.add_argument(
-        "--load-format",
-        choices=("auto", "dummy"),
-        default="auto",
-        help="dummy: read no weights, the first update brings them",
-    )
-    parser.add_argument("--weight-version", default="default", help="name of the weights in --model-path")
-    parser.add_argument("--parent-pid", type=int, default=0, help="end when this process, which starts this one, dies")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

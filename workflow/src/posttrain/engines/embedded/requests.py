@@ -38,6 +38,7 @@ KNOWN_PARAMETERS = {
     "ignore_eos",
     *NEUTRAL_VALUES,
 }
+# SGLang's own default (`SamplingParams.max_new_tokens`).
 DEFAULT_MAX_NEW_TOKENS = 128
 
 

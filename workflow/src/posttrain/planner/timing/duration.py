@@ -63,7 +63,7 @@ def durations_seconds(
     if config.stage.copy != "nothing":
         seconds["stage_to_node_local"] = stage_seconds(node_copy(config, config.stage.copy), rates)
     if needed.rollout_fp8:
-        seconds["quantize_rollout_fp8"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, turns, rates)
+        seconds["quantize"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, turns, rates)
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 

@@ -1,0 +1,30 @@
+"""Makes the parts of a recoded checkpoint one checkpoint, and gives the folder its name."""
+
+from __future__ import annotations
+
+from posttrain.artifacts.recodings import recoding_of
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
+from posttrain.checkpoint.quantization.quantize import open_recoding
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.derived import recoding_settings
+
+
+def main() -> None:
+    """Join the parts: index, config, tokenizer, receipt."""
+    args = command_line(
+        __doc__,
+        **SOURCE,
+        **JOIN,
+        resolved=RESOLVED,
+        step=(str, "of the parts: what the format is for"),
+    )
+    settings = recoding_settings(args.resolved.config, args.step)
+    recoding = recoding_of(settings["format"])
+    inputs = source_of(args, recoding.source)
+    making = RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source])
+    join_parts(recoding.finalize_step, recoding.step, args, inputs, making)
+
+
+if __name__ == "__main__":
+    run(main)

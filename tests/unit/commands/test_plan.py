@@ -1,0 +1,32 @@
+import json
+import subprocess
+import sys
+
+PAGE = "results/plans/glm5-16xh200.html"
+
+
+def plan(folder, *words):
+    command = [sys.executable, "-m", "posttrain", "plan", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done, json.loads((folder / PAGE).with_suffix(".json").read_text())
+
+
+def test_the_recipe_is_planned_on_a_laptop(tmp_path):
+    done, written = plan(tmp_path, "model=glm5", "site=local")
+    assert done.returncode == 0
+    assert written["model"]["num_parameters"] == 743_911_199_232
+    assert written["parallelism"]["layers_per_stage"] == [20, 20, 20, 18]
+    assert written["problems"] == []
+    assert "743,911,199,232" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"plan: {tmp_path / PAGE}"
+    assert "<!doctype html>" in (tmp_path / PAGE).read_text()
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_fails(tmp_path):
+    done, written = plan(tmp_path, "model=glm5", "set=parallel.expert_model_parallel_size=8")
+    assert done.returncode == 1
+    assert [problem["key"] for problem in written["problems"]] == ["parallel"]
+    assert "optimizer_cpu_offload" in done.stdout
+    assert "1 problem in the configuration" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "<h2>This cannot run</h2>" in (tmp_path / PAGE).read_text()

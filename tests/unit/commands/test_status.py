@@ -1,0 +1,46 @@
+import os
+import subprocess
+import sys
+
+from tests.support.begun_runs import begin_run, workflow_of
+from tests.support.resolved_words import resolved_words
+
+from posttrain.artifacts.lease import Lease
+
+
+def status(results, **more):
+    words = resolved_words(workflow_of(results, **more), results.parent)
+    command = [sys.executable, "-m", "posttrain", "status", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_it_tells_steps_speed_reward_checkpoint_and_how_the_last_attempt_ended(tmp_path):
+    begin_run(tmp_path, "stopped")
+    with Lease(begin_run(tmp_path, "alive").train, tmp_path / "alive/train/lease"):
+        code, shown, _ = status(tmp_path)
+    assert code == 0
+    stopped, alive = (next(line for line in shown.splitlines() if name in line) for name in ("stopped", "alive "))
+    for words in ("stopped", "6 of 40", "250", "0.35", "step 4, ", "trainer rank 0 was ended"):
+        assert words in stopped
+    assert "training" in alive
+    assert f"process {os.getpid()} on " in alive
+
+
+def test_one_run_is_shown_alone_and_an_unknown_one_is_refused(tmp_path):
+    begin_run(tmp_path, "first")
+    begin_run(tmp_path, "second")
+    assert "second" not in status(tmp_path, run="first")[1]
+    code, _, error = status(tmp_path, run="frist")
+    assert code == 1
+    assert "did you mean 'first'?" in error
+
+
+def test_a_row_that_is_being_written_does_not_count_yet(tmp_path):
+    paths = begin_run(tmp_path, "alive")
+    with open(paths.metrics, "a") as metrics, open(paths.attempts, "a") as attempts:
+        metrics.write('{"step": 7, "roll')
+        attempts.write('{"attempt": 2')
+    code, shown, _ = status(tmp_path)
+    assert code == 0
+    assert "6 of 40" in shown

@@ -1,0 +1,111 @@
+"""`posttrain`, or `python -m posttrain`: what only looks, computes or compares; what is made, Snakemake's rules make.
+
+Each command is a module of `posttrain.commands` that is imported when it is asked for, and the alias of the same name
+under `snakemake` calls the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from posttrain.artifacts import Paths
+from posttrain.artifacts.sharing import announce_sharing
+from posttrain.cli import RESOLVED, add_option, run
+from posttrain.config.command_line import CONFIG_DIR, read_request
+from posttrain.config.load import Resolved
+from posttrain.training.lineage import refuse_other_run
+
+COMMANDS = {
+    "plan": "memory, storage, durations and flags of a configuration, as a page; what cannot run fails",
+    "check": "what this machine lacks for a run",
+    "status": "where runs stand, and jobs in the queue; run=NAME shows one",
+    "snapshot": "the report of a run as far as it is",
+    "attach": "wait for training that goes on without its driver",
+    "preflight": "what is wrong with the nodes that this job has; `snakemake preflight` asks a scheduler for them",
+    "verify": "prove where every byte of a run came from",
+    "verify-store": "prove where every byte of the checkpoints came from, before training",
+    "gc": "what of the store no run needs",
+}
+# Who asks for these knows a run by its name, and need not say what it learns.
+LOOKS = ("status", "snapshot", "attach", "gc")
+_SIZES_ONLY: tuple[str, dict[str, Any]] = (
+    "--sizes-only",
+    {"action": "store_true", "help": "compare names and sizes, read no content"},
+)
+# What a command takes besides a configuration.
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plan": ("--jobs-at-once", {"type": int, "help": "jobs that run side by side; by default all of a rule"}),
+    "check": ("--output", {"type": Path, "help": "JSON with the findings, written when all is well"}),
+    "verify": _SIZES_ONLY,
+    "verify-store": _SIZES_ONLY,
+    "gc": ("--delete", {"action": "store_true", "help": "delete what is unused, as gc=delete does"}),
+}
+DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."
+KEYS = """\
+KEY=VALUE, the words that follow `snakemake --config`:
+  model= nodes= hardware= site= recipe=   a file of config/, or of configs=FOLDER; `nodes` is a number
+  run=NAME fork=RUN@STEP                  a run by its name; another one's state to begin with
+  set='KEY=VALUE KEY=VALUE'               values; config/README.md tells all keys
+"""
+EPILOG = f"{KEYS}\n`posttrain COMMAND --help` tells what else a command takes."
+_Raw = argparse.RawDescriptionHelpFormatter
+
+
+def main() -> None:
+    """Run one command and exit with 0, or with 1 and a message."""
+    sys.argv[0] = "posttrain"  # Who speaks, whichever way it was started.
+    run(_answer)
+
+
+def _answer() -> None:
+    options = _parse_arguments()
+    command, folder, resolved, files, words = (
+        options.pop(key) for key in ("command", "directory", "resolved", "configfile", "config")
+    )
+    name = command.replace("-", "_")
+    request = {} if resolved else read_request(CONFIG_DIR, files, words)
+    os.chdir(folder)
+    paths = Paths(resolved or _resolve(request))
+    announce_sharing(paths.store, paths.resolved.config.site.store_group)
+    if name not in LOOKS:
+        refuse_other_run(paths)
+    importlib.import_module(f"posttrain.commands.{name}").main(paths, **options)
+
+
+def _resolve(request: dict[str, Any]) -> Resolved:
+    # What a job has resolved needs no planner.
+    from posttrain.planner.resolve import resolve
+
+    return resolve(request, CONFIG_DIR)
+
+
+def _parse_arguments() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        usage = f"posttrain {name} [OPTION ...] [KEY=VALUE ...]"
+        rule = [name.replace("-", "_")] if "-" in name else []
+        command = commands.add_parser(
+            name, help=line, description=line, usage=usage, epilog=KEYS, formatter_class=_Raw, aliases=rule
+        )
+        command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
+        command.add_argument("--config", nargs="*", action="extend", default=[], help=argparse.SUPPRESS)
+        command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
+        add_option(command, "resolved", RESOLVED, required=False)
+        if name in OPTIONS:
+            option, declared = OPTIONS[name]
+            command.add_argument(option, **declared)
+    arguments, words = parser.parse_known_args()
+    if unknown := [word for word in words if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.config += words
+    return vars(arguments)
+
+
+if __name__ == "__main__":
+    main()

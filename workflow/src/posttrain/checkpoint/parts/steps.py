@@ -1,0 +1,284 @@
+"""The two steps of every folder that several jobs make: parts that know nothing of each other, and one that joins them.
+
+While it is made, the folder is `{folder}.partial`. A part writes its receipt when its files are there and right. The
+last step holds the receipts of all parts against what belongs to the folder and against the files, adds what belongs to
+no part, gives the folder its name and writes its receipt. What it says does not depend on the number of parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.artifacts import (
+    FileRecord,
+    Receipt,
+    building,
+    claim,
+    part_receipt_of,
+    read_receipt,
+    record_files,
+    require_files,
+    write_receipt,
+)
+from posttrain.checkpoint.parts.filling import clear, current_path
+from posttrain.checkpoint.parts.parts import (
+    Description,
+    OutputFile,
+    description_path,
+    digest,
+    read_description,
+    write_files,
+)
+from posttrain.errors import CheckpointError
+
+# Options of a script that makes or joins parts (`cli.command_line`).
+SOURCE = {"source": (Path, "checkpoint in Hub layout"), "source_receipt": (Path, "its receipt")}
+FOLDER = {"folder": (Path, "final name of the folder"), "receipt": (Path, "written last")}
+PART: dict[str, Any] = {
+    **FOLDER,
+    "part": (int, "number of this part, from 0"),
+    "num_parts": (int, "number of parts"),
+    "threads": {"type": int, "default": 1, "help": "files made at a time"},
+}
+JOIN: dict[str, Any] = {
+    **FOLDER,
+    "part_receipts": {"type": Path, "nargs": "+", "required": True, "help": "receipts of all parts"},
+}
+
+
+class Making(Protocol):
+    """What a folder consists of, and how it is made."""
+
+    def names(self, num_parts: int) -> Collection[str]:
+        """Return the files that the parts must have made, all together."""
+
+    def make(self, part: int, num_parts: int, folder: Path, num_threads: int) -> Sequence[Description]:
+        """Make a part's share of the files.
+
+        Args:
+            part: Which share, from 0.
+            num_parts: How many shares.
+            folder: Final name of the folder.
+            num_threads: Files made at a time.
+
+        Raises:
+            CheckpointError: What it is made from is not what it must be; the text names it.
+        """
+
+    def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
+        """Return what the folder's receipt says besides what it was made from."""
+
+    def clear(self, partial: Path, keep: Collection[str]) -> None:
+        """Take away what lies in the folder and is not to stay."""
+
+    def complete(self, partial: Path, parts: Mapping[str, Description]) -> Iterable[str]:
+        """Check what the parts made, write what belongs to none of them, and return its names.
+
+        Args:
+            partial: The folder in the making; it holds the parts' files and nothing else.
+            parts: Name -> description of those.
+
+        Raises:
+            CheckpointError: The files do not make up what the folder must be.
+        """
+
+
+class Written:
+    """A `Making` whose parts write their files themselves."""
+
+    def files(self, part: int, num_parts: int) -> Sequence[OutputFile]:
+        """Return a part's share."""
+        raise NotImplementedError
+
+    def make(self, part: int, num_parts: int, folder: Path, num_threads: int = 1) -> Sequence[Description]:
+        """Write a part's share; see `Making.make`."""
+        import torch
+
+        # Files are written side by side, and so are parts: each thread has one core.
+        torch.set_num_threads(1)
+        return write_files(folder, self.files(part, num_parts), f"part {part} of {num_parts}", num_threads)
+
+    def clear(self, partial: Path, keep: Collection[str]) -> None:
+        """Delete what an earlier attempt left, with other settings or killed."""
+        clear(partial, keep)
+
+
+def make_part(
+    step: str,
+    args: argparse.Namespace,
+    inputs: Mapping[str, str],
+    open_making: Callable[[], Making],
+    files: Sequence[Path] = (),
+    **identity: Any,
+) -> None:
+    """Make a part's share of the files unless that is done, and say so in the part's receipt.
+
+    Args:
+        step: Name of the step in receipts.
+        args: Of the options `PART`.
+        inputs: What the folder is made from: name -> digest of the receipt.
+        open_making: Opens it; called when there is work to do.
+        files: What else the part is made from; a newer one makes it again.
+        identity: What else tells this folder's parts from another's.
+
+    Raises:
+        CheckpointError: See `Making.make`.
+    """
+    started = time.time()
+    settings = {"part": args.part, "num_parts": args.num_parts, **identity}
+    if claim(args.receipt, Receipt(step, (), inputs, settings), args.folder, files):
+        made = open_making().make(args.part, args.num_parts, args.folder, args.threads)
+        write_part_receipt(args.receipt, step, made, inputs, settings, started)
+
+
+def write_part_receipt(
+    path: Path,
+    step: str,
+    made: Sequence[Description],
+    inputs: Mapping[str, str],
+    settings: Mapping[str, Any],
+    started: float,
+) -> None:
+    """Make a part count as done."""
+    is_described = all(item.made_from for item in made)
+    notes = {"notes": digest([item.notes for item in made])} if is_described else {}
+    write_receipt(path, Receipt(step, tuple(item.record for item in made), inputs, {**settings, **notes}), started)
+
+
+def join_parts(
+    step: str,
+    part_step: str,
+    args: argparse.Namespace,
+    inputs: Mapping[str, str],
+    making: Making,
+    **identity: Any,
+) -> None:
+    """Hold the parts against the folder, complete it, give it its name, write the receipt.
+
+    Args:
+        step: Name of the step in receipts.
+        part_step: Of the step that made the parts.
+        args: Of the options `JOIN`.
+        inputs: See `make_part`.
+        making: What the folder consists of.
+        identity: See `make_part`.
+
+    Raises:
+        CheckpointError: When a part is missing or made from something else, or a file has changed.
+    """
+    names = making.names(len(args.part_receipts))
+    parts = read_parts(args.folder, args.part_receipts, Receipt(part_step, (), inputs, identity), names)
+    records = tuple(part.record for part in parts.values())
+
+    def make(partial: Path) -> tuple[FileRecord, ...]:
+        making.clear(partial, parts)
+        small = record_files(partial, making.complete(partial, parts))
+        _remove_other_parts(args.folder, args.part_receipts)
+        return (*records, *small)
+
+    make_folder(args, Receipt(step, records, inputs, making.settings(parts)), make, parts=args.part_receipts)
+
+
+def make_folder(
+    args: argparse.Namespace,
+    wanted: Receipt,
+    make: Callable[[Path], tuple[FileRecord, ...]],
+    sources: Iterable[Path] = (),
+    parts: Iterable[Path] = (),
+) -> None:
+    """Make a folder unless it is there, give it its name, write its receipt.
+
+    Args:
+        args: Its `folder` and `receipt`.
+        wanted: What the receipt must say; see `artifacts.claim`.
+        make: Fills the folder under its partial name, and returns the records of its files.
+        sources: See `artifacts.claim`.
+        parts: See `artifacts.claim`.
+    """
+    started = time.time()
+    if claim(args.receipt, wanted, args.folder, sources, parts):
+        with building(args.folder) as partial:
+            files = make(partial)
+        write_receipt(args.receipt, dataclasses.replace(wanted, files=files), started)
+
+
+def read_parts(
+    folder: Path, receipts: Sequence[Path], wanted: Receipt, names: Collection[str]
+) -> dict[str, Description]:
+    """Read what all parts made, and check that it is whole and that the files are there.
+
+    Args:
+        folder: Final name of the folder.
+        receipts: The parts' receipts, in any order.
+        wanted: What each of them must say: step, inputs, at least these settings.
+        names: The files that all parts together must have made.
+
+    Returns:
+        File name -> description, sorted by name.
+
+    Raises:
+        CheckpointError: Listing every part that is missing or made from something else, and every file that is missing,
+            belongs to no part or not to the folder, or has changed since.
+    """
+    read = {path: read_receipt(path) for path in receipts}
+    wrong = [f"{path}: {why}" for path, receipt in read.items() if (why := _misfit(receipt, wanted))]
+    parts = sorted(receipt.settings.get("part", -1) for receipt in read.values())
+    counts = sorted({receipt.settings.get("num_parts", -1) for receipt in read.values()})
+    if parts != list(range(len(receipts))) or counts != [len(receipts)]:
+        wrong.append(f"parts {parts} of {counts}, expected each of 0 to {len(receipts) - 1} once")
+    made = {record.path: (record, path) for path, receipt in read.items() for record in receipt.files}
+    wrong += [f"{name}: in no part" for name in sorted(set(names) - made.keys())]
+    wrong += [f"{name}: does not belong there" for name in sorted(made.keys() - set(names))]
+    wrong += [why for record, path in made.values() if (why := _change(folder, record, path.stat().st_mtime))]
+    described: dict[str, Description] = {}
+    for name, (record, path) in sorted(made.items() if not wrong else ()):
+        is_described = "notes" in read[path].settings
+        described[name] = read_description(description_path(folder, name)) if is_described else Description(record)
+        wrong += [f"{name}: not as its part left it"] if described[name].record != record else []
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the parts do not fit:\n  " + "\n  ".join(wrong) + f"\n  remedy: rm "
+            f"{part_receipt_of(folder, '*')} and run again: only what is wrong is made again"
+        )
+    return described
+
+
+def _misfit(receipt: Receipt, wanted: Receipt) -> str:
+    if receipt.step != wanted.step:
+        return f"made by {receipt.step}, expected {wanted.step}"
+    if dict(receipt.inputs) != dict(wanted.inputs):
+        return "made from another source"
+    return "" if wanted.settings.items() <= receipt.settings.items() else "not a part of this list"
+
+
+def _change(folder: Path, record: FileRecord, verified_unix: float) -> str:
+    """Tell what happened to a file since its part verified it, "" when nothing did."""
+    path = current_path(folder) / record.path
+    if not path.is_file():
+        return f"{path}: missing, expected {record.size_bytes} bytes"
+    status = path.stat()
+    if status.st_size != record.size_bytes:
+        return f"{path}: {status.st_size} bytes, expected {record.size_bytes} bytes"
+    return f"{path}: changed after it was verified" if status.st_mtime > verified_unix else ""
+
+
+def _remove_other_parts(folder: Path, receipts: Collection[Path]) -> None:
+    """Delete receipts of an earlier split: the number of those that are there is the number of parts."""
+    kept = {path.resolve() for path in receipts}
+    for path in part_receipt_of(folder, "0").parent.glob("*.receipt.json"):
+        if path.resolve() not in kept:
+            path.unlink()
+
+
+def source_of(args: argparse.Namespace, name: str) -> dict[str, str]:
+    """Return the source's digest under its name in receipts.
+
+    Raises:
+        CheckpointError: When the source is not what its receipt says.
+    """
+    return {name: require_files(args.source, args.source_receipt).digest}

@@ -1,0 +1,51 @@
+"""Show what of the store no run needs any more, and who uses the rest; free it on demand."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from posttrain.artifacts import Paths
+from posttrain.artifacts.garbage import Stored, delete_unused, freed_bytes, list_store
+from posttrain.errors import one_line
+
+
+def main(paths: Paths, delete: bool) -> None:
+    """List every artefact, then what is or would be freed."""
+    store, unused_days = paths.store, paths.resolved.config.site.unused_days
+    found = list_store(store, unused_days) if store.is_dir() else []
+    show(found, store)
+    unused = [artefact for artefact in found if artefact.is_unused]
+    size = f"{freed_bytes(unused):,} bytes"
+    if not delete and paths.resolved.request.get("gc") != "delete":
+        print(f"{len(unused)} can be freed: {size}; nothing was deleted (gc=delete does)")
+        return
+    gone, errors = delete_unused(store, unused_days)
+    print(f"{len(gone)} of {len(unused)} deleted, {size} in all:", *(artefact.folder for artefact in gone), sep="\n  ")
+    if errors:
+        raise RuntimeError("\n  ".join(["not everything could be deleted; all else was:", *errors]))
+
+
+def show(found: list[Stored], store: Path) -> None:
+    """Print one row per artefact on stdout."""
+    table = Table("artefact", "state", "last change", "used by", show_edge=False, header_style="bold")
+    table.add_column("frees alone", justify="right")
+    for artefact in found:
+        users = [one_line(f"{user.user}: {user.run}") for user in artefact.users]
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(artefact.last_change_unix))
+        size = f"{freed_bytes([artefact]):,}"
+        cells = (one_line(str(artefact.folder.relative_to(store))), state_of(artefact), changed, "\n".join(users), size)
+        table.add_row(*map(escape, cells))
+    Console(width=160).print(table)
+
+
+def state_of(artefact: Stored) -> str:
+    """Say in words what is known about an artefact."""
+    if artefact.builder:
+        return f"being made by {artefact.builder}"
+    whole = "finished" if artefact.is_finished else "half made"
+    return f"{whole}, unused" if artefact.is_unused else whole

@@ -1,0 +1,20 @@
+"""Write plan.json and plan.html: layout, memory, disk and durations of a configuration, before any work."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Paths, write_json, write_text
+from posttrain.errors import Problem, raise_if_any
+from posttrain.forecast.plan import build_plan
+from posttrain.forecast.plan_page import judge_plan, render_plan
+from posttrain.forecast.plan_table import print_plan
+
+
+def main(paths: Paths, jobs_at_once: int | None) -> None:
+    """Compute, write, show, and end with the problems."""
+    plan, page = build_plan(paths.resolved, jobs_at_once), paths.plan.with_suffix(".html")
+    write_text(page, render_plan(plan, paths.resolved))
+    write_json(paths.plan, plan)
+    print_plan(plan)
+    judge_plan(plan).print()
+    print(f"plan: {page.resolve()}", flush=True)
+    raise_if_any([Problem(**problem) for problem in plan["problems"]])

@@ -1,0 +1,23 @@
+"""Look at the nodes of a training job, the spare ones too, as training does before it begins; nothing is trained."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Paths
+from posttrain.config.site_rules import check_preflight
+from posttrain.errors import raise_if_any
+from posttrain.launch.inspection import describe_unfit
+from posttrain.launch.preflight import look_at_nodes
+from posttrain.launch.site import find_nodes
+from posttrain.preflight.report import print_findings
+
+
+def main(paths: Paths) -> None:
+    """Show and keep what was found; fail with the unfit nodes, what is wrong with each, and how to exclude them."""
+    config = paths.resolved.config
+    raise_if_any(list(check_preflight(config)))
+    found = look_at_nodes(paths, find_nodes(config, paths.train))
+    print_findings(found.findings())
+    print(f"preflight: {paths.preflight.resolve()}", flush=True)
+    if found.unfit:
+        num_nodes = len(found.fit) + len(found.unfit)
+        raise RuntimeError(f"{len(found.unfit)} of {num_nodes} nodes are {describe_unfit(found.unfit, config)}")

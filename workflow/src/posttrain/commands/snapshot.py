@@ -1,0 +1,27 @@
+"""Write snapshot.html: the report of a run as far as it is, before, during and after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.artifacts import Paths, write_text
+from posttrain.artifacts.lease import living_holder
+from posttrain.launch.slurm_query import job_is_alive
+from posttrain.observability.report import render_report
+from posttrain.observability.report_data import read_run_so_far
+from posttrain.observability.report_summary import print_summary, summarize
+from posttrain.observability.verdict import judge_run
+
+
+def main(paths: Paths) -> None:
+    """Read what there is and draw it; the run does not notice, and its report stays as it is."""
+    holder = living_holder(paths.lease, job_is_alive=job_is_alive)
+    so_far = read_run_so_far(paths, Path("logs"), holder.since_unix if holder else None)
+    verdict, summary = judge_run(so_far), summarize(so_far)
+    write_text(paths.snapshot, render_report(so_far, summary, verdict))
+    print_summary(summary)
+    verdict.print()
+    if so_far.missing:
+        steps = f"{so_far.num_steps} of {so_far.config.training.num_steps} steps"
+        print(f"so far {steps}; not there yet: {', '.join(so_far.missing)}")
+    print(f"snapshot: {paths.snapshot.resolve()}")

@@ -1,0 +1,83 @@
+"""Show where runs stand: step, speed, reward, last checkpoint, attempts, who trains, and jobs in the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.artifacts import Paths
+from posttrain.config.fields import did_you_mean
+from posttrain.config.load import Resolved
+from posttrain.errors import ConfigError, Problem
+from posttrain.launch.queue import QueuedJob, queued_jobs
+from posttrain.launch.status import RunStatus, find_runs, read_status
+from posttrain.readable import format_number, format_seconds
+
+
+def main(paths: Paths) -> None:
+    """Read every run, or the one that was named; write nothing."""
+    resolved, results = paths.resolved, paths.run.parent
+    runs = choose(find_runs(results), resolved, results, is_named=bool(resolved.request.get("run")))
+    show_runs([read_status(Paths(dataclasses.replace(resolved, run=name))) for name in runs], results)
+    show_queue(queued_jobs(resolved.config.site.launcher, Path.cwd()))
+
+
+def choose(runs: list[str], resolved: Resolved, results: Path, is_named: bool) -> list[str]:
+    """Return all runs, or the one that `--config run=` names."""
+    if not is_named:
+        return runs
+    if resolved.run in runs:
+        return [resolved.run]
+    remedy = did_you_mean(resolved.run, runs) or "leave run= out to see all"
+    raise ConfigError([Problem("run", repr(resolved.run), ", ".join(runs) or f"none is in {results}", remedy)])
+
+
+def show_runs(found: list[RunStatus], results: Path) -> None:
+    """Print one row per run on stdout."""
+    if not found:
+        print(f"no run in {results}")
+        return
+    table = Table("run", "state", show_edge=False, header_style="bold")
+    for name in ("step", "tokens/s", "reward", "checkpoint", "attempts"):
+        table.add_column(name, justify="right")
+    table.add_column("who trains, or how the last attempt ended")
+    for status in found:
+        table.add_row(
+            f"{status.run}\n  fork of {status.fork}" if status.fork else status.run,
+            status.state,
+            f"{status.step} of {status.num_steps}",
+            format_number(status.tokens_per_second),
+            format_number(status.reward),
+            describe_checkpoint(status),
+            str(status.num_attempts),
+            describe_holder(status),
+        )
+    Console(width=160).print(table)
+
+
+def describe_checkpoint(status: RunStatus) -> str:
+    """Say which step the newest checkpoint is of, and how old it is."""
+    if status.checkpoint_unix is None:
+        return "none"
+    return f"step {status.checkpoint}, {format_seconds(time.time() - status.checkpoint_unix)} ago"
+
+
+def describe_holder(status: RunStatus) -> str:
+    """Say who holds the run, or how the last attempt ended."""
+    if status.holder is None:
+        return status.last_end.partition("\n")[0]
+    return f"{status.holder}, alive {format_seconds(status.heartbeat_age_seconds)} ago"
+
+
+def show_queue(jobs: list[QueuedJob]) -> None:
+    """Print the jobs that were submitted from here; nothing where there are none."""
+    if not jobs:
+        return
+    table = Table("job", "state", "has run", "nodes", "waits for", "rule", show_edge=False, header_style="bold")
+    for job in jobs:
+        table.add_row(*dataclasses.astuple(job))
+    Console(width=160).print(table)
