@@ -9,6 +9,7 @@ In a pod that is not the first of its gang: do what the first one asks for. Else
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 
@@ -28,22 +29,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 
 def main() -> None:
     """Train, or find that all is done."""
-    arguments = command_line(
-        __doc__,
-        experiment=Path,
-        config=Path,
-        run_folder=Path,
-        torch_dist=Path,
-        torch_dist_receipt=Path,
-        rollout_weights=Path,
-        rollout_receipt=Path,
-        dataset=Path,
-        dataset_receipt=Path,
-        node_local=(Path, "with {node} for a node's name"),
-        fork={"type": Path, "nargs": "?", "help": "receipt of the fork that the run began with, if any"},
-        done=Path,
-    )
-    started = time.time()
+    arguments, started = parse_arguments(), time.time()
     if is_waiting_pod():
         lend_this_pod(rendezvous_path(arguments.run_folder), arguments.done)
         return
@@ -92,6 +78,25 @@ def main() -> None:
     root = arguments.run_folder.parent
     write_receipt(records_of(root), Receipt("train_grpo", record_run(root), {"train": receipt.digest}, {}))
     write_receipt(arguments.done, receipt, started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return what the rule gives."""
+    return command_line(
+        __doc__,
+        experiment=Path,
+        config=Path,
+        run_folder=Path,
+        torch_dist=Path,
+        torch_dist_receipt=Path,
+        rollout_weights=Path,
+        rollout_receipt=Path,
+        dataset=Path,
+        dataset_receipt=Path,
+        node_local=(Path, "with {node} for a node's name"),
+        fork={"type": Path, "nargs": "?", "help": "receipt of the fork that the run began with, if any"},
+        done=Path,
+    )
 
 
 if __name__ == "__main__":

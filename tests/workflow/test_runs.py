@@ -56,7 +56,7 @@ def test_what_cannot_be_trained_yet_has_a_preflight(snakemake, tmp_path: Path) -
     assert re.findall(r"^  - (.*?) = (.*)$", output, re.MULTILINE) == [("nodes", "16")]
     code, output = snakemake("-n", "preflight", model="glm5", site="example_slurm")
     assert code == 0, output
-    assert "17 nodes of h200" in output
+    assert "h200 (17 nodes, 136 GPUs)" in output
     code, output = snakemake("-n", "preflight", model="glm5", site="example_kubernetes")
     assert code != 0
     assert "site.launcher = kubernetes" in output
