@@ -82,6 +82,10 @@ RUN: dict[str, Callable[[Paths], Path]] = {
 PRODUCTS = STORE | RUN
 RULES_LEFT_OUT = {
     "all": "has no outputs: it stands for the report, and is named below",
+    **dict.fromkeys(
+        ("finalize_rollout_fp8", "finalize_serving", "finalize_bf16"),
+        "have no outputs: they name what finalize_quantized makes",
+    ),
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
 # What is named at once -> what has to be made then. A rule with parts is named by a file.
