@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from tests.mutants.operators import mutants_of
+from tests.mutants.targets import TARGETS
 from tests.support.workflow_runs import ROOT
 
 SOURCE = '''"""A text."""
@@ -51,6 +52,12 @@ def test_an_edit_changes_its_place_and_nothing_else() -> None:
         assert edited[: mutant.start] == SOURCE[: mutant.start]
         assert edited.endswith(SOURCE[mutant.start + len(mutant.before) :])
         compile(edited, "mutant", "exec")
+
+
+def test_targets_and_their_tests_are_there() -> None:
+    tests = {test.partition("::")[0] for named in TARGETS.values() for test in named}
+    modules = {f"workflow/src/posttrain/{module}.py" for module in TARGETS}
+    assert not [path for path in sorted(tests | modules) if not (ROOT / path).exists()]
 
 
 @pytest.mark.faults("mutants")
