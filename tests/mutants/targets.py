@@ -43,7 +43,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "artifacts/durable": (f"{UNIT}/artifacts/test_durable.py", f"{UNIT}/artifacts/test_temporaries.py"),
     "artifacts/garbage": (f"{UNIT}/artifacts/test_garbage.py", f"{UNIT}/artifacts/test_references.py"),
     "training/checkpoints": (f"{UNIT}/training/test_checkpoints.py",),
-    "checkpoint/quantization/fp8": (f"{UNIT}/checkpoint/quantization/test_fp8.py", f"{UNIT}/checkpoint/quantization/test_fp8_format.py"),
+    "checkpoint/quantization/fp8": tuple(
+        f"{UNIT}/checkpoint/quantization/test_{name}.py" for name in ("fp8", "fp8_format")
+    ),
     # What is said, and what is not.
     "preflight/refusals": (f"{UNIT}/preflight/test_refusals.py",),
     "errors": (f"{UNIT}/test_errors.py", f"{UNIT}/test_refused_writes.py"),
