@@ -21,5 +21,5 @@ PLACES = {
 
 def test_nothing_else_unpickles_in_a_whole_run(undisturbed: WorkflowFolder) -> None:
     lines = (undisturbed.folder / UNPICKLED).read_text().splitlines()
-    found = {"/".join(Path(line.partition(" ")[0]).parts[-3:]) for line in lines}
+    found = {"/".join(Path(line.partition(" ")[0]).parts[-4:]) for line in lines}
     assert found == set(PLACES)
