@@ -20,12 +20,13 @@ ON_THE_DRIVER = {name for name, text in RULES.items() if re.search(r"^\s*localru
 
 
 def commands(folder: Path, settings: str) -> dict[str, str]:
-    """Return what stands before `python scripts/RULE.py` in the command of each rule, by rule."""
+    """Return what stands before `python` in the command of each rule, by rule."""
     words = ("--config", "site=example_slurm", f"set=site.results={folder}/results {settings}")
     ended = run_snakemake(folder, "-n", "--printshellcmds", *TARGETS, *words)
     assert ended.returncode == 0, ended.stdout
-    found = re.findall(r"POSTTRAIN_LOG=\S+ (.*?)python \S+/scripts/(\w+)\.py", ended.stdout)
-    return {rule: prefix for prefix, rule in found}
+    program = r"(?:\S+/scripts/(\w+)\.py|-P -m posttrain (\S+))"
+    found = re.findall(rf"POSTTRAIN_LOG=\S+ (.*?)python {program}", ended.stdout)
+    return {script or command.replace("-", "_"): prefix for prefix, script, command in found}
 
 
 def test_all_jobs_but_training_start_in_the_image(tmp_path: Path) -> None:
@@ -56,20 +57,24 @@ def test_without_an_image_nothing_stands_before_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - WITHOUT_WORK))
 def test_every_rule_says_where_it_starts(rule: str) -> None:
     """Also those that no dry run above has: a new rule that becomes a job must not be forgotten."""
-    before = re.search(r'"POSTTRAIN_LOG=\{log:q\} (.*?)python ', RULES[rule])
-    assert before
+    (name,) = re.findall(r'\bruns\(\s*"(\w+)"', RULES[rule])
+    assert name == rule
+    where = re.findall(r"\bwhere=(\w+)", RULES[rule])
     if rule == "train_grpo":
-        assert before[1] == "{ON_ALL_NODES}"
+        assert where == ["ON_ALL_NODES"]
     elif rule in ON_THE_DRIVER | {"preflight"}:
-        assert before[1] == ""
+        assert where == []
     else:
-        assert before[1] in ("{IN_IMAGE}", "{ON_ONE_NODE}")
+        assert where in (["IN_IMAGE"], ["ON_ONE_NODE"])
 
 
 def test_what_starts_outside_needs_a_small_environment() -> None:
     names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {"train_grpo", "preflight"})
     heavy = {"torch", "megatron", "transformers"}
-    code = f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(names)}; print({heavy} & sys.modules.keys())"
+    modules = [name if (ROOT / "scripts" / f"{name}.py").exists() else f"posttrain.commands.{name}" for name in names]
+    code = (
+        f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(modules)}; print({heavy} & sys.modules.keys())"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )

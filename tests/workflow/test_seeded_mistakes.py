@@ -291,4 +291,4 @@ def test_the_dry_run_ends_with_the_report(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in output
     problems = re.findall(r"^  - (.*?) = .+\n      allowed: .+\n      remedy:  .+$", output, re.MULTILINE)
     assert set(problems) == set(keys), output
-    assert {path.name for path in tmp_path.iterdir()} <= {".snakemake"}, "nothing was begun"
+    assert {path.name for path in tmp_path.iterdir()} <= {".snakemake", "logs"}, "but for what was resolved"
