@@ -67,7 +67,10 @@ def test_a_workflow_that_imports_it_plans_the_same_jobs(mine, tmp_path: Path) ->
 
 
 def test_its_jobs_run_where_it_is_imported(mine, tmp_path: Path) -> None:
-    code, output = mine("posttrain_resolve_config", "posttrain_download_dataset", "posttrain_status")
+    code, output = mine("posttrain_resolve_config", "posttrain_download_dataset")
+    assert code == 0, output
+    # A command of its own: it waits for nothing, and might look before there is a run.
+    code, output = mine("posttrain_status")
     assert code == 0, output
     (run,) = (tmp_path / "results").iterdir()
     assert (run / "experiment.yaml").exists()
