@@ -79,9 +79,8 @@ def test_progress_is_counted_in_bytes_up_to_all_of_them(fetch, hub, origin, capl
     hub.faults.wrong_bytes[SHARD_2] = 1
     fetch()
     total = sum((origin / name).stat().st_size for name in NEEDED) / 1e6
-    assert (
-        f"download owner/small@{hub.revision('owner/small')[:12]}: {total:.1f} of {total:.1f} MB (100 %)" in caplog.text
-    )
+    what = f"the download of owner/small@{hub.revision('owner/small')[:12]}"
+    assert f"{what}: {total:.1f} of {total:.1f} MB (100 %)" in caplog.text
 
 
 def test_a_second_call_fetches_nothing(fetch, hub):

@@ -116,7 +116,7 @@ def fetch_files(
     missing = [file for file in files if file.path not in records]
     if missing:
         _refuse_offline(source, folder, missing)
-        records |= make_files(maker, folder, missing, label, options.num_workers, manifest.files)
+        records |= make_files(maker, folder, missing, f"the download of {label}", options.num_workers, manifest.files)
     return tuple(records[file.path] for file in files)
 
 
