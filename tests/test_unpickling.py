@@ -46,6 +46,7 @@ UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict"
 HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv")
 # Call -> what holds it safe.
 PLACES = {
+    ("config/command_line.py", "yaml.load"): "BaseLoader makes texts, lists and mappings only",
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
     ("checkpoint/formats/torch_dist_reader.py", "torch.load"): "weights_only",
