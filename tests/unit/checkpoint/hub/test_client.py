@@ -338,7 +338,7 @@ def test_a_disk_without_space_is_refused_before_the_first_byte(fetch, hub, sourc
     missing = total - (origin / SHARD_1).stat().st_size
     usage = file_placement.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(file_placement.shutil, "disk_usage", lambda folder: usage._replace(free=missing - 1))
-    with pytest.raises(OSError, match="not enough disk space for the rest of owner/small@") as refused:
+    with pytest.raises(OSError, match="not enough disk space for the rest of the download of owner/small@") as refused:
         fetch()
     assert refused.value.__notes__[0].startswith(f"needed: {missing} bytes ")
     assert not hub.fetched
