@@ -184,7 +184,8 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     batch = TokenBatch((5, 1), mask > 0, -2 * mask, mask / 4, old)
     grpo = objective(clip_ratio_low=0.2, clip_ratio_high=0.28)
-    loss, _, sums = _loss(logprobs, batch, grpo)
+    entropies = torch.tensor([9.0, 0.5, 1.5, 0.25, 9.0, 9.0])
+    loss, _, sums = _loss(torch.stack([logprobs, entropies]), batch, grpo)
     # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
     less, more = math.exp(-1), math.exp(0.25)
     assert loss.item() == pytest.approx((1.6 + 2 + 2 * more) / 4)
@@ -192,6 +193,7 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     expected = {
         "num_tokens": 3,
         "non_finite": 0,
+        "entropy": 2.25,
         "importance_ratio_mean": less + 1 + more,
         "first_update_ratio_max_abs_deviation": 1 - less,
         "clip_fraction": 1,
@@ -202,7 +204,7 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     assert named.keys() == expected.keys() | {"loss"}
     assert sums.dtype == torch.float64
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
-    assert _loss(logprobs, batch, grpo)[2][_names(grpo).index("non_finite")] == 1
+    assert _loss(torch.stack([logprobs, entropies]), batch, grpo)[2][_names(grpo).index("non_finite")] == 1
 
 
 def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
@@ -233,7 +235,7 @@ def test_given_responses_are_learned_without_rollout_engine_or_old_log_probabili
     losses = [one.loss for one in said]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
-    assert all((one.named, one.outcome) == ({}, "applied") for one in said)
+    assert all((list(one.named), one.outcome) == (["entropy"], "applied") for one in said)
 
 
 def test_an_update_without_signal_moves_no_weight_but_by_choice(make_policy) -> None:

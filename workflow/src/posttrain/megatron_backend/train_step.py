@@ -43,7 +43,7 @@ class UpdateStatistics:
         loss: The objective that was minimised.
         grad_norm: Global gradient norm before clipping; 0 where nothing was applied.
         num_tokens: Response tokens trained on.
-        named: The objective's own statistics, by their names in `algorithm.statistics`.
+        named: Statistics by their names in `algorithm.statistics`: the entropy, and the objective's own.
         outcome: "applied"; "non_finite" or "no_signal" (all advantages are zero) where the weights stayed as they were.
     """
 
@@ -101,7 +101,7 @@ def update(
         loss=sums["loss"],
         grad_norm=_apply(policy, lr) if outcome == APPLIED else 0.0,
         num_tokens=int(sums["num_tokens"]),
-        named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in objective.statistics},
+        named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in _statistics(objective)},
         outcome=outcome,
     )
 
@@ -153,6 +153,7 @@ def _forward_step(
         packed.position_ids[None].to(device),
         None,
         labels=packed.targets[None].to(device),
+        loss_mask=packed.loss_mask[None].to(device),
         packed_seq_params=PackedSequences.from_boundaries(packed.cu_seqlens.to(device)),
     )
     if training is None or objective is None:
@@ -160,19 +161,27 @@ def _forward_step(
     return output, partial(_loss, batch=training.tokens, objective=objective)
 
 
-def _keep(logprobs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
     assert non_loss_data
-    return logprobs
+    return answers[0]
 
 
 def _loss(
-    logprobs: torch.Tensor, batch: TokenBatch, objective: Objective
+    answers: torch.Tensor, batch: TokenBatch, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weighted loss, a token count of zero (nothing is divided behind it), and what there is to report."""
-    batch = batch.to(logprobs.device)
+    """Return the weighted loss, a token count of zero (nothing is divided behind it), and what there is to report.
+
+    Args:
+        answers: [2, T], what the model says of each response token: its log-probability, and the entropy at its place.
+        batch: What the objective wants to know of them.
+        objective: Whose loss it is.
+    """
+    batch = batch.to(answers.device)
+    logprobs, entropies = answers
     losses, statistics = objective.token_losses(logprobs, batch)
     loss = (losses * batch.weights).sum()
-    return loss, torch.zeros([], dtype=torch.int), _report(loss, logprobs, batch, statistics, objective)
+    report = _report(loss, logprobs, batch, {**statistics, "entropy": entropies}, objective)
+    return loss, torch.zeros([], dtype=torch.int), report
 
 
 @torch.no_grad()
@@ -186,14 +195,19 @@ def _report(
     """Return the values of `_names(objective)` for this micro-batch, in FP64."""
     trained = batch.is_response
     values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
-    for name in objective.statistics:
+    for name in _statistics(objective):
         mine = statistics[name][trained].double()
         values.append(mine.sum() if _is_mean(name) else mine.max())
     return torch.stack([value.double() for value in values])
 
 
 def _names(objective: Objective) -> tuple[str, ...]:
-    return ("loss", "num_tokens", "non_finite", *objective.statistics)
+    return ("loss", "num_tokens", "non_finite", *_statistics(objective))
+
+
+def _statistics(objective: Objective) -> tuple[str, ...]:
+    """Return what is reported of tokens: what the model knows of them, and what the objective does."""
+    return ("entropy", *objective.statistics)
 
 
 def _is_mean(name: str) -> bool:
