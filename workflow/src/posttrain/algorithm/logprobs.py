@@ -168,7 +168,7 @@ def _over_ranks(
     targets: torch.Tensor,
     shard: VocabularyShard,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, of the whole vocabulary, what each rank knows of its part; all but the first count from the largest logit.
+    """Return for the whole vocabulary what each rank knows of its part; counted, as there, from the largest logit.
 
     Args:
         largest: [T], the largest logit.
@@ -186,7 +186,7 @@ def _over_ranks(
     share = below.exp()
     sums = torch.stack([total * share, (product + below * total) * share, chosen + below * _is_mine(targets, shard)])
     dist.all_reduce(sums, group=shard.group)
-    return top, *sums.unbind()
+    return top, sums[0], sums[1], sums[2]
 
 
 def _add_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
