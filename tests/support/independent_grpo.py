@@ -56,8 +56,12 @@ class IndependentGrpo:
 
     def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
         """Return the log-probability of each response token."""
+        return self._distributions(prompt, response)[range(len(response)), list(response)]
+
+    def _distributions(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """Return the log-probability of every word at each response token, [response, V]."""
         logits = self.model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        return torch.log_softmax(logits / self._settings.temperature, -1)[range(len(response)), list(response)]
+        return torch.log_softmax(logits / self._settings.temperature, -1)
 
     def update(self, samples: Sequence[Any], old: Sequence[torch.Tensor], advantage: np.ndarray, lr: float) -> dict:
         """Make one step of AdamW on samples with prompt and response, and return what it did.
@@ -66,9 +70,12 @@ class IndependentGrpo:
         """
         low, high = 1 - self._settings.clip_low, 1 + self._settings.clip_high
         self._optimizer.zero_grad()
-        new, loss = [], 0.0
+        new, entropies, loss = [], [], 0.0
         for sample, before, value in zip(samples, old, advantage, strict=True):
-            now = self.logprobs(sample.prompt_tokens, sample.response_tokens)
+            words = self._distributions(sample.prompt_tokens, sample.response_tokens)
+            now = words[range(len(words)), list(sample.response_tokens)]
+            logs = words.detach().double().numpy()
+            entropies.append(-(np.exp(logs) * logs).sum(-1))
             ratio = torch.exp(now - before)
             objective = torch.minimum(ratio * value, ratio.clamp(low, high) * value)
             sample_loss = -objective.mean() / len(samples)
@@ -86,6 +93,7 @@ class IndependentGrpo:
             "loss": loss,
             "grad_norm": float(norm),
             "num_tokens": len(ratio),
+            "entropy": np.concatenate(entropies).mean(),
             "importance_ratio_mean": ratio.mean(),
             "first_update_ratio_max_abs_deviation": np.abs(ratio - 1).max(),
             "clip_fraction": np.where(signs > 0, ratio > high, (signs < 0) & (ratio < low)).mean(),

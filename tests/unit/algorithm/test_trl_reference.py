@@ -140,7 +140,7 @@ def logprobs_of(model: torch.nn.Module, batch: PackedBatch, temperature: float =
     """Return the log-probability of every target of a row; its sequences do not see each other."""
     rows = zip(batch.tokens.split(batch.lengths), batch.position_ids.split(batch.lengths), strict=True)
     hidden = [model.model(input_ids=t[None], position_ids=p[None]).last_hidden_state[0] for t, p in rows]
-    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, temperature, chunk_size=4)
+    return chunked_logprobs(torch.cat(hidden), model.lm_head.weight, batch.targets, temperature, chunk_size=4)[0]
 
 
 def train_ours(model: torch.nn.Module, case: Case, objective: Objective) -> list[float]:

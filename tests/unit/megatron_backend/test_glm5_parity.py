@@ -24,7 +24,7 @@ def run_packed(policy, sequences: list[torch.Tensor], labels: torch.Tensor | Non
     packed = PackedSequences.from_boundaries(boundaries(sequences))
     tokens = torch.cat(sequences)[None]
     output = policy.wrapped(tokens, packed.position_ids[None], None, labels=labels, packed_seq_params=packed)
-    return output.squeeze()
+    return output.squeeze() if labels is None else output[0]
 
 
 @torch.no_grad()

@@ -184,7 +184,9 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     batch = TokenBatch((5, 1), mask > 0, -2 * mask, mask / 4, old)
     grpo = objective(clip_ratio_low=0.2, clip_ratio_high=0.28)
-    loss, _, sums = _loss(logprobs, batch, grpo)
+    entropies = torch.tensor([9.0, 0.5, 1.5, 0.25, 9.0, 9.0])
+    loss, _, (kept, sums) = _loss(torch.stack([logprobs, entropies]), batch, grpo)
+    assert torch.equal(kept, logprobs)
     # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
     less, more = math.exp(-1), math.exp(0.25)
     assert loss.item() == pytest.approx((1.6 + 2 + 2 * more) / 4)
@@ -192,6 +194,7 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     expected = {
         "num_tokens": 3,
         "non_finite": 0,
+        "entropy": 2.25,
         "importance_ratio_mean": less + 1 + more,
         "first_update_ratio_max_abs_deviation": 1 - less,
         "clip_fraction": 1,
@@ -202,7 +205,69 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     assert named.keys() == expected.keys() | {"loss"}
     assert sums.dtype == torch.float64
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
-    assert _loss(logprobs, batch, grpo)[2][_names(grpo).index("non_finite")] == 1
+    assert _loss(torch.stack([logprobs, entropies]), batch, grpo)[2][1][_names(grpo).index("non_finite")] == 1
+
+
+def test_the_first_update_on_a_rollout_needs_no_pass_before_it(make_policy) -> None:
+    """Its own log-probabilities are those before it: loss, gradient and weights have the bits of two passes."""
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    after, said, seen = [], [], []
+    for has_pass in (True, False):
+        policy = make_policy(trained_config())
+        grpo = objective_of(policy)
+        first = make_updates(policy.config, grpo, rollout(0), dp_rank=0)[0]
+        passed = train_step.compute_logprobs(policy, first.batches)
+        update = first.with_old_logprobs(passed) if has_pass else first
+        start = weights_of(policy)
+
+        def look(logprobs: list[torch.Tensor], passed=passed, start=start, policy=policy) -> None:
+            seen.extend(zip(logprobs, passed, strict=True))
+            assert all(torch.equal(start[name], now) for name, now in weights_of(policy).items())
+
+        said.append(train_step.update(policy, grpo, update.micro_batches(grpo.needs), LR, look=look))
+        after.append(weights_of(policy))
+    assert len(seen) > 4
+    assert all(torch.equal(own, passed) for own, passed in seen)
+    assert said[0] == said[1]
+    assert all(torch.equal(after[1][name], value) for name, value in after[0].items())
+
+
+def test_what_raises_before_the_weights_move_keeps_them(make_policy) -> None:
+    from posttrain.megatron_backend import train_step
+
+    policy = make_policy(trained_config())
+    before, grpo = weights_of(policy), objective_of(policy)
+    batches = updates_of(policy, 0)[0].micro_batches(grpo.needs)
+    with pytest.raises(ZeroDivisionError):
+        train_step.update(policy, grpo, batches, LR, look=lambda _: 1 / 0)
+    assert all(torch.equal(before[name], now) for name, now in weights_of(policy).items())
+
+
+def test_a_ratio_to_the_engine_needs_no_pass_of_the_trainer(make_policy, make_reference) -> None:
+    """The engine's log-probabilities in the place of the old ones, against GRPO written a second time."""
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    policy, other = make_policy(trained_config(old_logprobs="engine")), IndependentGrpo(make_reference(), SETTINGS)
+    grpo, groups = objective_of(policy), rollout(0)
+    assert (grpo.needs.old_logprobs, grpo.needs.engine_logprobs) == (False, True)
+    values = advantages([[sample.reward for sample in group.samples] for group in groups])
+    first = make_updates(policy.config, grpo, groups, dp_rank=0)[0]
+    engine = [torch.tensor(sample.rollout_logprobs) for sample in first.samples]
+    said = train_step.update(policy, grpo, first.micro_batches(grpo.needs), LR)
+    expected = other.update(first.samples, engine, values[:SAMPLES_PER_UPDATE], LR)
+    assert said.named.keys() == expected.keys() - {
+        "loss",
+        "grad_norm",
+        "num_tokens",
+        "first_update_ratio_max_abs_deviation",
+    }
+    for name, value in said.named.items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+    assert said.grad_norm == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert abs(said.named["importance_ratio_mean"] - 1) > 0.1, "the engine is another policy here"
 
 
 def test_a_stage_that_computes_no_loss_adds_zeros(policy) -> None:
@@ -233,7 +298,7 @@ def test_given_responses_are_learned_without_rollout_engine_or_old_log_probabili
     losses = [one.loss for one in said]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
-    assert all((one.named, one.outcome) == ({}, "applied") for one in said)
+    assert all((list(one.named), one.outcome) == (["entropy"], "applied") for one in said)
 
 
 def test_an_update_without_signal_moves_no_weight_but_by_choice(make_policy) -> None:

@@ -1,46 +1,48 @@
-"""Log-probabilities of given tokens, without ever holding all logits.
+"""Log-probabilities of given tokens and the entropy of their distributions, without ever holding all logits.
 
-    logprob(t) = logits(t)[target] - logsumexp(logits(t)),   logits(t) = hidden(t) @ weight.T / temperature
+    logits(t)  = hidden(t) @ weight.T / temperature
+    logprob(t) = logits(t)[target] - logsumexp(logits(t))
+    entropy(t) = logsumexp(logits(t)) - sum over words of p(word) logits(t)[word]
 
 Logits of T tokens are the largest activation of a step: 32,768 tokens x 154,880 words are 18.9 GiB in FP32, and the
-softmax that the backward pass needs is as large again. So the tokens are taken in chunks, each computed under
-activation checkpointing: the forward pass keeps one log-probability per token, the backward pass makes a chunk's logits
-once more. The largest tensor has [chunk, V] elements. The price is one more product with the output matrix.
+softmax that the backward pass needs is as large again. So the tokens are taken in chunks. The forward pass keeps the
+largest logit and the sum of exponentials of each token; the backward pass makes a chunk's logits once more, turns them
+into their gradient in place, and adds to the gradients of hidden states and matrix. One tensor of [chunk, V] exists at
+a time. The price is one more product with the output matrix.
 
 The temperature is the one at sampling: the policy that is trained is the one that sampled.
-Shapes: T tokens, H hidden size, V vocabulary.
+Shapes: T tokens, H hidden size, V vocabulary (this rank's rows of it).
 
-Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
+Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Shoeybi et al., Megatron-LM
+(arXiv 1909.08053), section 3, for a vocabulary that is spread over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
 
-LogitsToLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Exponentials exist beside their logits for one part in so many of a chunk.
+BLOCKS_PER_CHUNK = 16
 
 
-def logprobs_from_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the log-probability of each target.
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Which words of the vocabulary the rows of an output matrix stand for.
 
     Args:
-        logits: [..., V] any float type.
-        targets: [...] int64.
-        temperature: Above 0; the logits are divided by it.
-
-    Returns:
-        [...] fp32.
-
-    Example:
-        Logits (0, ln 3) and target 1: ln 3/4 = -0.2877; at temperature 0.5 the logits are (0, ln 9): ln 9/10 = -0.1054.
+        first: Word of the first row.
+        num_words: Rows that stand for a word, from the first; those behind only fill up the matrix.
+        group: Ranks that hold the vocabulary together; None where this one has all of it.
     """
-    assert temperature > 0, f"temperature is {temperature}"
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+
+    first: int
+    num_words: int
+    group: dist.ProcessGroup | None = None
 
 
 def chunked_logprobs(
@@ -49,27 +51,147 @@ def chunked_logprobs(
     targets: torch.Tensor,
     temperature: float,
     chunk_size: int,
-    from_logits: LogitsToLogprobs = logprobs_from_logits,
-) -> torch.Tensor:
-    """Return the log-probability of each target from the last hidden states.
+    shard: VocabularyShard | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each target, and the entropy at its place, from the last hidden states.
 
     Args:
         hidden: [T, H].
-        weight: [V, H], the output matrix; under tensor parallelism this rank's rows of it.
-        targets: [T] int64.
+        weight: [V, H], the output matrix, of the same type.
+        targets: [T] int64, in the whole vocabulary.
         temperature: Above 0.
         chunk_size: Tokens whose logits exist at a time; at least 1.
-        from_logits: (logits [t, V] fp32, already divided by the temperature; targets [t]) to log-probabilities [t]. A
-            vocabulary that is spread over ranks brings its own.
+        shard: Which words the rows of the matrix are; None: all, in order. Under tensor parallelism the gradient of the
+            hidden states is this rank's part of a sum.
 
     Returns:
-        [T] fp32, the same for every chunk size.
+        [T] fp32 with a gradient, and [T] fp32 without; the same for every chunk size.
+
+    Example:
+        Logits (0, ln 3) and target 1: ln 3/4 = -0.2877 and 0.5623; at temperature 0.5 the logits are (0, ln 9):
+        ln 9/10 = -0.1054 and 0.3251.
     """
     assert chunk_size >= 1, f"chunk_size is {chunk_size}"
     assert temperature > 0, f"temperature is {temperature}"
+    assert len(targets) == len(hidden), f"{len(targets)} targets for {len(hidden)} tokens"
+    shard = shard or VocabularyShard(0, len(weight))
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_size, shard)
 
-    def compute(some_hidden: torch.Tensor, some_targets: torch.Tensor) -> torch.Tensor:
-        return from_logits(F.linear(some_hidden, weight).float() / temperature, some_targets)
 
-    chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-    return torch.cat([checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks])
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        shard: VocabularyShard,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        words = weight[: shard.num_words]
+        # Without a word of its own a rank has nothing to add, whatever the others' largest logit is.
+        largest = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
+        total, product, chosen = (torch.zeros_like(largest) for _ in range(3))
+        for rows, logits in _chunks(hidden, words, temperature, chunk_size):
+            largest[rows] = logits.amax(-1)
+            logits.sub_(largest[rows, None])
+            chosen[rows] = logits.gather(1, _column(targets[rows], shard)).squeeze(1)
+            block = -(-len(logits) // BLOCKS_PER_CHUNK)
+            for part, sums, products in zip(
+                logits.split(block), total[rows].split(block), product[rows].split(block), strict=True
+            ):
+                exponentials = part.exp()
+                torch.sum(exponentials, -1, out=sums)
+                torch.sum(exponentials.mul_(part), -1, out=products)
+        chosen *= _is_mine(targets, shard)
+        largest, total, product, chosen = _over_ranks(largest, total, product, chosen, targets, shard)
+        ctx.save_for_backward(hidden, weight, targets, largest, total)
+        ctx.settings = temperature, chunk_size, shard
+        logprobs, entropies = chosen - total.log(), total.log() - product / total
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, largest, total = ctx.saved_tensors
+        temperature, chunk_size, shard = ctx.settings
+        words = weight[: shard.num_words]
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad = grad / temperature
+        mine = grad * _is_mine(targets, shard)
+        for rows, logits in _chunks(hidden, words, temperature, chunk_size):
+            logits.sub_(largest[rows, None]).exp_().mul_(-(grad[rows] / total[rows])[:, None])
+            column = _column(targets[rows], shard)
+            logits.scatter_(1, column, logits.gather(1, column) + mine[rows, None])
+            logits_grad = logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(logits_grad, words, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight[: shard.num_words], logits_grad.T, hidden[rows])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _chunks(
+    hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the logits of each chunk [t, V] fp32, over the temperature, all in the same memory."""
+    if not len(hidden) or not len(words):
+        return
+    room = hidden.new_empty(min(chunk_size, len(hidden)), len(words), dtype=torch.float32)
+    for start in range(0, len(hidden), chunk_size):
+        rows = slice(start, min(start + chunk_size, len(hidden)))
+        logits = room[: rows.stop - rows.start]
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden[rows], words.T, out=logits)
+        else:
+            logits.copy_(hidden[rows] @ words.T)
+        yield rows, logits.div_(temperature) if temperature != 1 else logits
+
+
+def _is_mine(targets: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
+    """Return [T] whether this rank has the target's word."""
+    return (targets >= shard.first) & (targets < shard.first + shard.num_words)
+
+
+def _column(targets: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
+    """Return [t, 1], the target's column in this rank's logits; any column where it is another rank's."""
+    return (targets - shard.first).clamp(0, shard.num_words - 1)[:, None]
+
+
+def _over_ranks(
+    largest: torch.Tensor,
+    total: torch.Tensor,
+    product: torch.Tensor,
+    chosen: torch.Tensor,
+    targets: torch.Tensor,
+    shard: VocabularyShard,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return for the whole vocabulary what each rank knows of its part; counted, as there, from the largest logit.
+
+    Args:
+        largest: [T], the largest logit.
+        total: [T], sum of exp(logit - largest).
+        product: [T], sum of exp(logit - largest) (logit - largest).
+        chosen: [T], the target's logit - largest; 0 on ranks that do not have its word.
+        targets: [T].
+        shard: This rank's words.
+    """
+    if shard.group is None:
+        return largest, total, product, chosen
+    top = largest.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+    below = largest - top
+    share = below.exp()
+    sums = torch.stack([total * share, (product + below * total) * share, chosen + below * _is_mine(targets, shard)])
+    dist.all_reduce(sums, group=shard.group)
+    return top, sums[0], sums[1], sums[2]
+
+
+def _add_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to an FP32 matrix; what is narrower is multiplied as it is, and added up in FP32."""
+    if left.dtype == result.dtype:
+        result.addmm_(left, right)
+    else:
+        result.add_(left @ right)

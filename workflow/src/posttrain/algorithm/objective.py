@@ -26,7 +26,7 @@ class Needs:
 
     Args:
         rollout: Samples of the present policy, so engines; otherwise responses are given.
-        old_logprobs: Log-probabilities of the policy before the update.
+        old_logprobs: Log-probabilities of the trainer's policy before the first update on a rollout.
         engine_logprobs: Those that the engine reported when it sampled.
     """
 

@@ -2,6 +2,7 @@
 
     advantage      rewards of a group -> how much better than expected a sample was
     ratio_level    what has one importance ratio exp(logprobs - old_logprobs): a token or a sequence
+                   (old_logprobs: the trainer's, or the engine's)
     clip           ratio and advantage -> loss per token
     aggregation    losses per token -> one number
     correction     the engine's log-probabilities beside the trainer's -> a factor of each token's loss
@@ -20,6 +21,9 @@ from posttrain.algorithm.objective import Needs, TokenBatch
 from posttrain.algorithm.parts import load_part
 from posttrain.algorithm.settings import Algorithm
 from posttrain.types import SampleGroup
+
+# What says something only if the trainer computed both sides.
+_OF_TRAINER = ("first_update_ratio_max_abs_deviation",)
 
 
 class PolicyGradient:
@@ -42,13 +46,14 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Rollouts and the log-probabilities before the update, and the engine's where they are corrected for."""
-        return Needs(rollout=True, old_logprobs=True, engine_logprobs=self._correct is not None)
+        """Rollouts and the log-probabilities before the update; the engine's as these, or to correct for them."""
+        from_engine = self._settings.old_logprobs == "engine"
+        return Needs(True, old_logprobs=not from_engine, engine_logprobs=from_engine or self._correct is not None)
 
     @property
     def statistics(self) -> tuple[str, ...]:
         """See `Objective`."""
-        names = ("importance_ratio_mean", "first_update_ratio_max_abs_deviation", "clip_fraction", "approx_kl")
+        names = ("importance_ratio_mean", *_OF_TRAINER * self.needs.old_logprobs, "clip_fraction", "approx_kl")
         return names + (("correction_mean", "correction_zero_fraction") if self._correct else ())
 
     def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
@@ -68,14 +73,15 @@ class PolicyGradient:
         self, logprobs: torch.Tensor, batch: TokenBatch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """See `Objective`."""
-        assert batch.old_logprobs is not None, "the last stage has computed the old log-probabilities"
-        log_ratio = self._level(logprobs - batch.old_logprobs, batch)
+        old_logprobs = batch.old_logprobs if self.needs.old_logprobs else batch.engine_logprobs
+        assert old_logprobs is not None, "the last stage has computed the old log-probabilities"
+        log_ratio = self._level(logprobs - old_logprobs, batch)
         factors = self._factors(batch)
         if factors is not None:
             # What is left out has no gradient either, however large its ratio is.
             log_ratio = log_ratio.masked_fill(factors == 0, 0.0)
         losses, clipped = self._clip(log_ratio, logprobs, batch.advantages, self._settings)
-        statistics = _movement(logprobs.detach(), batch.old_logprobs) | {"clip_fraction": clipped}
+        statistics = _movement(logprobs.detach(), old_logprobs) | {"clip_fraction": clipped}
         if factors is not None:
             losses = losses * factors
             statistics |= {"correction_mean": factors, "correction_zero_fraction": factors == 0}

@@ -26,6 +26,12 @@ class Algorithm:
         choices=part_names("level"),
         unnamed="token",
     )
+    old_logprobs: str = _doc(
+        "What the importance ratio compares with: log-probabilities of the trainer before the first update, or those "
+        "that the engine reported when it sampled",
+        choices=("trainer", "engine"),
+        unnamed="trainer",
+    )
     clip: str = _doc("How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled")
     clip_ratio_low: float = _doc("The importance ratio is clipped below 1 - this", minimum=0, maximum=1)
     clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0)

@@ -28,6 +28,7 @@ class Statistic:
 
 
 STATISTICS: Mapping[str, Statistic] = {
+    "entropy": Statistic("Mean entropy of the policy at response tokens, at the sampling temperature", unit="nats"),
     "importance_ratio_mean": Statistic("Mean of exp(logprobs - old_logprobs) over response tokens"),
     "first_update_ratio_max_abs_deviation": Statistic(
         "Largest |importance ratio - 1| of the step's first update: 0 when old and new log-probabilities "

@@ -42,8 +42,12 @@ def unused_numbers(values: Mapping[str, Any], chosen: Collection[str]) -> Iterat
 
 
 def check_bounds(config: schema.Config) -> Iterator[Problem]:
-    """Yield bounds that leave nothing between them, or that another one makes useless."""
+    """Yield bounds that leave nothing between them, and what another setting makes useless."""
     settings = config.algorithm
+    if settings.old_logprobs == "engine" and settings.correction != "none":
+        allowed = "none with algorithm.old_logprobs=engine: the ratio itself compares with the engine"
+        remedy = "set algorithm.correction=none, or algorithm.old_logprobs=trainer"
+        yield Problem("algorithm.correction", settings.correction, allowed, remedy)
     low, high, upper = settings.correction_low, settings.correction_high, 1 + settings.clip_ratio_high
     if settings.correction == "mask" and low >= high:
         remedy = "lower it, or raise algorithm.correction_high: otherwise no token is left to learn from"

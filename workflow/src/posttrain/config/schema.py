@@ -199,7 +199,10 @@ class Trainer:
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)
     keep_checkpoints: int = _doc("Newest checkpoints kept", 2, minimum=1)
     mismatch_interval: int = _doc(
-        "Steps between comparisons of trainer and engine on the very weights served; 0: never", 20, minimum=0
+        "Steps between those that compare trainer and engine on the very weights served, and two passes of the trainer "
+        "on the same weights; the first and the last step do; 0: never",
+        20,
+        minimum=0,
     )
     mismatch: MismatchLimits = field(default_factory=MismatchLimits, metadata={"doc": "What it may be"})
     num_threads: int = _doc("CPU threads per rank; 0: torch's choice", 0, minimum=0)

@@ -8,8 +8,9 @@ from the first function and zeros in the statistics before they are added up ove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class UpdateStatistics:
         loss: The objective that was minimised.
         grad_norm: Global gradient norm before clipping; 0 where nothing was applied.
         num_tokens: Response tokens trained on.
-        named: The objective's own statistics, by their names in `algorithm.statistics`.
+        named: Statistics by their names in `algorithm.statistics`: the entropy, and the objective's own.
         outcome: "applied"; "non_finite" or "no_signal" (all advantages are zero) where the weights stayed as they were.
     """
 
@@ -58,8 +59,8 @@ class UpdateStatistics:
 def compute_logprobs(policy: Policy, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
     """Return the log-probability of each target under the present weights.
 
-    The pass runs the very kernels of the training forward (training mode, recomputation included), so that the first
-    update on a rollout finds a ratio of exactly 1.
+    The pass runs the very kernels of the training forward (training mode, recomputation included): the first update on
+    a rollout computes the same, bit by bit.
 
     Args:
         policy: Model to ask.
@@ -68,11 +69,16 @@ def compute_logprobs(policy: Policy, batches: Sequence[PackedBatch]) -> list[tor
     Returns:
         [T] fp32 per micro-batch on ranks of the last pipeline stage; an empty list elsewhere.
     """
-    return _run_schedule(policy, [(batch, None) for batch in batches], objective=None)
+    return _run_schedule(policy, [(batch, None) for batch in batches])
 
 
 def update(
-    policy: Policy, objective: Objective, batches: Sequence[TrainingMicroBatch], lr: float, has_signal: bool = True
+    policy: Policy,
+    objective: Objective,
+    batches: Sequence[TrainingMicroBatch],
+    lr: float,
+    has_signal: bool = True,
+    look: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> UpdateStatistics:
     """Minimise the objective on one global batch.
 
@@ -82,6 +88,8 @@ def update(
         batches: Micro-batches of this data-parallel rank; every rank has the same number.
         lr: Learning rate of this update.
         has_signal: Without it, the weights stay as they are: decay and momentum would move them, and no sample asks.
+        look: For the first update on a rollout, whose own log-probabilities are those before it. Called on every rank
+            with what `compute_logprobs` would return, before a weight moves; what it raises keeps them as they are.
 
     Raises:
         RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
@@ -89,7 +97,10 @@ def update(
     assert policy.optimizer is not None, "this policy cannot be trained"
     policy.wrapped.zero_grad_buffer()
     policy.optimizer.zero_grad()
-    sums = _add_up(_run_schedule(policy, [(batch.packed, batch) for batch in batches], objective), objective)
+    said = _run_schedule(policy, [(batch.packed, batch) for batch in batches], objective, is_first=look is not None)
+    if look:
+        look([logprobs for logprobs, _ in said])
+    sums = _add_up([report for _, report in said], objective)
     num_bad = _count_non_finite_gradients(policy) + int(sums["non_finite"])
     if num_bad and policy.config.algorithm.non_finite == "abort":
         raise RuntimeError(
@@ -101,7 +112,7 @@ def update(
         loss=sums["loss"],
         grad_norm=_apply(policy, lr) if outcome == APPLIED else 0.0,
         num_tokens=int(sums["num_tokens"]),
-        named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in objective.statistics},
+        named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in _statistics(objective)},
         outcome=outcome,
     )
 
@@ -118,19 +129,23 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def _run_schedule(
-    policy: Policy, batches: Sequence[tuple[PackedBatch, TrainingMicroBatch | None]], objective: Objective | None
-) -> list[torch.Tensor]:
+    policy: Policy,
+    batches: Sequence[tuple[PackedBatch, TrainingMicroBatch | None]],
+    objective: Objective | None = None,
+    is_first: bool = False,
+) -> list[Any]:
     """Run Megatron's schedule over the micro-batches; returns what the last stage computed for each.
 
     Args:
         policy: Model to run.
         batches: What each forward pass reads, with what its loss needs.
         objective: Whose loss is differentiated; None for the forward pass alone, which gives log-probabilities.
+        is_first: The weights are those before the update: where old log-probabilities are missing, these are they.
     """
     policy.wrapped.train()
     device = next(policy.model.parameters()).device
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, device=device, objective=objective),
+        forward_step_func=partial(_forward_step, device=device, objective=objective, is_first=is_first),
         data_iterator=iter(batches),
         model=[policy.wrapped],
         num_microbatches=len(batches),
@@ -146,6 +161,7 @@ def _forward_step(
     model: torch.nn.Module,
     device: torch.device,
     objective: Objective | None,
+    is_first: bool,
 ) -> tuple[torch.Tensor, Callable]:
     packed, training = next(batches)
     output = model(
@@ -153,26 +169,38 @@ def _forward_step(
         packed.position_ids[None].to(device),
         None,
         labels=packed.targets[None].to(device),
+        loss_mask=packed.loss_mask[None].to(device),
         packed_seq_params=PackedSequences.from_boundaries(packed.cu_seqlens.to(device)),
     )
     if training is None or objective is None:
         return output, _keep
-    return output, partial(_loss, batch=training.tokens, objective=objective)
+    return output, partial(_loss, batch=training.tokens, objective=objective, is_first=is_first)
 
 
-def _keep(logprobs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
     assert non_loss_data
-    return logprobs
+    return answers[0]
 
 
 def _loss(
-    logprobs: torch.Tensor, batch: TokenBatch, objective: Objective
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weighted loss, a token count of zero (nothing is divided behind it), and what there is to report."""
-    batch = batch.to(logprobs.device)
+    answers: torch.Tensor, batch: TokenBatch, objective: Objective, is_first: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the weighted loss, a token count of zero (nothing is divided behind it), log-probabilities and report.
+
+    Args:
+        answers: [2, T], what the model says of each response token: its log-probability, and the entropy at its place.
+        batch: What the objective wants to know of them.
+        objective: Whose loss it is.
+        is_first: See `_run_schedule`.
+    """
+    batch = batch.to(answers.device)
+    logprobs, entropies = answers
+    if is_first and objective.needs.old_logprobs and batch.old_logprobs is None:
+        batch = replace(batch, old_logprobs=logprobs.detach())
     losses, statistics = objective.token_losses(logprobs, batch)
     loss = (losses * batch.weights).sum()
-    return loss, torch.zeros([], dtype=torch.int), _report(loss, logprobs, batch, statistics, objective)
+    report = _report(loss, logprobs, batch, {**statistics, "entropy": entropies}, objective)
+    return loss, torch.zeros([], dtype=torch.int), (logprobs.detach(), report)
 
 
 @torch.no_grad()
@@ -186,14 +214,19 @@ def _report(
     """Return the values of `_names(objective)` for this micro-batch, in FP64."""
     trained = batch.is_response
     values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
-    for name in objective.statistics:
+    for name in _statistics(objective):
         mine = statistics[name][trained].double()
         values.append(mine.sum() if _is_mean(name) else mine.max())
     return torch.stack([value.double() for value in values])
 
 
 def _names(objective: Objective) -> tuple[str, ...]:
-    return ("loss", "num_tokens", "non_finite", *objective.statistics)
+    return ("loss", "num_tokens", "non_finite", *_statistics(objective))
+
+
+def _statistics(objective: Objective) -> tuple[str, ...]:
+    """Return what is reported of tokens: what the model knows of them, and what the objective does."""
+    return ("entropy", *objective.statistics)
 
 
 def _is_mean(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A step on one page: rollout, old log-probabilities, mismatch, update, weight sync, checkpoint.
+"""A step on one page: rollout, old log-probabilities, mismatch, update(s), weight sync, checkpoint.
 
 Every rank runs this loop. Rank 0 also talks to the engines, writes metrics and commits checkpoints. All that a step
 depends on is the weights and the step's number, so a run that was killed anywhere continues with the same bits.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from posttrain.megatron_backend.train_step import learning_rate
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
 from posttrain.training.phases import PhaseClock
@@ -53,17 +52,17 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     run.find_slow_ranks()  # while engines rest, and nothing is written
     updates = run.make_updates(rollout.groups)
     with clock.phase("old_logprobs"):
-        updates = [run.with_old_logprobs(update) for update in updates]
+        updates = run.with_old_logprobs(step, updates)
     with clock.phase("mismatch"):
-        mismatch = run.comparison.measure(step, updates)
+        served = run.comparison.on_served_weights(step, updates)
     with clock.phase("train"):
-        statistics = [run.update(update, learning_rate(run.config, step)) for update in updates]
+        statistics, own = run.train_on(step, updates, served)
     finished = step + 1
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:
             run.publisher.publish(finished)
         is_due = run.checkpoint_is_due(finished)
-    metrics = run.log_step(step, rollout, updates, statistics, mismatch, clock)
+    metrics = run.log_step(step, rollout, updates, statistics, (own, served), clock)
     if is_due:
         report_progress(step, BEGIN_SAVE)
         run.state.begin_save(finished)

@@ -29,7 +29,7 @@ def step_metrics(
     num_tokens = sum(sample.num_tokens for group in rollout.groups for sample in group.samples)
     return {
         **_rollout_metrics(rollout),
-        **_update_metrics(statistics),
+        **_update_metrics(statistics, is_compared=mismatch[1] is not None),
         **_mismatch_metrics(*mismatch),
         **timings,
         "train/num_tokens": num_tokens,
@@ -52,14 +52,20 @@ def _rollout_metrics(rollout: RolloutResult) -> dict[str, float]:
     }
 
 
-def _update_metrics(statistics: Sequence[UpdateStatistics]) -> dict[str, float]:
-    """Average over the updates of a step, weighted by tokens where the number is a mean over tokens."""
+def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:
+    """Average over the updates of a step, weighted by tokens where the number is a mean over tokens.
+
+    Args:
+        statistics: One per optimizer update.
+        is_compared: The first update had old log-probabilities of another pass: else its ratio is 1 by itself.
+    """
     tokens = sum(s.num_tokens for s in statistics)
     named = {
         f"train/{name}": sum(s.named[name] * s.num_tokens for s in statistics) / tokens
         if STATISTICS[name].over_tokens == MEAN
         else first
         for name, first in statistics[0].named.items()
+        if is_compared or name != "first_update_ratio_max_abs_deviation"
     }
     return {
         "train/loss": sum(s.loss for s in statistics) / len(statistics),

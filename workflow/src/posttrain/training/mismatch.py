@@ -41,25 +41,39 @@ class EngineComparison:
     def __init__(self, config: Config, policy: Policy, weights: HubWeights):
         self._config, self._policy, self._weights = config, policy, weights
 
-    def measure(self, step: int, updates: Sequence[Update]) -> tuple[Mismatch, Mismatch | None]:
-        """Compare with the trainer's own weights, and with the very weights that were served.
+    def is_due(self, step: int) -> bool:
+        """Tell whether a step, from 0, is one of those that have passes for comparison alone."""
+        interval = self._config.trainer.mismatch_interval
+        return interval > 0 and (step % interval == 0 or step == self._config.training.num_steps - 1)
+
+    def on_served_weights(self, step: int, updates: Sequence[Update]) -> Mismatch | None:
+        """Compare with the very weights that were served, in a pass of its own; None where that is not due.
 
         Args:
-            step: From 0; the second comparison is made every `trainer.mismatch_interval` steps.
+            step: From 0.
+            updates: Before any of them is applied.
+        """
+        if not self.is_due(step):
+            return None
+        backup = self._weights.transform(served_values(self._weights, served_format(self._config)))
+        logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
+        self._weights.restore(backup)
+        return _compare(updates, logprobs)
+
+    def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch:
+        """Compare with the trainer's own weights, and heed what was found.
+
+        Args:
+            step: From 0.
             updates: With their old log-probabilities, before any of them is applied.
+            served: What `on_served_weights` found.
 
         Raises:
             MismatchError: They are too far apart, on every rank alike.
         """
-        own, served = _compare(updates, [update.old_logprobs for update in updates]), None
-        interval = self._config.trainer.mismatch_interval
-        if interval and step % interval == 0:
-            backup = self._weights.transform(served_values(self._weights, served_format(self._config)))
-            logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
-            self._weights.restore(backup)
-            served = _compare(updates, logprobs)
+        own = _compare(updates, [update.old_logprobs for update in updates])
         heed_mismatch(self._config, step, own, served)
-        return own, served
+        return own
 
 
 def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:

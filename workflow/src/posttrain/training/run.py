@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,15 +98,46 @@ class TrainingRun:
         """Return the optimizer updates of a rollout, packed for this data-parallel rank."""
         return make_updates(self.config, self.objective, groups, data_parallel_rank())
 
-    def with_old_logprobs(self, update: Update) -> Update:
-        """Return the update with the log-probabilities that the present weights give."""
-        return update.with_old_logprobs(train_step.compute_logprobs(self.policy, update.batches))
+    def with_old_logprobs(self, step: int, updates: Sequence[Update]) -> list[Update]:
+        """Return the updates with the log-probabilities of the present weights, where the objective needs them.
 
-    def update(self, update: Update, lr: float) -> train_step.UpdateStatistics:
-        """Apply one optimizer update."""
+        The first update's own pass will give the same. Where the step is compared it gets them all the same: their
+        ratio, then of two passes, has to be exactly 1.
+        """
+        num_own = len(updates) if not self.objective.needs.old_logprobs else int(not self.comparison.is_due(step))
+        passed = [u.with_old_logprobs(train_step.compute_logprobs(self.policy, u.batches)) for u in updates[num_own:]]
+        return [*updates[:num_own], *passed]
+
+    def train_on(
+        self, step: int, updates: Sequence[Update], served: Mismatch | None
+    ) -> tuple[list[train_step.UpdateStatistics], Mismatch]:
+        """Apply the updates of a step; before the first of them moves a weight, heed how far the engine is away.
+
+        Args:
+            step: From 0.
+            updates: In order, from `with_old_logprobs`.
+            served: What `EngineComparison.on_served_weights` has found.
+
+        Raises:
+            MismatchError: Too far, and the configuration asks to stop.
+        """
+        found: list[Mismatch] = []
+
+        def look(logprobs: Sequence[torch.Tensor]) -> None:
+            before = [updates[0].with_old_logprobs(logprobs), *updates[1:]]
+            known = before if self.objective.needs.old_logprobs else before[:1]
+            found.append(self.comparison.on_own_weights(step, known, served))
+
+        lr = train_step.learning_rate(self.config, step)
+        looks = (look, *(None for _ in updates[1:]))
+        return [self._update(update, lr, look) for update, look in zip(updates, looks, strict=True)], found[0]
+
+    def _update(
+        self, update: Update, lr: float, look: Callable[[list[torch.Tensor]], None] | None
+    ) -> train_step.UpdateStatistics:
         has_signal = update.has_signal or self.config.algorithm.zero_advantages == "update"
         micro_batches = update.micro_batches(self.objective.needs)
-        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal)
+        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, look)
         self._num_non_finite += statistics.outcome == train_step.NON_FINITE
         return statistics
 

@@ -210,13 +210,14 @@ class _Row:
         return 2 * FP32 * self.arch.index_n_heads * self._chunk_queries() * self._batch.longest
 
     def logprob_chunk(self) -> float:
-        """Return the logits of a chunk: as the product gives them, scaled in FP32, and their gradient in FP32.
+        """Return the logits of a chunk in FP32, which become their gradient, and the matrix's gradient in FP32.
 
-        Counted from `algorithm.logprobs.chunked_logprobs` and Megatron's `vocab_parallel_cross_entropy`, whose softmax
-        takes the place of the scaled logits.
+        Counted from `algorithm.logprobs`. Weights of p < 4 bytes have the products in p bytes, too, before they are
+        added up; the forward pass's exponentials exist for a sixteenth of a chunk.
         """
-        rows = min(self.t, self._trainer.log_probs_chunk_size)
-        return rows * (self.arch.vocab_size // self.tp) * (2 * FP32 + (self.p if self.p < FP32 else 0))
+        rows, words = min(self.t, self._trainer.log_probs_chunk_size), self.arch.vocab_size // self.tp
+        narrow = self.p if self.p < FP32 else 0
+        return (rows + self.hidden) * words * (FP32 + narrow) + rows * words * FP32 / 16
 
     def dispatch(self) -> float:
         """Return token copies in flight: sent and returned by this rank, received and answered by its experts."""
