@@ -72,7 +72,7 @@ def ddp_flags(config: Config) -> list[Flag]:
     return [
         flag("grad_reduce_in_fp32", True, reason="the recipe: gradients are accumulated and reduced in FP32"),
         flag("use_distributed_optimizer", True, reason="each rank keeps its share of the optimizer's state"),
-        flag("overlap_grad_reduce", _on_cuda(config), "hardware.device", reason="needs CUDA streams"),
+        flag("overlap_grad_reduce", True, reason="gradients travel while others are computed, over gloo too"),
         flag("overlap_param_gather", False, reason="weights leave for the engines right after the step"),
         flag(
             "check_for_nan_in_grad",
