@@ -95,7 +95,8 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
     bad_buffers = count_bad_gradients(policy)
     again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
-    uneven = [flat(update_on(policy, grpo, groups[:number])) for number in (1, 3, 2)]
+    uneven = [flat(update_on(policy, grpo, groups[:number], is_last=number == 2)) for number in (1, 3, 2)]
+    at_the_end = dict(weights.gather(dtype=torch.float32))
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
@@ -111,12 +112,13 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     }
     if dist.get_rank() == 0:
         result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
-        result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
+        for key, tensors in (("after", after), ("at_the_end", at_the_end)):
+            result[key] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in tensors.items()}
     dist.destroy_process_group()
     return result
 
 
-def update_on(policy, objective, groups):
+def update_on(policy, objective, groups, is_last: bool):
     """Make an update of its own number of micro-batches."""
     from megatron.core import parallel_state
 
@@ -125,7 +127,7 @@ def update_on(policy, objective, groups):
 
     (update,) = make_updates(policy.config, objective, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
-    return train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-3)
+    return train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-3, is_last=is_last)
 
 
 def flat(statistics) -> dict[str, object]:

@@ -72,7 +72,12 @@ def compute_logprobs(policy: Policy, batches: Sequence[PackedBatch]) -> list[tor
 
 
 def update(
-    policy: Policy, objective: Objective, batches: Sequence[TrainingMicroBatch], lr: float, has_signal: bool = True
+    policy: Policy,
+    objective: Objective,
+    batches: Sequence[TrainingMicroBatch],
+    lr: float,
+    has_signal: bool = True,
+    is_last: bool = True,
 ) -> UpdateStatistics:
     """Minimise the objective on one global batch.
 
@@ -82,6 +87,8 @@ def update(
         batches: Micro-batches of this data-parallel rank; every rank has the same number.
         lr: Learning rate of this update.
         has_signal: Without it, the weights stay as they are: decay and momentum would move them, and no sample asks.
+        is_last: No update follows at once: the new weights are complete on every rank when this returns. Otherwise they
+            arrive while the next update's forward pass runs.
 
     Raises:
         RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
@@ -97,9 +104,12 @@ def update(
             "Set algorithm.non_finite=skip_step to count such steps and go on"
         )
     outcome = NON_FINITE if num_bad else APPLIED if has_signal else NO_SIGNAL
+    grad_norm = _apply(policy, lr) if outcome == APPLIED else 0.0
+    if is_last:
+        policy.wrapped.start_param_sync(force_sync=True)
     return UpdateStatistics(
         loss=sums["loss"],
-        grad_norm=_apply(policy, lr) if outcome == APPLIED else 0.0,
+        grad_norm=grad_norm,
         num_tokens=int(sums["num_tokens"]),
         named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in objective.statistics},
         outcome=outcome,

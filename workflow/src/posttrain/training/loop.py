@@ -57,7 +57,8 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     with clock.phase("mismatch"):
         mismatch = run.comparison.measure(step, updates)
     with clock.phase("train"):
-        statistics = [run.update(update, learning_rate(run.config, step)) for update in updates]
+        lr = learning_rate(run.config, step)
+        statistics = [run.update(update, lr, is_last=update is updates[-1]) for update in updates]
     finished = step + 1
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:

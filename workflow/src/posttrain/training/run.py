@@ -102,11 +102,11 @@ class TrainingRun:
         """Return the update with the log-probabilities that the present weights give."""
         return update.with_old_logprobs(train_step.compute_logprobs(self.policy, update.batches))
 
-    def update(self, update: Update, lr: float) -> train_step.UpdateStatistics:
-        """Apply one optimizer update."""
+    def update(self, update: Update, lr: float, is_last: bool = True) -> train_step.UpdateStatistics:
+        """Apply one optimizer update; see `train_step.update`."""
         has_signal = update.has_signal or self.config.algorithm.zero_advantages == "update"
         micro_batches = update.micro_batches(self.objective.needs)
-        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal)
+        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, is_last)
         self._num_non_finite += statistics.outcome == train_step.NON_FINITE
         return statistics
 

@@ -22,6 +22,10 @@ QUIET_THREADS = flag(
     reason="trainer and engine share the cores: a thread that spins while it waits takes the core the other needs",
 )
 
+_OVERLAP_PARAM_GATHER = flag(
+    "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
+)
+
 
 def megatron_flags(config: Config) -> dict[str, list[Flag]]:
     """Return reader -> flags: `megatron.model`, `megatron.ddp`, `megatron.optimizer` and `trainer.env`."""
@@ -73,7 +77,7 @@ def ddp_flags(config: Config) -> list[Flag]:
         flag("grad_reduce_in_fp32", True, reason="the recipe: gradients are accumulated and reduced in FP32"),
         flag("use_distributed_optimizer", True, reason="each rank keeps its share of the optimizer's state"),
         flag("overlap_grad_reduce", True, reason="gradients travel while others are computed, over gloo too"),
-        flag("overlap_param_gather", False, reason="weights leave for the engines right after the step"),
+        _OVERLAP_PARAM_GATHER,
         flag(
             "check_for_nan_in_grad",
             False,
@@ -97,6 +101,7 @@ def optimizer_flags(config: Config) -> list[Flag]:
         flag("bf16", config.trainer.params_dtype == "bf16", "trainer.params_dtype"),
         _key(config, "params_dtype", "trainer.params_dtype"),
         flag("use_distributed_optimizer", True, reason="as in megatron.ddp"),
+        _OVERLAP_PARAM_GATHER,
         flag("optimizer_cpu_offload", offload, offload_key),
         flag(
             "optimizer_offload_fraction",
