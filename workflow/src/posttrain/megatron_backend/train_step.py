@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from posttrain.algorithm.objective import Objective, TokenBatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
-from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -114,17 +113,6 @@ def update(
         named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in objective.statistics},
         outcome=outcome,
     )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up, then constant.
-
-    All updates of a step have the same; `optimizer.lr_warmup_steps` counts steps.
-
-    Example:
-        lr 1e-6 and 4 warm-up steps: 2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, ...
-    """
-    return config.optimizer.lr * min(1.0, (step + 1) / max(1, config.optimizer.lr_warmup_steps))
 
 
 def _run_schedule(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from posttrain.megatron_backend.train_step import learning_rate
+from posttrain.megatron_backend.learning_rate import learning_rate
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
 from posttrain.training.phases import PhaseClock

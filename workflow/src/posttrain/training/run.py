@@ -18,6 +18,7 @@ from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.objective import Objective
 from posttrain.config.schema import Config
 from posttrain.megatron_backend import checkpoint, train_step
+from posttrain.megatron_backend.learning_rate import learning_rate
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
 from posttrain.megatron_backend.ranks import data_parallel_rank, seed_random_state, sum_over_data_parallel
@@ -131,7 +132,7 @@ class TrainingRun:
             return {}
         metrics = step_metrics(rollout, statistics, mismatch, clock)
         metrics |= {
-            "train/lr": train_step.learning_rate(self.config, step),
+            "train/lr": learning_rate(self.config, step),
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,
             "train/non_finite_steps": self._num_non_finite,
