@@ -95,12 +95,15 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     state_is_equal = all(map(torch.equal, held, optimizer_tensors(policy.optimizer)))
     bad_buffers = count_bad_gradients(policy)
     again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
+    uneven = [flat(update_on(policy, grpo, groups[:number], is_last=number == 2)) for number in (1, 3, 2)]
+    at_the_end = dict(weights.gather(dtype=torch.float32))
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
         "round_trip_exact": exact == is_source,
         "statistics": flat(statistics),
         "second": flat(again),
+        "uneven": uneven,
         "bad_buffers": bad_buffers,
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
@@ -109,9 +112,22 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     }
     if dist.get_rank() == 0:
         result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
-        result["after"] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in after.items()}
+        for key, tensors in (("after", after), ("at_the_end", at_the_end)):
+            result[key] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in tensors.items()}
     dist.destroy_process_group()
     return result
+
+
+def update_on(policy, objective, groups, is_last: bool):
+    """Make an update of its own number of micro-batches."""
+    from megatron.core import parallel_state
+
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    (update,) = make_updates(policy.config, objective, groups, parallel_state.get_data_parallel_rank())
+    update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
+    return train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-3, is_last=is_last)
 
 
 def flat(statistics) -> dict[str, object]:

@@ -67,6 +67,8 @@ VIOLATIONS = (
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
     # 80 steps, of two updates each.
     ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),
+    ("qwen3_30b_a3b", "optimizer.router_bias_update_rate=0.001", ["optimizer.router_bias_update_rate"]),
+    ("qwen3_4b", "optimizer.moe_aux_loss_coeff=0.001", ["optimizer.moe_aux_loss_coeff"]),
     ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
     ("glm5", "trainer.recompute_num_layers=19", ["trainer.recompute_num_layers"]),
     ("tiny", "site.name=a/b", ["site.name"]),
@@ -259,8 +261,15 @@ def _with(config, settings):
         ("quantize.strategy=channel quantize.scale=power_of_two", "quantize.scale"),
         ("quantize.strategy=tensor quantize.scale=power_of_two", "quantize.scale"),
         ("serving.format=int4 serving.calibration=[pass.json]", "serving.calibration"),
+        ("optimizer.lr_warmup_steps=8 optimizer.lr_warmup_share=0.1", "optimizer.lr_warmup_share"),
+        (
+            "optimizer.lr_schedule=wsd optimizer.lr_decay_share=0.9 optimizer.lr_warmup_share=0.2",
+            "optimizer.lr_decay_share",
+        ),
+        ("optimizer.lr_floor=0.1", "optimizer.lr_floor"),
+        ("optimizer.lr_schedule=cosine optimizer.lr_decay_share=0.2", "optimizer.lr_decay_share"),
     ],
 )
-def test_settings_of_formats_that_exclude_each_other(settings, key):
+def test_settings_that_exclude_each_other(settings, key):
     with pytest.raises(ConfigError, match=key):
         merge(MODELS["tiny"] | {"set": settings}, CONFIG_DIR)

@@ -69,6 +69,18 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
         assert two["after"][tensor][1] == pytest.approx(norm, rel=1e-6), tensor
 
 
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_updates_of_different_numbers_of_micro_batches(run_layout, name: str) -> None:
+    """Gradients are reduced while the last of them is differentiated, and new weights arrive in the next forward pass."""
+    one, two = run_layout("one_rank"), run_layout(name)
+    assert len({update["num_tokens"] for update in one["uneven"]}) == 3
+    for expected, update in zip(one["uneven"], two["uneven"], strict=True):
+        assert update["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert update["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    for tensor, (_, norm) in one["at_the_end"].items():
+        assert two["at_the_end"][tensor][1] == pytest.approx(norm, rel=1e-5), f"{tensor} has arrived"
+
+
 @pytest.mark.parametrize("name", [*LAYOUTS, "bf16"])
 def test_weights_and_state_round_trip(run_layout, name: str) -> None:
     result = run_layout(name)

@@ -105,7 +105,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(make_policy, make_reference) -> Trained:
-    from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.learning_rate import learning_rate
 
     policy = make_policy(trained_config())
     other = IndependentGrpo(make_reference(), SETTINGS)
@@ -121,8 +121,7 @@ def trained(make_policy, make_reference) -> Trained:
             assert len(update.batches) > 2
             for batch, row in zip(update.batches, update.old_logprobs, strict=True):
                 result.old_logprobs += [(v, old[part][i]) for i, v in batch.response_values(row).items()]
-            learning_rate = train_step.learning_rate(policy.config, step)
-            mine = dataclasses.asdict(apply(policy, update, learning_rate))
+            mine = dataclasses.asdict(apply(policy, update, learning_rate(policy.config, step)))
             theirs = other.update(samples[part], old[part], values[part], lr)
             result.statistics.append((mine | mine.pop("named"), theirs))
     result.ours, result.theirs = weights_of(policy), other.weights()
@@ -333,19 +332,6 @@ def test_a_batch_without_old_log_probabilities_and_a_policy_without_optimizer_ar
         apply(policy, update, LR)
     with pytest.raises(AssertionError, match="cannot be trained"):
         train_step.update(dataclasses.replace(policy, optimizer=None), objective(), [], LR)
-
-
-def test_the_learning_rate_rises_from_its_first_part_to_the_whole() -> None:
-    from posttrain.megatron_backend.train_step import learning_rate
-
-    config = test_config(TRAINED)
-
-    def rates(steps: int) -> list[float]:
-        optimizer = dataclasses.replace(config.optimizer, lr=1e-6, lr_warmup_steps=steps)
-        return [learning_rate(dataclasses.replace(config, optimizer=optimizer), step) for step in range(6)]
-
-    assert rates(4) == pytest.approx([2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, 1e-6], rel=1e-12)
-    assert rates(1) == rates(0) == [1e-6] * 6
 
 
 @pytest.fixture

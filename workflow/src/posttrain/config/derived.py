@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from posttrain.config.schema import Config
@@ -36,6 +37,16 @@ def rollout_samples_per_step(config: Config) -> int:
 def num_updates_per_step(config: Config) -> int:
     """Return the optimizer steps per rollout."""
     return rollout_samples_per_step(config) // config.training.global_batch_size
+
+
+def warmup_steps(config: Config) -> int:
+    """Return the steps of linear warm-up."""
+    return config.optimizer.lr_warmup_steps or math.ceil(config.optimizer.lr_warmup_share * config.training.num_steps)
+
+
+def lr_decay_steps(config: Config) -> int:
+    """Return the steps at the end over which the learning rate falls (wsd)."""
+    return math.ceil(config.optimizer.lr_decay_share * config.training.num_steps)
 
 
 def prefill_gpus(config: Config) -> int:

@@ -260,10 +260,15 @@ def _training_state(policy: Policy) -> dict[str, Any]:
 
 
 def sharded_weights(model: LogprobModel) -> ShardedStateDict:
-    """Return the sharded weights; Transformer Engine's `_extra_state` (scales of FP8 training) is not part of them."""
+    """Return the sharded weights; Transformer Engine's extra states (scales of FP8 training) are not part of them."""
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = model.sharded_state_dict(metadata=groups)
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    return {key: value for key, value in state.items() if not _is_extra_state(key)}
+
+
+def _is_extra_state(key: str) -> bool:
+    """Tell whether a module keeps something there that is no weight; grouped experts have `_extra_state3`, too."""
+    return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _read_counts(folder: Path) -> dict[str, int]:
@@ -290,9 +295,9 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _fill(model: LogprobModel, loaded: dict[str, Any]) -> None:
-    """Copy loaded tensors into the model; nothing else than `_extra_state` may be missing."""
+    """Copy loaded tensors into the model; nothing but extra states may be missing."""
     missing, unexpected = model.load_state_dict(loaded, strict=False)
-    missing = [key for key in missing if not key.endswith("_extra_state")]
+    missing = [key for key in missing if not _is_extra_state(key)]
     if missing or unexpected:
         raise CheckpointError(f"weights missing {missing[:5]}, unexpected {unexpected[:5]}")
 

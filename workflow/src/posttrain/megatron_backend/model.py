@@ -83,5 +83,7 @@ def build_policy(config: Config) -> Policy:
         chunks, None, **kwargs
     )
     settings.grad_scale_func = None
+    # Schedules ask for it, to leave gradients where they are until the last micro-batch.
+    settings.no_sync_func = wrapped.no_sync
     optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped])
     return Policy(config, model, wrapped, optimizer)

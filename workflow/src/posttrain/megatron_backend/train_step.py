@@ -20,7 +20,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from posttrain.algorithm.objective import Objective, TokenBatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
-from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -79,6 +78,7 @@ def update(
     lr: float,
     has_signal: bool = True,
     look: Callable[[list[torch.Tensor]], None] | None = None,
+    is_last: bool = True,
 ) -> UpdateStatistics:
     """Minimise the objective on one global batch.
 
@@ -90,6 +90,8 @@ def update(
         has_signal: Without it, the weights stay as they are: decay and momentum would move them, and no sample asks.
         look: For the first update on a rollout, whose own log-probabilities are those before it. Called on every rank
             with what `compute_logprobs` would return, before a weight moves; what it raises keeps them as they are.
+        is_last: No update follows at once: the new weights are complete on every rank when this returns. Otherwise they
+            arrive while the next update's forward pass runs.
 
     Raises:
         RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
@@ -108,24 +110,16 @@ def update(
             "Set algorithm.non_finite=skip_step to count such steps and go on"
         )
     outcome = NON_FINITE if num_bad else APPLIED if has_signal else NO_SIGNAL
+    grad_norm = _apply(policy, lr) if outcome == APPLIED else 0.0
+    if is_last:
+        policy.wrapped.start_param_sync(force_sync=True)
     return UpdateStatistics(
         loss=sums["loss"],
-        grad_norm=_apply(policy, lr) if outcome == APPLIED else 0.0,
+        grad_norm=grad_norm,
         num_tokens=int(sums["num_tokens"]),
         named={name: sums[name] / (sums["num_tokens"] if _is_mean(name) else 1) for name in _statistics(objective)},
         outcome=outcome,
     )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up, then constant.
-
-    All updates of a step have the same; `optimizer.lr_warmup_steps` counts steps.
-
-    Example:
-        lr 1e-6 and 4 warm-up steps: 2.5e-7, 5e-7, 7.5e-7, 1e-6, 1e-6, ...
-    """
-    return config.optimizer.lr * min(1.0, (step + 1) / max(1, config.optimizer.lr_warmup_steps))
 
 
 def _run_schedule(

@@ -18,6 +18,7 @@ from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.objective import Objective
 from posttrain.config.schema import Config
 from posttrain.megatron_backend import checkpoint, train_step
+from posttrain.megatron_backend.learning_rate import learning_rate
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
 from posttrain.megatron_backend.ranks import data_parallel_rank, seed_random_state, sum_over_data_parallel
@@ -128,16 +129,17 @@ class TrainingRun:
             known = before if self.objective.needs.old_logprobs else before[:1]
             found.append(self.comparison.on_own_weights(step, known, served))
 
-        lr = train_step.learning_rate(self.config, step)
-        looks = (look, *(None for _ in updates[1:]))
-        return [self._update(update, lr, look) for update, look in zip(updates, looks, strict=True)], found[0]
+        lr, first, last = learning_rate(self.config, step), updates[0], updates[-1]
+        statistics = [self._update(u, lr, look if u is first else None, is_last=u is last) for u in updates]
+        return statistics, found[0]
 
     def _update(
-        self, update: Update, lr: float, look: Callable[[list[torch.Tensor]], None] | None
+        self, update: Update, lr: float, look: Callable[[list[torch.Tensor]], None] | None, is_last: bool
     ) -> train_step.UpdateStatistics:
+        """Apply one optimizer update; see `train_step.update`."""
         has_signal = update.has_signal or self.config.algorithm.zero_advantages == "update"
         micro_batches = update.micro_batches(self.objective.needs)
-        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, look)
+        statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, look, is_last)
         self._num_non_finite += statistics.outcome == train_step.NON_FINITE
         return statistics
 
@@ -162,7 +164,7 @@ class TrainingRun:
             return {}
         metrics = step_metrics(rollout, statistics, mismatch, clock)
         metrics |= {
-            "train/lr": train_step.learning_rate(self.config, step),
+            "train/lr": learning_rate(self.config, step),
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,
             "train/non_finite_steps": self._num_non_finite,

@@ -22,6 +22,10 @@ QUIET_THREADS = flag(
     reason="trainer and engine share the cores: a thread that spins while it waits takes the core the other needs",
 )
 
+_OVERLAP_PARAM_GATHER = flag(
+    "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
+)
+
 
 def megatron_flags(config: Config) -> dict[str, list[Flag]]:
     """Return reader -> flags: `megatron.model`, `megatron.ddp`, `megatron.optimizer` and `trainer.env`."""
@@ -72,8 +76,8 @@ def ddp_flags(config: Config) -> list[Flag]:
     return [
         flag("grad_reduce_in_fp32", True, reason="the recipe: gradients are accumulated and reduced in FP32"),
         flag("use_distributed_optimizer", True, reason="each rank keeps its share of the optimizer's state"),
-        flag("overlap_grad_reduce", _on_cuda(config), "hardware.device", reason="needs CUDA streams"),
-        flag("overlap_param_gather", False, reason="weights leave for the engines right after the step"),
+        flag("overlap_grad_reduce", True, reason="gradients travel while others are computed, over gloo too"),
+        _OVERLAP_PARAM_GATHER,
         flag(
             "check_for_nan_in_grad",
             False,
@@ -97,6 +101,7 @@ def optimizer_flags(config: Config) -> list[Flag]:
         flag("bf16", config.trainer.params_dtype == "bf16", "trainer.params_dtype"),
         _key(config, "params_dtype", "trainer.params_dtype"),
         flag("use_distributed_optimizer", True, reason="as in megatron.ddp"),
+        _OVERLAP_PARAM_GATHER,
         flag("optimizer_cpu_offload", offload, offload_key),
         flag(
             "optimizer_offload_fraction",
@@ -117,6 +122,9 @@ def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
         num_nodes: That the ranks are on; 0: as many as the configuration says.
     """
     flags = [QUIET_THREADS]
+    if _on_cuda(config):
+        segments = "rows differ in length from micro-batch to micro-batch, and leave holes in memory"
+        flags.append(flag("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "hardware.device", reason=segments))
     if _on_cuda(config) and config.parallel.tensor_model_parallel_size > 1:
         flags.append(
             flag(
@@ -194,6 +202,7 @@ def _grouped_attention(config: Config) -> list[Flag]:
     is_normed = arch.use_qk_norm or FAMILIES[arch.model_type].always_qk_norm
     return [
         *_same(config, {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}),
+        flag("apply_rope_fusion", _on_cuda(config), "hardware.device", reason="a CUDA kernel"),
         flag("add_qkv_bias", arch.attention_bias, f"{ARCHITECTURE}.attention_bias"),
         flag("qk_layernorm", is_normed, f"{ARCHITECTURE}.use_qk_norm", f"{ARCHITECTURE}.model_type"),
     ]
@@ -207,7 +216,9 @@ def _experts(config: Config) -> list[Flag]:
     dense, layers = f"{ARCHITECTURE}.first_k_dense_replace", f"{ARCHITECTURE}.num_hidden_layers"
     num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
     shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
-    dispatcher = "flex" if config.trainer.deepep else "alltoall"
+    parallel = config.parallel
+    has_peers = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
+    dispatcher = "flex" if config.trainer.deepep and has_peers else "alltoall"
     return [
         *_same(config, {"num_moe_experts": "n_routed_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}),
         flag("moe_layer_freq", [0] * arch.first_k_dense_replace + [1] * num_moe_layers, dense, layers),
@@ -218,7 +229,14 @@ def _experts(config: Config) -> list[Flag]:
             shared,
         ),
         *_router(config),
-        flag("moe_token_dispatcher_type", dispatcher, "trainer.deepep"),
+        flag(
+            "moe_token_dispatcher_type",
+            dispatcher,
+            "trainer.deepep",
+            "parallel.expert_model_parallel_size",
+            "parallel.expert_tensor_parallel_size",
+            reason="`flex` refuses experts that one rank holds alone",
+        ),
         flag("moe_flex_dispatcher_backend", "deepep", reason="the dispatcher `flex` uses; without it no effect"),
         flag("moe_grouped_gemm", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
         flag("moe_permute_fusion", _on_cuda(config), "hardware.device", reason="CUDA kernels"),
@@ -295,7 +313,12 @@ def _kernels(config: Config) -> list[Flag]:
         flag("bias_dropout_fusion", _on_cuda(config), "hardware.device", reason=fused),
         flag("masked_softmax_fusion", False, reason="the attention is ours"),
         flag("persist_layer_norm", False, reason="a LayerNorm kernel; the model has RMSNorm"),
-        flag("gradient_accumulation_fusion", False, reason="needs apex or Transformer Engine weights"),
+        flag("cross_entropy_loss_fusion", False, reason="log-probabilities are ours, in chunks of tokens"),
+        flag(
+            "gradient_accumulation_fusion",
+            False,
+            reason="asks for Apex; Transformer Engine's layers are told after they are built",
+        ),
     ]
 
 
