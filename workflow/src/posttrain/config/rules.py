@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from posttrain.config.derived import (
     data_parallel_size,
@@ -16,7 +17,7 @@ from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.presets import check_bounds
-from posttrain.config.schema import Config
+from posttrain.config.schema import Config, RopeScaling
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
@@ -30,6 +31,8 @@ UNPINNED = "unpinned"
 CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
 # Families that `megatron_backend` has the layers of.
 TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
+# What `megatron_backend` lacks of them: dimensions that a model may have, and the only value that trains.
+UNTRAINED: Mapping[str, Any] = {"index_topk_freq": 1, "n_group": 1, "rope_scaling": RopeScaling()}
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
@@ -60,6 +63,7 @@ def check_trainable(config: Config) -> Problems:
     """
     yield from check_convertible(config)
     yield from _family(config, TRAINABLE, "train")
+    yield from _parts(config)
     yield from check_launcher(config)
     if (size := config.parallel.context_parallel_size) > 1:
         allowed = "1 to train with this version"
@@ -74,6 +78,16 @@ def _family(config: Config, families: tuple[str, ...], purpose: str) -> Problems
         yield Problem(
             "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
         )
+
+
+def _parts(config: Config) -> Problems:
+    arch = config.model.architecture
+    untrained = {name: value for name, value in UNTRAINED.items() if getattr(arch, name) != value}
+    if arch.kv_lora_rank and not arch.q_lora_rank:
+        untrained["q_lora_rank"] = "a value above 0"
+    for name, value in untrained.items():
+        allowed = f"{value} to train with this version"
+        yield Problem(f"model.architecture.{name}", str(getattr(arch, name)), allowed, "plan it, or take another model")
 
 
 def _model_source(config: Config) -> Problems:
