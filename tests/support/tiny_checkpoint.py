@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from posttrain.checkpoint.formats.hf_config import CLASS_OF
-from posttrain.config.families import dimensions
+from posttrain.config.families import dimensions, family_of
 from posttrain.config.schema import Architecture, RopeScaling
 
 if TYPE_CHECKING:
@@ -212,4 +211,4 @@ def transformers_config(architecture: Architecture, num_layers: int) -> Pretrain
     if architecture.routed_scaling_factor:
         values = {"n_group": 1, "topk_group": 1, **values}
     common = {"rope_parameters": rope, "dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 1}
-    return AutoConfig.for_model(model_type, architectures=[CLASS_OF[model_type]], **values, **common)
+    return AutoConfig.for_model(model_type, architectures=[family_of(architecture).hub_class], **values, **common)

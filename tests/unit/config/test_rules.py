@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checkpoint.formats.hf_config import CLASS_OF
 from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
 from posttrain.config.load import Chosen, merge, read_yaml
-from posttrain.config.rules import CONVERTIBLE, RULES, UNPINNED, check_convertible, check_trainable
+from posttrain.config.rules import RULES, UNPINNED, check_convertible, check_trainable
 from posttrain.errors import ConfigError, Problem
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
@@ -219,10 +218,6 @@ def test_what_is_planned_but_not_trained():
     assert not list(check_trainable(merge(MODELS["tiny"], CONFIG_DIR).config))
     keys = [problem.key for problem in check_trainable(merge(MODELS["glm5"], CONFIG_DIR).config)]
     assert keys == ["nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines"]
-
-
-def test_convertible_are_the_families_that_checkpoints_are_checked_for():
-    assert set(CONVERTIBLE) == set(CLASS_OF)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -46,12 +46,14 @@ class Family:
     """What models of one `model_type` are made of.
 
     Args:
+        hub_class: What `architectures` of config.json names, a class of transformers.
         needs: Dimensions that must be set.
         may: Dimensions that have a meaning when left at their default, too.
         router_bias: The router has a bias per expert that corrects the choice.
         always_qk_norm: Queries and keys are normalised in every model of the family.
     """
 
+    hub_class: str
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
     router_bias: bool = False
@@ -59,21 +61,31 @@ class Family:
 
 
 FAMILIES = {
-    "glm_moe_dsa": Family((*_MLA, *_INDEXER, *_GLM_EXPERTS), (*_GLM_COUNTS, *_SHARED_INDEXER), router_bias=True),
-    "deepseek_v3": Family((*_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", (*_MLA, *_INDEXER, *_GLM_EXPERTS), (*_GLM_COUNTS, *_SHARED_INDEXER), router_bias=True
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", (*_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True
+    ),
     "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
         (*_GQA, *_GLM_EXPERTS, "partial_rotary_factor"),
         (*_GLM_COUNTS, "attention_bias", "use_qk_norm"),
         router_bias=True,
     ),
-    "qwen3": Family(_GQA, ("tie_word_embeddings",), always_qk_norm=True),
-    "qwen3_moe": Family((*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3": Family("Qwen3ForCausalLM", _GQA, ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
 }
 
 
 def family_of(arch: Architecture) -> Family:
     """Return the family of a model."""
     return FAMILIES[arch.model_type]
+
+
+def modelling_module(model_type: str) -> str:
+    """Return the module of transformers that has the family's `hub_class`."""
+    return f"transformers.models.{model_type}.modeling_{model_type}"
 
 
 def dimensions(arch: Architecture) -> dict[str, Any]:

@@ -27,8 +27,6 @@ NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
-# Families that `checkpoint.param_names` has the names of.
-CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
 # Families that `megatron_backend` has the layers of.
 TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
 # What `megatron_backend` lacks of them: dimensions that a model may have, and the only value that trains.
@@ -45,9 +43,8 @@ def check_consistency(config: Config) -> list[Problem]:
 
 
 def check_convertible(config: Config) -> Problems:
-    """Yield what can be planned but not fetched or converted by this version: ask before any work starts."""
+    """Yield what can be planned but not fetched by this version: ask before any work starts."""
     source = config.model.source
-    yield from _family(config, CONVERTIBLE, "convert or export")
     if source.kind == "hub" and source.revision == UNPINNED:
         remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
         yield Problem(
@@ -62,7 +59,7 @@ def check_trainable(config: Config) -> Problems:
     where it can.
     """
     yield from check_convertible(config)
-    yield from _family(config, TRAINABLE, "train")
+    yield from _family(config)
     yield from _parts(config)
     yield from check_launcher(config)
     if (size := config.parallel.context_parallel_size) > 1:
@@ -71,10 +68,10 @@ def check_trainable(config: Config) -> Problems:
     yield from check_started_engines(config)
 
 
-def _family(config: Config, families: tuple[str, ...], purpose: str) -> Problems:
+def _family(config: Config) -> Problems:
     model_type = config.model.architecture.model_type
-    if model_type not in families:
-        allowed = f"{' or '.join(families)} to {purpose} with this version"
+    if model_type not in TRAINABLE:
+        allowed = f"{' or '.join(TRAINABLE)} to train with this version"
         yield Problem(
             "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
         )

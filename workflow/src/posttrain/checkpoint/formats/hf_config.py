@@ -24,17 +24,10 @@ from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_written
-from posttrain.config.families import chooses_keys, dimensions
+from posttrain.config.families import chooses_keys, dimensions, family_of
 from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import CheckpointError, Problem
 
-CLASS_OF: Mapping[str, str] = {
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 # As many lines as a terminal shows; of another model all tensors differ.
@@ -87,7 +80,7 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_rem
         yield Problem(f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy)
     else:
         yield from _compare("model_type", model_type, architecture.model_type)
-        yield from _compare("architectures", classes, [CLASS_OF[architecture.model_type]])
+        yield from _compare("architectures", classes, [family_of(architecture).hub_class])
     if config.get("auto_map") and not trust_remote_code:
         remedy = "use a checkpoint of a built-in architecture, or allow its code explicitly"
         yield Problem(f"{CONFIG}: auto_map", repr(config["auto_map"]), "no code of its own", remedy)
