@@ -11,6 +11,7 @@ from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import test_config
 from tests.support.tiny_checkpoint import TRAINED
 
+from posttrain.megatron_backend import packed
 from posttrain.megatron_backend.packed import PackedSequences
 
 pytestmark = pytest.mark.usefixtures("policy")
@@ -21,9 +22,9 @@ def boundaries(sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 def run_packed(policy, sequences: list[torch.Tensor], labels: torch.Tensor | None = None) -> torch.Tensor:
-    packed = PackedSequences.from_boundaries(boundaries(sequences))
+    row = PackedSequences.from_boundaries(boundaries(sequences))
     tokens = torch.cat(sequences)[None]
-    output = policy.wrapped(tokens, packed.position_ids[None], None, labels=labels, packed_seq_params=packed)
+    output = policy.wrapped(tokens, row.position_ids[None], None, labels=labels, packed_seq_params=row)
     return output.squeeze() if labels is None else output[0]
 
 
@@ -41,9 +42,13 @@ def test_a_sequence_shorter_than_topk_is_dense(policy, reference) -> None:
     assert (packed - reference(sequence[None]).logits[0]).abs().max() <= 1e-5
 
 
+# Scores that a call is worth: none, so that each sequence has a block of its own; some; more than there are.
+@pytest.mark.parametrize(("worth", "num_blocks"), [(0, 5), (1500, 3), (10**6, 1)])
 @torch.no_grad()
-def test_packed_equals_separate(policy, sequences) -> None:
+def test_packed_equals_separate(policy, sequences, monkeypatch, worth, num_blocks) -> None:
     separate = torch.cat([run_packed(policy, [sequence]) for sequence in sequences])
+    monkeypatch.setattr(packed, "SCORES_PER_CALL", worth)
+    assert len(PackedSequences.from_boundaries(boundaries(sequences)).blocks) == num_blocks
     assert (run_packed(policy, sequences) - separate).abs().max() <= 2e-6
 
 
@@ -124,17 +129,17 @@ def recorded_selections(policy, sequences) -> list[list[torch.Tensor]]:
         with pytest.MonkeyPatch.context() as patch:
             for layer in policy.model.decoder.layers:
                 core = layer.self_attention.core_attention
-                patch.setattr(core, "_selector", recording(core._selector, layers))
+                patch.setattr(core, "_selectors", recording(core._selectors, layers))
             run_packed(policy, [sequence])
         found.append(layers)
     return found
 
 
-def recording(make_selector, layers: list[torch.Tensor]):
+def recording(make_selectors, layers: list[torch.Tensor]):
     def make(x, q_latent, packed, frequencies):
-        select = make_selector(x, q_latent, packed, frequencies)
+        (select,) = make_selectors(x, q_latent, packed, frequencies)
         layers.append(select(0, packed.max_seqlen_q)[0])
-        return select
+        return [select]
 
     return make
 
@@ -180,9 +185,9 @@ def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
     layer = policy.model.decoder.layers[1].self_attention
     weight = layer.q_layernorm.weight.data.clone()
     right = recorded_selections(policy, sequences)[2][1]
-    original = layer.core_attention._selector
+    original = layer.core_attention._selectors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer.core_attention, "_selector", lambda x, latent, *rest: original(x, latent / weight, *rest))
+        patch.setattr(layer.core_attention, "_selectors", lambda x, latent, *rest: original(x, latent / weight, *rest))
         wrong = recorded_selections(policy, sequences)[2][1]
     assert not torch.equal(right, wrong)
 
@@ -202,13 +207,13 @@ def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, seq
     assert (sparse - dense).abs().max() <= 1e-6
 
 
+# A chunk of 5 leaves the first queries, which see fewer keys than are kept, to dense attention.
+@pytest.mark.parametrize("chunk", [1, 5, 35])
 @torch.no_grad()
-def test_attention_chunks_change_nothing(policy, sequences) -> None:
+def test_attention_chunks_change_nothing(policy, sequences, monkeypatch, chunk) -> None:
     whole = run_packed(policy, sequences)
-    policy.model.config.attention_chunk_tokens = 35
-    chunked = run_packed(policy, sequences)
-    policy.model.config.attention_chunk_tokens = policy.config.trainer.attention_chunk_tokens
-    assert (whole - chunked).abs().max() <= 2e-6
+    monkeypatch.setattr(policy.model.config, "attention_chunk_tokens", chunk)
+    assert (whole - run_packed(policy, sequences)).abs().max() <= 2e-6
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_updates_of_different_numbers_of_micro_batches(run_layout, name: str) -> None:
-    """Gradients are reduced while the last of them is differentiated, and new weights arrive in the next forward pass."""
+    """Gradients are reduced during the last backward pass, and new weights arrive in the next forward pass."""
     one, two = run_layout("one_rank"), run_layout(name)
     assert len({update["num_tokens"] for update in one["uneven"]}) == 3
     for expected, update in zip(one["uneven"], two["uneven"], strict=True):

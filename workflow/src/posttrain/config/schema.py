@@ -255,7 +255,7 @@ class Trainer:
     recompute_granularity: str = _doc("Recomputation in the backward pass", "full", choices=("full", "none"))
     recompute_method: str = _doc("Megatron's method of full recomputation", "uniform", choices=("uniform", "block"))
     recompute_num_layers: int = _doc("Layers per recomputed chunk", 1, minimum=1)
-    attention_chunk_tokens: int = _doc("Queries whose attention scores exist at a time", 512, minimum=1)
+    attention_chunk_tokens: int = _doc("Queries of a sequence whose attention scores exist at a time", 512, minimum=1)
     optimizer_cpu_offload: bool = _doc("Keep optimizer state in host memory", False)
     deepep: bool = _doc("DeepEP dispatches tokens to experts (CUDA only)", True)
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)

@@ -7,6 +7,7 @@ its norm, as in the model that was pre-trained. Without an indexer (DeepSeek-V3)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.megatron_backend.glm5.indexer import Indexer, gather_sequence
 from posttrain.megatron_backend.glm5.linear import ReplicatedLinear
-from posttrain.megatron_backend.glm5.sparse_attention import Selector, attend_in_chunks, causal_mask
+from posttrain.megatron_backend.glm5.sparse_attention import Selector, attend_in_chunks
 from posttrain.megatron_backend.packed import PackedSequences
 
 
@@ -58,26 +59,24 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             [T, N * D_v].
         """
-        select = self._selector(x, q_latent, sequences, frequencies)
-        output = attend_in_chunks(
-            sequences.pad(query),
-            sequences.pad(key),
-            sequences.pad(value),
-            select,
-            self.softmax_scale,
-            self.config.attention_chunk_tokens,
-        )
-        return sequences.unpad(output).flatten(1)
+        selectors = self._selectors(x, q_latent, sequences, frequencies)
+        topk, chunk = self.indexer.topk if self.indexer else 0, self.config.attention_chunk_tokens
+        rows = (sequences.split(row) for row in (query, key, value))
+        outputs = [
+            attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk)
+            for q, k, v, select in zip(*rows, selectors, strict=True)
+        ]
+        return sequences.join(outputs).flatten(1)
 
-    def _selector(
+    def _selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
-    ) -> Selector:
-        if self.indexer is None:
-            return lambda first, end: causal_mask(first, end - first, end, x.device).unsqueeze(0)
+    ) -> Sequence[Selector | None]:
+        if self.indexer is None or sequences.max_seqlen_q <= self.indexer.topk:
+            return [None] * len(sequences.blocks)
         angles = frequencies[sequences.position_ids]
         x = gather_sequence(x.squeeze(1), self.config)
         q_latent = gather_sequence(q_latent, self.config)
-        return self.indexer.make_selector(x, q_latent, angles.cos(), angles.sin(), sequences)
+        return self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
 
 
 class Glm5SelfAttention(MLASelfAttention):

@@ -6,6 +6,8 @@ is no gradient, and weight decay must not shrink what nothing trains.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -38,10 +40,10 @@ class Indexer(MegatronModule):
         self.k_norm.requires_grad_(False)
 
     @torch.no_grad()
-    def make_selector(
+    def make_selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: PackedSequences
-    ) -> Selector:
-        """Project once, and return the function that selects keys for a chunk of queries.
+    ) -> list[Selector]:
+        """Project once, and return for each block the function that selects keys for a chunk of queries.
 
         Args:
             x: [T, H] normalised input of the attention.
@@ -55,15 +57,16 @@ class Indexer(MegatronModule):
         keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), cos, sin).squeeze(1)
         # The head weights decide between close scores: they are computed in fp32, as the reference does.
         weights = F.linear(x.float(), self.linear_weights_proj.weight.float()) * self.num_heads**-0.5
-        queries, keys, weights = (sequences.pad(t) for t in (queries, keys, weights))
+        blocks = zip(*(sequences.split(t) for t in (queries, keys, weights)), strict=True)
+        return [partial(self._select, *block) for block in blocks]
 
-        @torch.no_grad()
-        def select(first: int, end: int) -> torch.Tensor:
-            visible = causal_mask(first, end - first, end, x.device)
-            scores = index_scores(queries[:, first:end], keys[:, :end], weights[:, first:end])
-            return select_topk(scores, visible, self.topk)
-
-        return select
+    @torch.no_grad()
+    def _select(
+        self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        visible = causal_mask(first, end - first, end, keys.device)
+        scores = index_scores(queries[:, first:end], keys[:, :end], weights[:, first:end])
+        return select_topk(scores, visible, self.topk)
 
     def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Apply rotary position to the first part of each head [T, n, head_dim]: GLM-5 puts it first, in pairs."""

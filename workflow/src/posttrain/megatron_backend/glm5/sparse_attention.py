@@ -20,7 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as F
+
+# Scores of a chunk in FP32 that lie in a core's cache, with as many again of each of some indexer heads.
+CACHED_SCORES = 2**18
 
 # (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
 Selector = Callable[[int, int], torch.Tensor]
@@ -58,7 +61,7 @@ def select_topk(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch
     if topk >= scores.shape[-1]:
         return visible.expand(scores.shape)
     masked = scores.masked_fill(~visible, float("-inf"))
-    threshold = masked.topk(topk, dim=-1).values[..., -1:]
+    threshold = masked.topk(topk, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     above = masked > threshold
     tied = masked == threshold
     places_left = topk - above.sum(dim=-1, keepdim=True)
@@ -71,63 +74,69 @@ def causal_mask(first_query: int, num_queries: int, num_keys: int, device: torch
     return torch.arange(num_keys, device=device) <= positions[:, None]
 
 
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor, scale: float
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attend to the kept keys.
+    """Attend to the kept keys by torch's fused attention, which never holds a score longer than it needs it.
 
     Args:
         query: [B, C, N, D_qk].
         key: [B, S, N, D_qk].
         value: [B, S, N, D_v].
-        keep: [B or 1, C, S] bool; at least one key per query.
+        keep: [B or 1, C, S] bool, at least one key per query; None: query s sees the keys 0 ... s, and C is S.
         scale: Factor on the dot products.
 
     Returns:
         [B, C, N, D_v] in the dtype of `value`; the softmax runs in fp32.
     """
-    scores = torch.einsum("bcnd,bsnd->bncs", query, key).float() * scale
-    weights = scores.masked_fill(~keep.unsqueeze(1), float("-inf")).softmax(dim=-1)
-    return torch.einsum("bncs,bsnd->bcnd", weights.to(value.dtype), value)
+    width = value.shape[-1]
+    # The kernel for CPUs wants values as wide as keys.
+    value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if keep is None:
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    else:
+        bias = query.new_zeros(keep.shape).masked_fill_(~keep, float("-inf")).unsqueeze(1)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return output.transpose(1, 2)[..., :width]
 
 
 def attend_in_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    select: Selector,
+    select: Selector | None,
+    num_dense: int,
     scale: float,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """Run attention for `chunk_tokens` queries at a time, so that scores of [C, S] exist instead of [S, S].
-
-    With several chunks each is recomputed in the backward pass, so that its scores are not kept either.
+    """Run attention for some queries of each sequence at a time, so that masks of [C, S] exist instead of [S, S].
 
     Args:
         query: [B, S, N, D_qk].
         key: [B, S, N, D_qk].
         value: [B, S, N, D_v].
-        select: Tells which keys each query of a chunk attends to.
+        select: Tells which keys each query of a chunk attends to; None: all before it.
+        num_dense: The first queries, of which each attends to all keys before it whatever their scores.
         scale: Factor on the dot products.
-        chunk_tokens: Queries per chunk, over all sequences together.
+        chunk_tokens: Most queries of a chunk, of each sequence.
 
     Returns:
         [B, S, N, D_v].
     """
-    batch, longest = query.shape[:2]
-    step = max(1, chunk_tokens // batch)
-    if step >= longest:
-        return masked_attention(query, key, value, select(0, longest), scale)
-    chunks = [
-        checkpoint(
-            masked_attention,
-            query[:, start : start + step],
-            key[:, : start + step],
-            value[:, : start + step],
-            select(start, min(start + step, longest)),
-            scale,
-            use_reentrant=False,
-        )
-        for start in range(0, longest, step)
-    ]
-    return torch.cat(chunks, dim=1)
+    longest = query.shape[1]
+    if select is None or num_dense >= longest:
+        return attend(query, key, value, None, scale)
+    step = queries_at_a_time(longest, chunk_tokens, query.device)
+    # A few are not worth a call of their own.
+    first = num_dense if num_dense >= step else 0
+    parts = [attend(query[:, :first], key[:, :first], value[:, :first], None, scale)] if first else []
+    for start in range(first, longest, step):
+        end = min(start + step, longest)
+        parts.append(attend(query[:, start:end], key[:, :end], value[:, :end], select(start, end), scale))
+    return torch.cat(parts, dim=1)
+
+
+def queries_at_a_time(longest: int, chunk_tokens: int, device: torch.device) -> int:
+    """Return the queries of a chunk: on a CPU no more than its caches hold the scores of, which saves page faults."""
+    return min(chunk_tokens, max(1, CACHED_SCORES // longest)) if device.type == "cpu" else chunk_tokens

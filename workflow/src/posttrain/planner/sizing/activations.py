@@ -2,15 +2,15 @@
 
 Letters: t tokens of a row on this rank, s = t / TP (Megatron's sequence parallelism), p bytes of a weight, H hidden
 size, n heads of this rank, d_qk and d_v head widths, r_q and r_kv ranks of MLA's latents, E experts, K experts per
-token, F width of an MLP, S longest sequence, P = B S the row spread over a block of B sequences.
+token, F width of an MLP, S longest sequence, P = B S the row spread over blocks of B sequences in all.
 
 A layer without recomputation keeps, by the autograd of `megatron_backend/glm5` and of Megatron's local modules:
 
     a norm of width W           4 W (FP32 copy of the input), 4 (statistics), p W (before the norm's weight)   per token
     attention                   norm of H, p H; norms of r_q and r_kv and their outputs                              s
                                 rotary factors 4 p rope; q, k, v                                                     t
-                                q, k, v in the padded block                                                          P
-                                softmax 4 n S, its copy in BF16 2 n S, mask S (one chunk) or masks alone (several)   P
+                                q, k, v and the output in blocks, v as wide as k; log-sum-exp 4 n                     P
+                                mask p S where keys are selected, of a chunk of queries its keys so far              P
                                 p n d_v, the input of the output projection                                          t
     gated MLP                   norm of H, p H (s); gate and up 2 F, silu F, the other half F, product F             t
     router                      scores 4 E, chosen 8 K, probabilities 4 K and their sum 4; map E, 4 E, order 8 K     s
@@ -103,7 +103,7 @@ def stage_activations(
     has_experts = any(row.is_moe(index) for index in layers)
     return Activations(
         saved=(stages - stage) * saved,
-        working=chunk + max(row.score_chunk(), row.index_chunk()) + gradient,
+        working=chunk + row.selection_chunk() + gradient,
         dispatch=row.dispatch() if has_experts else 0,
         logprobs=row.logprob_chunk() if stage == stages - 1 else 0,
     )
@@ -112,7 +112,7 @@ def stage_activations(
 def forward_bytes(config: Config, layers: range, batch: MicroBatch, assumptions: Assumptions) -> float:
     """Return the activations of a pass without backward: at most one layer's tensors exist at a time."""
     row = _row(config, batch, assumptions.expert_imbalance)
-    return max((row.layer(index) for index in layers), default=0) + max(row.score_chunk(), row.index_chunk())
+    return max((row.layer(index) for index in layers), default=0) + row.selection_chunk()
 
 
 def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, expert_imbalance: float = 1.0) -> int:
@@ -174,7 +174,7 @@ class _Row:
         self.padded = self.padded_keys / context
         self._kinds, self._kind_of = layer_kinds(self.arch)
         self._known: dict[int, float] = {}
-        self._scores = self._score_bytes()
+        self._mask_bytes = self.p * self._masked_scores()
 
     def is_moe(self, index: int) -> bool:
         """Tell whether a layer has experts."""
@@ -198,16 +198,14 @@ class _Row:
         """Return what final norm and log-probabilities keep: the norm, its output of all tokens, the targets."""
         return self.s * self._norm(self.hidden) + self.t * (self.p * self.hidden + INT64)
 
-    def score_chunk(self) -> float:
-        """Return the attention scores of a chunk of queries: three in FP32, the weights and their gradient in p bytes.
+    def selection_chunk(self) -> float:
+        """Return what it takes to select keys for a chunk of queries, per query and key.
 
-        Counted by hand from `masked_attention` and its backward pass.
+        The indexer's products before and after scaling, FP32 (`index_scores`); then scores, masked scores and their
+        running count of ties, 16 bytes, and masks of one (`select_topk`).
         """
-        return self._heads() * self._chunk_queries() * self._batch.longest * (3 * FP32 + 2 * self.p)
-
-    def index_chunk(self) -> float:
-        """Return the indexer's products of a chunk of queries: before and after scaling, FP32 (`index_scores`)."""
-        return 2 * FP32 * self.arch.index_n_heads * self._chunk_queries() * self._batch.longest
+        per_score = 2 * FP32 * self.arch.index_n_heads + 2 * FP32 + INT64 + 4
+        return self._is_selected() * per_score * self._chunk_queries() * self._batch.longest
 
     def logprob_chunk(self) -> float:
         """Return the logits of a chunk in FP32, which become their gradient, and the matrix's gradient in FP32.
@@ -231,9 +229,8 @@ class _Row:
         return self.arch.num_attention_heads // self.tp
 
     def _chunk_queries(self) -> float:
-        """Return the queries whose scores exist at a time (`attend_in_chunks`)."""
-        sequences, wanted = self._batch.num_sequences, self._trainer.attention_chunk_tokens
-        return min(self.padded, max(1, wanted // sequences) * sequences)
+        """Return the most queries whose scores exist at a time (`attend_in_chunks`)."""
+        return min(self.padded, self._batch.num_sequences * self._trainer.attention_chunk_tokens)
 
     def _attention(self, weights: tuple[Weight, ...]) -> float:
         projections = (
@@ -241,8 +238,9 @@ class _Row:
         )
         query, key_value, value = self._widths(weights)
         row = self.t * (query + value) + self.keys * key_value
-        block = self.padded * query + self.padded_keys * key_value
-        return projections + self.p * (row + block) + self._scores
+        block = self.padded * (query + max(query, value)) + self.padded_keys * max(key_value, 2 * (key_value - value))
+        statistics = FP32 * self._heads() * self.padded
+        return projections + self.p * (row + block) + statistics + self._mask_bytes
 
     def _latents(self) -> float:
         arch, p = self.arch, self.p
@@ -263,22 +261,19 @@ class _Row:
         total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
         return width, total - 2 * width, width
 
-    def _score_bytes(self) -> float:
-        """Return softmax and mask of one chunk, or the masks of several, which are recomputed themselves."""
-        longest, sequences = self._batch.longest, self._batch.num_sequences
-        chunk = self._chunk_queries()
-        if chunk >= self.padded:
-            mask = self._mask_rows(self.padded, longest) * longest
-            return self._heads() * self.padded * longest * (FP32 + (self.p if self.p < FP32 else 0)) + mask
-        step = int(chunk // sequences)
-        ends = [min(start + step, longest) for start in range(0, longest, step)]
-        share = self.padded / self.padded_keys
-        return share * sum(self._mask_rows(sequences * step, end) * end for end in ends)
+    def _is_selected(self) -> bool:
+        """Tell whether the indexer has a choice: below top-k nothing is scored."""
+        return self.arch.index_n_heads > 0 and self.arch.index_topk < self._batch.longest
 
-    def _mask_rows(self, queries: float, keys: int) -> float:
-        """Return the rows of a mask: below top-k, all sequences share the causal one."""
-        is_selected = self.arch.index_n_heads > 0 and self.arch.index_topk < keys
-        return queries if is_selected else queries / self._batch.num_sequences
+    def _masked_scores(self) -> float:
+        """Return the pairs of a query and a key that masks hold; the first queries, which see top-k keys, have none."""
+        if not self._is_selected():
+            return 0.0
+        longest, step = self._batch.longest, min(self._trainer.attention_chunk_tokens, self._batch.longest)
+        first = self.arch.index_topk if self.arch.index_topk >= step else 0
+        ends = [(start, min(start + step, longest)) for start in range(first, longest, step)]
+        pairs = sum((end - start) * end for start, end in ends)
+        return self._batch.num_sequences * pairs * self.padded / self.padded_keys
 
     def _mlp(self, weights: tuple[Weight, ...], component: str) -> float:
         down = [weight for weight in weights if weight.component == component]
