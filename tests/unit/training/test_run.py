@@ -9,6 +9,7 @@ import torch
 from tests.unit.megatron_backend import conftest as one_rank
 
 from posttrain.algorithm.mismatch import Mismatch
+from posttrain.megatron_backend.train_step import compute_logprobs
 from posttrain.planner.resolve import resolve
 from posttrain.training.assembly import open_run
 from posttrain.training.batch import make_updates
@@ -94,8 +95,17 @@ def test_a_ratio_to_the_engine_needs_no_pass_but_the_updates(make_policy) -> Non
 
 def test_the_comparison_has_the_samples_of_all_updates_before_any(make_policy) -> None:
     """With two passes or with one, over both updates of the rollout, and the same number."""
+    parts = _Parts(make_policy)
+    engine = -4.0
+    apart = [
+        (values - engine).abs()
+        for update in parts.updates
+        for batch, row in zip(update.batches, compute_logprobs(parts.run.policy, update.batches), strict=True)
+        for values in batch.response_values(row).values()
+    ]
     found = [_Parts(make_policy).passes(step)[1] for step in (0, 1)]
     assert found[0] == found[1]
+    assert found[0].abs_diff_mean == pytest.approx(torch.cat(apart).double().mean().item(), rel=1e-6)
 
 
 def test_an_engine_too_far_away_stops_before_a_weight_moves(make_policy) -> None:
