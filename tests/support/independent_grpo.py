@@ -34,6 +34,18 @@ def advantages(rewards: Sequence[Sequence[float]]) -> np.ndarray:
     return np.where(is_mixed, difference / (table.std(axis=1, ddof=1, keepdims=True) + 1e-6), 0.0).ravel()
 
 
+def histogram(ratio: np.ndarray, lengths: Sequence[int]) -> dict[str, float]:
+    """Return the share of all tokens in each bin of a quarter of their response."""
+    edges = [0, 0.8, 0.95, 1.05, 1.25, np.inf]
+    quarter = np.concatenate([np.floor(4 * np.arange(length) / length) for length in lengths])
+    names = ("far_below", "below", "near", "above", "far_above")
+    return {
+        f"ratio_part{part + 1}_{name}": count / len(ratio)
+        for part in range(4)
+        for name, count in zip(names, np.histogram(ratio[quarter == part], edges)[0].tolist(), strict=True)
+    }
+
+
 class IndependentGrpo:
     """A model that is trained.
 
@@ -95,6 +107,8 @@ class IndependentGrpo:
             "num_tokens": len(ratio),
             "entropy": np.concatenate(entropies).mean(),
             "importance_ratio_mean": ratio.mean(),
+            "importance_ratio_square_mean": (ratio**2).mean(),
+            **histogram(ratio, [len(now) for now in new]),
             "first_update_ratio_max_abs_deviation": np.abs(ratio - 1).max(),
             "clip_fraction": np.where(signs > 0, ratio > high, (signs < 0) & (ratio < low)).mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),

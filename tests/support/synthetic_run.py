@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithm.statistics import RATIO_HISTOGRAM
 from posttrain.artifacts import (
     Paths,
     Receipt,
@@ -260,8 +261,13 @@ def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]
         "train/importance_ratio_mean": 1.0 + rng.gauss(0, 1e-4),
         "train/first_update_ratio_max_abs_deviation": 0.0,
         "train/clip_fraction": max(0.0, 0.004 + rng.gauss(0, 0.002)),
+        "train/importance_ratio_square_mean": 1.0 + abs(rng.gauss(0, 1e-3)),
+        "train/effective_sample_size": 1.0 - abs(rng.gauss(0, 1e-3)),
+        "train/entropy": 0.9 * math.exp(-3 * progress) + abs(rng.gauss(0, 0.01)),
+        **{f"train/{name}": 0.05 for name in RATIO_HISTOGRAM.values()},
         "train/approx_kl": abs(rng.gauss(0.0004, 0.0002)),
         "train/num_tokens": num_tokens,
+        "train/num_response_tokens": 256 * 5,
         "train/num_micro_batches": 5,
         "train/padding_fraction": 0.013 + abs(rng.gauss(0, 0.002)),
         "train/non_finite_steps": 0,
@@ -274,6 +280,7 @@ def _metric_row(step: int, num_steps: int, rng: random.Random) -> dict[str, Any]
         "perf/step_seconds": total,
         **seconds,
         "perf/tokens_per_second": num_tokens / total,
+        "perf/response_tokens_per_second": 256 * 5 / total,
     }
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,16 @@ def test_two_sequences_by_hand():
     assert batch.cu_seqlens.tolist() == [0, 2, 6, 8]
     assert batch.sample_indices == (1, 0)
     assert (batch.num_padding, batch.padding_fraction) == (2, 0.25)
+
+
+def test_the_end_token_is_trained_and_an_answer_that_was_cut_has_none():
+    """END is 1. What follows the last token of a cut answer is nothing, be it in a row of its own or amid others."""
+    ended, cut = _sample((5, 9), (7, 1)), replace(_sample((4, 6), (7, 8)), finish_reason="length")
+    for samples, trained in (([ended, cut], [7, 1, 7, 8]), ([cut, ended], [7, 8, 7, 1]), ([cut], [7, 8])):
+        batch = build_packed_batch(samples, range(len(samples)), multiple_of=8)
+        assert batch.targets[batch.loss_mask > 0].tolist() == trained
+        last = batch.cu_seqlens[1 : len(samples) + 1] - 1
+        assert not batch.loss_mask[last].any()
 
 
 def test_types():

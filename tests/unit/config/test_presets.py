@@ -88,6 +88,7 @@ def test_what_no_part_uses_and_what_no_line_is_called_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "allowed"),
     [
+        ("algorithm.preset=tis algorithm.old_logprobs=engine", "algorithm.correction", "ratio itself compares"),
         ("algorithm.preset=mis algorithm.correction_low=2", "algorithm.correction_low", "correction_high=2.0"),
         ("algorithm.preset=dual_clip algorithm.clip_ratio_dual=1.28", "algorithm.clip_ratio_dual", "1.28"),
         ("algorithm.kl_coef=0", "algorithm.kl_coef", "a key of this version"),

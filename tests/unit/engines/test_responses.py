@@ -74,3 +74,19 @@ def test_an_engine_without_a_numbered_version_has_none():
 def test_what_is_no_complete_result_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
         parse_generate_answer(given, [GenerateRequest((1,), 0, 2)])
+
+
+def test_an_answer_that_ended_has_its_end_token_and_a_cut_one_has_none():
+    """SGLang tells which token, or which text, it ended at; without the token nothing teaches the policy to end."""
+    ended, kept_back, at_text, cut = (answer(tokens, [-1.0] * 2) for tokens in ([3, 9], [3, 4], [3, 4], [3, 4]))
+    for told, reason in (
+        (ended, {"type": "stop", "matched": 9}),
+        (kept_back, {"type": "stop", "matched": 9}),
+        (at_text, {"type": "stop", "matched": "4"}),
+        (cut, {"type": "length", "length": 2}),
+    ):
+        told["meta_info"]["finish_reason"] = reason
+    found = parse_generate_answer([ended, at_text, cut], [GenerateRequest((1,), 0, 2)] * 3)
+    assert [result.output_ids for result in found] == [(3, 9), (3, 4), (3, 4)]
+    with pytest.raises(ValueError, match="end token 9 is not in the answer at place 1"):
+        parse_generate_answer([ended, kept_back], [GenerateRequest((1,), 0, 2)] * 2)

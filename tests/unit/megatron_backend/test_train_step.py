@@ -198,10 +198,16 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
         "first_update_ratio_max_abs_deviation": 1 - less,
         "clip_fraction": 1,
         "approx_kl": (less - 1 + 1) + 0 + (more - 1 - 0.25),
+        "importance_ratio_square_mean": less**2 + 1 + more**2,
+        # The three tokens of the response stand in its first, second and third quarter.
+        "ratio_part1_far_below": 1,
+        "ratio_part2_near": 1,
+        "ratio_part3_far_above": 1,
     }
     named = dict(zip(_names(grpo), sums.tolist(), strict=True))
     assert {name: named[name] for name in expected} == pytest.approx(expected, rel=1e-13)
-    assert named.keys() == expected.keys() | {"loss"}
+    assert not any(named[name] for name in named.keys() - expected.keys() - {"loss"}), "nothing in the other bins"
+    assert len(named.keys() - expected.keys()) == 1 + 17
     assert sums.dtype == torch.float64
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
     assert _loss(torch.stack([logprobs, entropies]), batch, grpo)[2][1][_names(grpo).index("non_finite")] == 1

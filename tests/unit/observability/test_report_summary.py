@@ -47,6 +47,7 @@ def test_the_stable_keys_with_numbers_of_the_run(tmp_path, capsys):
     rows = [json.loads(line) for line in (made.paths.train / "metrics.jsonl").read_text().splitlines()]
     tokens, seconds = (sum(row[name] for row in rows) for name in ("train/num_tokens", "perf/step_seconds"))
     assert summary["tokens_per_second"] == pytest.approx(tokens / seconds, abs=1e-3)
+    assert summary["response_tokens_per_second"] == pytest.approx(10 * 1280 / seconds, abs=1e-3)
     assert summary["mismatch_abs_diff_mean"] == pytest.approx(sum(row["mismatch/abs_diff_mean"] for row in rows) / 10)
     assert summary["seconds_by_rule"]["evaluate"] == 23.0
     # The made-up jobs ran one after the other.

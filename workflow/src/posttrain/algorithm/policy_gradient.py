@@ -20,6 +20,7 @@ from posttrain.algorithm.aggregation import token_weights
 from posttrain.algorithm.objective import Needs, TokenBatch
 from posttrain.algorithm.parts import load_part
 from posttrain.algorithm.settings import Algorithm
+from posttrain.algorithm.statistics import NUM_PARTS, RATIO_EDGES, RATIO_HISTOGRAM
 from posttrain.types import SampleGroup
 
 # What says something only if the trainer computed both sides.
@@ -53,7 +54,14 @@ class PolicyGradient:
     @property
     def statistics(self) -> tuple[str, ...]:
         """See `Objective`."""
-        names = ("importance_ratio_mean", *_OF_TRAINER * self.needs.old_logprobs, "clip_fraction", "approx_kl")
+        names = (
+            "importance_ratio_mean",
+            "importance_ratio_square_mean",
+            *_OF_TRAINER * self.needs.old_logprobs,
+            "clip_fraction",
+            "approx_kl",
+        )
+        names += tuple(RATIO_HISTOGRAM.values())
         return names + (("correction_mean", "correction_zero_fraction") if self._correct else ())
 
     def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
@@ -81,7 +89,7 @@ class PolicyGradient:
             # What is left out has no gradient either, however large its ratio is.
             log_ratio = log_ratio.masked_fill(factors == 0, 0.0)
         losses, clipped = self._clip(log_ratio, logprobs, batch.advantages, self._settings)
-        statistics = _movement(logprobs.detach(), old_logprobs) | {"clip_fraction": clipped}
+        statistics = _movement(logprobs.detach(), old_logprobs, batch) | {"clip_fraction": clipped}
         if factors is not None:
             losses = losses * factors
             statistics |= {"correction_mean": factors, "correction_zero_fraction": factors == 0}
@@ -116,15 +124,28 @@ def approximate_kl(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.
     return log_ratio.exp() - 1 - log_ratio
 
 
-def _movement(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+def _movement(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TokenBatch) -> dict[str, torch.Tensor]:
     """Return how far each token has moved since the rollout, in FP64."""
     now = logprobs.double()
     ratio = (now - old_logprobs).exp()
+    bins, parts = torch.bucketize(ratio, ratio.new_tensor(RATIO_EDGES)), _parts_of_responses(batch)
     return {
+        **{name: (parts == part) & (bins == place) for (part, place), name in RATIO_HISTOGRAM.items()},
         "importance_ratio_mean": ratio,
+        "importance_ratio_square_mean": ratio**2,
         "first_update_ratio_max_abs_deviation": (ratio - 1).abs(),
         "approx_kl": approximate_kl(now, old_logprobs),
     }
+
+
+def _parts_of_responses(batch: TokenBatch) -> torch.Tensor:
+    """Return [T] int64, in which part of its response, cut into equal ones, a token stands; any outside responses.
+
+    Example:
+        A response of 5 tokens in 4 parts: 0, 0, 1, 2, 3.
+    """
+    rows = batch.is_response.split(batch.lengths)
+    return torch.cat([(row.cumsum(0) - 1) * NUM_PARTS // row.sum().clamp(min=1) for row in rows])
 
 
 def _check_groups(groups: Sequence[SampleGroup]) -> None:

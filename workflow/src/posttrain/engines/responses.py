@@ -96,7 +96,7 @@ def parse_generate_answer(answer: Any, requests: Sequence[GenerateRequest]) -> l
 def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateResult:
     try:
         meta = item["meta_info"]
-        finish_reason = meta["finish_reason"]["type"]
+        finish_reason, end_token = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
         logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
         tokens = tuple(int(entry[1]) for entry in meta["output_token_logprobs"])
         version = meta.get("weight_version")
@@ -107,6 +107,9 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
     if finish_reason not in ("stop", "length") or not 0 < len(tokens) <= request.max_new_tokens:
         found = f"{len(tokens)} of {request.max_new_tokens} tokens, finish reason {finish_reason!r}"
         raise ValueError(f"{found}, at place {place}")
+    if isinstance(end_token, int) and tokens[-1] != end_token:
+        # Without it nothing would teach the policy to end.
+        raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
     return GenerateResult(tokens, logprobs, finish_reason, _version_number(version))
 
 

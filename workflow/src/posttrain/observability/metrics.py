@@ -44,6 +44,10 @@ METRICS: Mapping[str, Metric] = {
     "train/lr": Metric("Learning rate of the step's last update"),
     **{f"train/{name}": Metric(known.doc, known.unit) for name, known in STATISTICS.items()},
     "train/num_tokens": Metric("Tokens trained on, prompts included, padding not", "tokens"),
+    "train/num_response_tokens": Metric("Response tokens trained on", "tokens"),
+    "train/effective_sample_size": Metric(
+        "Effective sample size of the importance ratios of the step's updates, as a share of their response tokens"
+    ),
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
@@ -77,6 +81,9 @@ METRICS: Mapping[str, Metric] = {
         "Waiting, after the rollout, for the checkpoint of the step before to be written", "s", is_timing=True
     ),
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
+    "perf/response_tokens_per_second": Metric(
+        "train/num_response_tokens over perf/step_seconds", "tokens/s", is_timing=True
+    ),
 }
 
 

@@ -61,6 +61,7 @@ def optimization_charts(run: RunData) -> list[Chart]:
     loss = Line("train/loss", "loss", 1, smooth=True)
     clipped = Line("train/clip_fraction", "clipped", 4, smooth=True)
     drift = Line("train/approx_kl", "approximate KL", 3, smooth=True)
+    entropy = Line("train/entropy", "entropy", 1, smooth=True)
     ratio = Line("train/importance_ratio_mean", "mean ratio", 6)
     first = Line("train/first_update_ratio_max_abs_deviation", "largest deviation", 5)
     # A constant rate stands in the configuration; only a schedule is worth a picture.
@@ -68,6 +69,7 @@ def optimization_charts(run: RunData) -> list[Chart]:
     return _present(
         _chart(run, "Policy loss", "loss", [loss]),
         _grad_norm_chart(run),
+        _chart(run, "Entropy", "nats", [entropy], low=0.0),
         _chart(run, "Clip fraction", "share", [clipped], low=0.0),
         _chart(run, "Policy drift within a step", "nats", [drift]),
         _chart(run, "Importance ratio", "ratio", [ratio], references=[(1.0, "on policy")]),
@@ -98,8 +100,9 @@ def mismatch_charts(run: RunData) -> list[Chart]:
 def time_charts(run: RunData) -> list[Chart]:
     """Where the seconds of a step go."""
     speed = Line("perf/tokens_per_second", "tokens per second", 3, smooth=True)
-    note = "Tokens trained on (prompts and responses) per second of the whole step."
-    return _present(_phase_chart(run), _chart(run, "Throughput", "tokens/s", [speed], note, low=0.0))
+    responses = Line("perf/response_tokens_per_second", "of responses alone", 2, smooth=True)
+    note = "Tokens trained on, prompts and responses, per second of the whole step; and those of responses alone."
+    return _present(_phase_chart(run), _chart(run, "Throughput", "tokens/s", [speed, responses], note, low=0.0))
 
 
 def in_words(chart: Chart) -> str:

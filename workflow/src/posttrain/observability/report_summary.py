@@ -17,7 +17,7 @@ from posttrain.readable import format_cost, format_number, format_percent, forma
 def summarize(run: RunData) -> dict[str, Any]:
     """Return the content of `summary.json`; what was not measured is null."""
     steps = run.values("perf/step_seconds")
-    tokens = run.values("train/num_tokens")
+    rates = {name: _per_second(run.values(f"train/num_{name}"), steps) for name in ("tokens", "response_tokens")}
     seconds_by_rule = sum_by_rule(run.times)
     return {
         "run": run.run_name,
@@ -34,7 +34,7 @@ def summarize(run: RunData) -> dict[str, Any]:
         ),
         "seconds_total": busy_seconds(run.times),
         "seconds_by_rule": seconds_by_rule,
-        "tokens_per_second": round(math.fsum(tokens) / math.fsum(steps), 3) if steps and tokens else None,
+        **{f"{name}_per_second": rate for name, rate in rates.items()},
         "final_weights_sha256": run.final_weights_sha256,
         **cost_part(run.config, _gpu_jobs(run)),
     }
@@ -77,7 +77,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         "steps": format_number(summary["num_steps"]),
         "trainer - engine, weights served": f"{format_number(served)} nats",
         "trainer - engine, trainer's weights": f"{format_number(quantised)} nats",
-        "trained tokens per second": format_number(summary["tokens_per_second"]),
+        "tokens per second, prompts included": format_number(summary["tokens_per_second"]),
+        "response tokens per second": format_number(summary["response_tokens_per_second"]),
         "time, all rules": format_seconds(summary["seconds_total"]),
         "GPU-hours": format_number(summary["gpu_hours"]),
         "cost": format_cost(summary["cost"], summary["currency"]),
@@ -88,6 +89,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         if value != "–":
             table.add_row(name, value)
     Console(width=110).print(table)
+
+
+def _per_second(tokens: Sequence[float], seconds: Sequence[float]) -> float | None:
+    return round(math.fsum(tokens) / math.fsum(seconds), 3) if seconds and tokens else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,7 +33,9 @@ def step_metrics(
         **_mismatch_metrics(*mismatch),
         **timings,
         "train/num_tokens": num_tokens,
+        "train/num_response_tokens": (num_response_tokens := sum(s.num_tokens for s in statistics)),
         "perf/tokens_per_second": num_tokens / timings["perf/step_seconds"],
+        "perf/response_tokens_per_second": num_response_tokens / timings["perf/step_seconds"],
     }
 
 
@@ -67,6 +69,8 @@ def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -
         for name, first in statistics[0].named.items()
         if is_compared or name != "first_update_ratio_max_abs_deviation"
     }
+    if second_moment := named.get("train/importance_ratio_square_mean"):
+        named["train/effective_sample_size"] = named["train/importance_ratio_mean"] ** 2 / second_moment
     return {
         "train/loss": sum(s.loss for s in statistics) / len(statistics),
         "train/grad_norm": sum(s.grad_norm for s in statistics) / len(statistics),
