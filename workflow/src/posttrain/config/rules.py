@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from posttrain.config.derived import (
@@ -16,7 +17,7 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
-from posttrain.config.families import FAMILIES, check_architecture
+from posttrain.config.families import FAMILIES, check_architecture, chooses_keys
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.presets import check_bounds
 from posttrain.config.schema import Config, RopeScaling
@@ -211,6 +212,12 @@ def _stages(config: Config) -> Problems:
             f"so that the other {others} stages share {num_layers} layers evenly",
             "change the last stage or the number of stages",
         )
+        return
+    arch, firsts = config.model.architecture, list(accumulate(layers_per_stage(config)[:-1]))
+    if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
+        allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
+        found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
+        yield Problem(key, found, allowed, "change the last stage or the number of stages")
 
 
 def _batches(config: Config) -> Problems:
