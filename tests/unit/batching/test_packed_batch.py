@@ -57,9 +57,24 @@ def test_without_a_multiple_nothing_is_padded():
     assert batch.cu_seqlens.tolist() == [0, 3]
 
 
-def test_a_row_without_samples_is_refused():
-    with pytest.raises(AssertionError, match="needs a sample"):
-        build_packed_batch(SAMPLES, [])
+def test_a_row_without_samples_is_padding_alone():
+    batch = build_packed_batch(SAMPLES, [], multiple_of=4)
+    assert batch.tokens.tolist() == [0, 0, 0, 0]
+    assert batch.cu_seqlens.tolist() == [0, 4]
+    assert (batch.sample_indices, batch.num_padding, batch.loss_mask.sum()) == ((), 4, 0)
+    assert batch.spread(torch.tensor([10.0, 20.0, 30.0])).tolist() == [0, 0, 0, 0]
+    assert batch.response_values(torch.arange(4)) == {}
+
+
+def test_each_sequence_is_padded_where_the_layout_asks_for_it():
+    batch = build_packed_batch(SAMPLES, [0, 2, 1], multiple_of=8, sequence_multiple_of=4)
+    assert batch.tokens.tolist() == [5, 9, 7, 1, 6, 6, 6, 2, 3, 1, 0, 0, 4, 8, 0, 0]
+    assert batch.targets.tolist() == [9, 7, 1, 0, 6, 6, 2, 3, 1, 0, 0, 0, 8, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 4, 12, 16]
+    assert batch.num_padding == 4
+    assert {i: v.tolist() for i, v in batch.response_values(batch.tokens).items()} == {0: [9, 7], 2: [6, 2, 3], 1: [4]}
 
 
 def test_spread_keeps_the_precision():

@@ -77,6 +77,10 @@ VIOLATIONS = (
     # 64 samples divide by 2, but four data-parallel ranks cannot share two.
     ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),
     ("glm5", "trainer.max_tokens_per_gpu=1024", ["trainer.max_tokens_per_gpu"]),
+    ("glm5", "rollout.overlong_samples=refuse", ["rollout.max_prompt_tokens"]),
+    ("glm5", "rollout.overlong_samples=refuse rollout.max_prompt_tokens=1", ["trainer.max_tokens_per_gpu"]),
+    ("glm5", "rollout.overlong_samples=cut rollout.max_prompt_tokens=32768", ["trainer.max_tokens_per_gpu"]),
+    ("tiny", "rollout.max_prompt_tokens=249", ["rollout.max_response_tokens"]),
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
     # 80 steps, of two updates each.
     ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),

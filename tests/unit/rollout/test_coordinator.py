@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
+from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
@@ -158,6 +159,36 @@ def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) 
     assert {sample.reward for group in rollout.groups for sample in group.samples} == {0.0, 1.0}
     stored = [json.loads(path.read_text()) for path in sorted((tmp_path / "rollouts/step_000001").iterdir())]
     assert [[group["prompt"]["prompt_id"] for group in chunk] for chunk in stored] == [STEPS[1][:2], STEPS[1][2:]]
+
+
+MOST, OVERLONG, PROMPT = "trainer__max_tokens_per_gpu", "rollout__overlong_samples", len(rendered(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [({MOST: PROMPT + 4}, 6), ({MOST: PROMPT + 4, OVERLONG: "cut"}, 4), ({MOST: 99, OVERLONG: "cut"}, 6)],
+)
+def test_a_response_is_cut_where_the_budget_ends_if_that_is_asked_for(collect, settings, longest: int) -> None:
+    engine = Engine("0")
+    collect(0, engine, **settings)
+    asked = [parameters["max_new_tokens"] for body in engine.asked for parameters in body["sampling_params"]]
+    assert asked == [longest] * 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rollout__max_prompt_tokens": PROMPT - 1}, "rollout.max_prompt_tokens"),
+        ({MOST: PROMPT, OVERLONG: "cut"}, "trainer.max_tokens_per_gpu"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sampled(collect, settings, key: str) -> None:
+    engine = Engine("0")
+    with pytest.raises(ConfigError) as caught:
+        collect(0, engine, **settings)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert f"has {PROMPT} tokens" in caught.value.problems[0].allowed
+    assert not engine.asked
 
 
 @pytest.mark.parametrize(("step", "version"), [(0, None), (0, "default"), (0, "0"), (1, "1"), (12, "12")])

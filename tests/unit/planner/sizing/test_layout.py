@@ -113,7 +113,7 @@ def test_bytes_sent_in_an_update_of_the_recipe_by_hand(resolved):
     stages, batch = stage_memory(config), fullest_micro_batch(config, ASSUMPTIONS)
     # A byte takes a second anywhere, and computing takes none.
     rates = Rates(flops=1e40, node_link=1.0, network=1.0, launch_seconds=0.0, latency_seconds=0.0)
-    row, tokens = 2 * 6144, 32768
+    row, tokens = 2 * 6144, 40960  # a response and a prompt of a quarter of it, in a row of its own
     tensor = 4 * (tokens // 2) * row * 3 / 4
     context = tokens * 2 * (512 + 64) / 2
     expert = 2 * (tokens // 8) * 8 * row * 31 / 32

@@ -1,7 +1,8 @@
 """A micro-batch as tensors: several sequences in one row, with what the loss needs to find its tokens again.
 
-Position t of a sequence predicts its token t + 1. The row is padded to a multiple that the layout asks for; the padding
-forms a sequence of its own, so nothing attends to it, and the loss does not see it.
+Position t of a sequence predicts its token t + 1. Sequences and the row are padded to multiples that the layout asks
+for. Padding stands behind a sequence or is one of its own, so nothing that counts attends to it, and the loss does not
+see it. A row without samples is padding alone: a rank runs it where others have a micro-batch and it has none.
 
 Shapes: T tokens of the row, padding included; B sequences, the padding's included when there is any.
 """
@@ -69,32 +70,36 @@ class PackedBatch:
         }
 
 
-def build_packed_batch(samples: Sequence[Sample], indices: Sequence[int], multiple_of: int = 1) -> PackedBatch:
+def build_packed_batch(
+    samples: Sequence[Sample], indices: Sequence[int], multiple_of: int = 1, sequence_multiple_of: int = 1
+) -> PackedBatch:
     """Pack the samples at `indices` into one row.
 
     Args:
         samples: All samples of the global batch.
-        indices: Those of this micro-batch.
-        multiple_of: T becomes a multiple of this.
+        indices: Those of this micro-batch; none for a row of padding.
+        multiple_of: T becomes a multiple of this, and is not 0.
+        sequence_multiple_of: The tokens of each sequence become a multiple of this.
     """
-    assert indices, "a micro-batch needs a sample"
     for i in indices:
         assert samples[i].prompt_tokens, f"sample {i} has no prompt: nothing predicts its first response token"
-    lengths = [samples[i].num_tokens for i in indices]
-    num_padding = -sum(lengths) % multiple_of
-    tokens = [token for i in indices for token in (*samples[i].prompt_tokens, *samples[i].response_tokens)]
-    targets, mask = [], []
+    tokens, targets, mask, lengths = [], [], [], []
     for i in indices:
         sequence = (*samples[i].prompt_tokens, *samples[i].response_tokens)
-        targets += [*sequence[1:], 0]
-        mask += [0.0] * (len(samples[i].prompt_tokens) - 1) + [1.0] * len(samples[i].response_tokens) + [0.0]
-    all_lengths = lengths + [num_padding] * bool(num_padding)
+        padding = -len(sequence) % sequence_multiple_of
+        tokens += [*sequence, *[0] * padding]
+        targets += [*sequence[1:], 0, *[0] * padding]
+        mask += [0.0] * (len(samples[i].prompt_tokens) - 1) + [1.0] * len(samples[i].response_tokens)
+        mask += [0.0] * (1 + padding)
+        lengths.append(len(sequence) + padding)
+    behind = -len(tokens) % multiple_of if tokens else multiple_of
+    lengths += [behind] * bool(behind)
     return PackedBatch(
-        tokens=torch.tensor(tokens + [0] * num_padding),
-        targets=torch.tensor(targets + [0] * num_padding),
-        loss_mask=torch.tensor(mask + [0.0] * num_padding),
-        position_ids=torch.cat([torch.arange(length) for length in all_lengths]),
-        cu_seqlens=torch.tensor([0, *all_lengths]).cumsum(0).int(),
+        tokens=torch.tensor(tokens + [0] * behind),
+        targets=torch.tensor(targets + [0] * behind),
+        loss_mask=torch.tensor(mask + [0.0] * behind),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         sample_indices=tuple(indices),
-        num_padding=num_padding,
+        num_padding=sum(lengths) - sum(samples[i].num_tokens for i in indices),
     )

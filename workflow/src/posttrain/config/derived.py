@@ -34,6 +34,11 @@ def rollout_samples_per_step(config: Config) -> int:
     return config.rollout.rollout_batch_size * config.rollout.num_samples_per_prompt
 
 
+def token_budget(config: Config) -> int:
+    """Return the tokens of a micro-batch: context-parallel ranks share its row."""
+    return config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size
+
+
 def num_updates_per_step(config: Config) -> int:
     """Return the optimizer steps per rollout."""
     return rollout_samples_per_step(config) // config.training.global_batch_size

@@ -13,6 +13,7 @@ from posttrain.config.derived import (
     lr_decay_steps,
     model_parallel_size,
     rollout_samples_per_step,
+    token_budget,
     warmup_steps,
     world_size,
 )
@@ -268,8 +269,9 @@ def _balance(config: Config) -> Problems:
 
 
 def _positions(config: Config) -> Problems:
-    longest, positions = config.rollout.max_response_tokens, config.model.architecture.max_position_embeddings
-    if longest >= positions:
+    rollout, positions = config.rollout, config.model.architecture.max_position_embeddings
+    longest = rollout.max_response_tokens
+    if longest + max(rollout.max_prompt_tokens, 1) > positions:
         allowed = f"less than {positions} (max_position_embeddings), which prompt and response share"
         yield Problem("rollout.max_response_tokens", str(longest), allowed, "cut the responses")
 
@@ -293,10 +295,20 @@ def _names(config: Config) -> Problems:
 
 
 def _token_budget(config: Config) -> Problems:
-    longest, budget = config.rollout.max_response_tokens, config.trainer.max_tokens_per_gpu
-    if budget * config.parallel.context_parallel_size < longest:
-        allowed = f"at least {longest} per context-parallel group (rollout.max_response_tokens)"
-        yield Problem("trainer.max_tokens_per_gpu", str(budget), allowed, "raise the budget or cut the responses")
+    rollout, budget = config.rollout, token_budget(config)
+    response, prompt = rollout.max_response_tokens, rollout.max_prompt_tokens
+    needed, of_what = {
+        "own_row": (response, "rollout.max_response_tokens"),
+        "cut": (prompt + 1, "rollout.max_prompt_tokens and a response"),
+        "refuse": (prompt + response, "rollout.max_prompt_tokens and max_response_tokens together"),
+    }[rollout.overlong_samples]
+    if rollout.overlong_samples == "refuse" and not prompt:
+        allowed = "at least 1 with rollout.overlong_samples=refuse: it limits prompt and response together"
+        yield Problem("rollout.max_prompt_tokens", "0", allowed, "give the tokens of the longest prompt")
+    if budget < needed:
+        allowed = f"at least {needed} per context-parallel group ({of_what})"
+        remedy = "raise the budget or cut the responses"
+        yield Problem("trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu), allowed, remedy)
 
 
 def _hardware(config: Config) -> Problems:

@@ -21,7 +21,7 @@ from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
 from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.stage import Stage
-from posttrain.document import _doc
+from posttrain.document import ANY, _doc
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,19 @@ class Rollout:
     rollout_batch_size: int = _doc("Prompts per step; more than the dataset has come from several epochs", minimum=1)
     num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
+    max_prompt_tokens: int = _doc(
+        "A longer prompt ends the run before it is sampled from; 0: any length, planned as a quarter of a response",
+        0,
+        minimum=0,
+        unnamed=ANY,
+    )
+    overlong_samples: str = _doc(
+        "Samples longer than the trainer's token budget: own_row: each is a micro-batch of its own, and planned for; "
+        "cut: responses end where the budget does; refuse: a configuration in which they can occur",
+        "own_row",
+        choices=("own_row", "cut", "refuse"),
+        unnamed="own_row",
+    )
     temperature: float = _doc("Sampling temperature; log-probabilities are taken at it too", exclusive_minimum=0)
     fp8: bool = _doc("Engines serve FP8 weights (see `quantize`); the trainer keeps its own precision")
 

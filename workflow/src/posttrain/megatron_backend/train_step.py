@@ -7,6 +7,7 @@ from the first function and zeros in the statistics before they are added up ove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -210,7 +211,8 @@ def _report(
     values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
     for name in _statistics(objective):
         mine = statistics[name][trained].double()
-        values.append(mine.sum() if _is_mean(name) else mine.max())
+        # A row of padding alone has none.
+        values.append(mine.sum() if _is_mean(name) else mine.max() if len(mine) else mine.new_tensor(-math.inf))
     return torch.stack([value.double() for value in values])
 
 

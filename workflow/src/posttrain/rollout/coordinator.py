@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain.config.derived import token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import PromptOrder
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
+from posttrain.errors import ConfigError, Problem
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
@@ -103,11 +105,12 @@ class RolloutCoordinator:
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
         """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
         rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages)
+        longest = longest_response(self._config, prompt.prompt_id, len(tokens))
         return [
             GenerateRequest(
                 input_ids=tuple(tokens),
                 sampling_seed=sampling_seed(self._config.training.seed, step, place, index),
-                max_new_tokens=rollout.max_response_tokens,
+                max_new_tokens=longest,
                 temperature=rollout.temperature,
             )
             for index in range(rollout.num_samples_per_prompt)
@@ -125,6 +128,31 @@ class RolloutCoordinator:
         ]
         groups = [SampleGroup(prompt, tuple(samples[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
         return groups, timeouts
+
+
+def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> int:
+    """Return the most tokens of a response to a prompt, so that the trainer can take prompt and response together.
+
+    Args:
+        config: The resolved configuration.
+        prompt_id: Names the prompt where it is refused.
+        num_prompt_tokens: Its length.
+
+    Raises:
+        ConfigError: The prompt is longer than `rollout.max_prompt_tokens`, or leaves no token to a response.
+    """
+    rollout, found = config.rollout, f"prompt {prompt_id} has {num_prompt_tokens} tokens"
+    if 0 < rollout.max_prompt_tokens < num_prompt_tokens:
+        remedy = "raise it, or leave the prompt out of the data"
+        raise ConfigError([Problem("rollout.max_prompt_tokens", str(rollout.max_prompt_tokens), found, remedy)])
+    if rollout.overlong_samples != "cut":
+        return rollout.max_response_tokens
+    left = token_budget(config) - num_prompt_tokens
+    if left < 1:
+        key, budget = "trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu)
+        allowed = f"more than a prompt with rollout.overlong_samples=cut; {found}"
+        raise ConfigError([Problem(key, budget, allowed, "raise the budget, or leave the prompt out of the data")])
+    return min(rollout.max_response_tokens, left)
 
 
 def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float) -> Sample:

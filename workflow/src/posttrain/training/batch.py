@@ -5,6 +5,7 @@ Every rank computes the same plan from the same groups, and builds the micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,10 @@ import torch
 from posttrain.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
-from posttrain.config.derived import data_parallel_size
+from posttrain.config.derived import data_parallel_size, token_budget
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.train_step import TrainingMicroBatch
+from posttrain.planner.timing.flops import sequence_flops
 from posttrain.types import Sample, SampleGroup
 
 
@@ -95,21 +97,42 @@ def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGr
 def _make_update(
     config: Config, objective: Objective, samples: list[Sample], advantages: torch.Tensor, dp_rank: int
 ) -> Update:
-    parallel = config.parallel
-    budget = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
-    # Sequence parallelism splits a row over TP ranks; two chunks per rank balance causal context parallelism.
-    multiple = parallel.tensor_model_parallel_size
-    if parallel.context_parallel_size > 1:
-        multiple *= 2 * parallel.context_parallel_size
+    multiple, sequence_multiple = row_multiples(config)
+    lengths = [-(-sample.num_tokens // sequence_multiple) * sequence_multiple for sample in samples]
     # Rounded down, so that a padded row keeps the budget too.
-    plan = pack([s.num_tokens for s in samples], budget // multiple * multiple, data_parallel_size(config))
+    budget = token_budget(config) // multiple * multiple
+    plan = pack(lengths, sample_costs(config, lengths), budget, data_parallel_size(config))
     return Update(
         samples=tuple(samples),
-        batches=tuple(build_packed_batch(samples, indices, multiple) for indices in plan[dp_rank]),
+        batches=tuple(build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]),
         num_micro_batches=sum(len(batches) for batches in plan),
         advantages=advantages,
         weights=objective.token_weights(
             [len(sample.response_tokens) for sample in samples],
-            [indices for micro_batches in plan for indices in micro_batches],
+            [indices for micro_batches in plan for indices in micro_batches if indices],
         ),
     )
+
+
+def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
+    """Return the floating-point operations of training on sequences of such lengths.
+
+    The attention of `megatron_backend.glm5` multiplies a query with every key before it and leaves out what was not
+    selected; so the cost has all of them.
+    """
+    arch = config.model.architecture
+    computed = replace(arch, index_topk=arch.max_position_embeddings)
+    recompute = config.trainer.recompute_granularity == "full"
+    known = {length: sequence_flops(computed, length).training(recompute) for length in set(lengths)}
+    return [known[length] for length in lengths]
+
+
+def row_multiples(config: Config) -> tuple[int, int]:
+    """Return of what a row's tokens have to be a multiple, and of what a sequence's.
+
+    Context parallelism gives each rank two chunks of every sequence, which balances causal attention; of the tokens of
+    a context-parallel rank, sequence parallelism gives each tensor-parallel rank as many.
+    """
+    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    sequence_multiple = 2 * context if context > 1 else 1
+    return math.lcm(tensor * context, sequence_multiple), sequence_multiple

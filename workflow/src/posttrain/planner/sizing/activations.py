@@ -32,6 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from posttrain.config.derived import token_budget
 from posttrain.config.schema import Architecture, Config, Trainer
 from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.planner.sizing.memory import BYTES, largest_weights, layer_kinds
@@ -74,9 +75,13 @@ class Activations:
 
 
 def fullest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
-    """Return the row that the token budget allows, filled with the longest samples."""
-    tokens = config.trainer.max_tokens_per_gpu * config.parallel.context_parallel_size
-    longest = min(tokens, int(config.rollout.max_response_tokens * (1 + assumptions.prompt_share)))
+    """Return the row that the token budget allows, filled with the longest samples, or with one that is longer."""
+    rollout, tokens = config.rollout, token_budget(config)
+    prompt = rollout.max_prompt_tokens or int(rollout.max_response_tokens * assumptions.prompt_share)
+    longest = rollout.max_response_tokens + prompt
+    if rollout.overlong_samples == "own_row":
+        tokens = max(tokens, longest)
+    longest = min(tokens, longest)
     return MicroBatch(tokens, -(-tokens // longest), longest)
 
 
