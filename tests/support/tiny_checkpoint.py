@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from posttrain.checkpoint.formats.hf_config import CLASS_OF
-from posttrain.config.families import dimensions
-from posttrain.config.schema import Architecture
+from posttrain.config.families import dimensions, family_of
+from posttrain.config.schema import Architecture, RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +51,18 @@ TINY = Architecture(
 # Heads wide enough that index scores differ, top-k an eighth of the longest sequence used.
 TRAINED = dataclasses.replace(TINY, num_hidden_layers=4, n_routed_experts=8)
 TINY_DEEPSEEK = dataclasses.replace(TINY, model_type="deepseek_v3", index_n_heads=0, index_head_dim=0, index_topk=0)
+# As GLM-5.2: layers 0 and 2 choose keys, layers 1 and 3 take their choice over.
+TINY_SHARING = dataclasses.replace(TINY, num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
+# As Moonlight: no query latent.
+TINY_MOONLIGHT = dataclasses.replace(TINY_DEEPSEEK, q_lora_rank=0, num_nextn_predict_layers=0)
+# As DeepSeek-V3: experts in groups, positions scaled by YaRN.
+TINY_YARN = dataclasses.replace(
+    TINY_DEEPSEEK,
+    n_routed_experts=8,
+    n_group=4,
+    topk_group=2,
+    rope_scaling=RopeScaling(factor=8.0, original_max_position_embeddings=32, mscale_all_dim=1.0),
+)
 
 TINY_QWEN3 = Architecture(
     model_type="qwen3",
@@ -85,8 +96,18 @@ TINY_GLM4_MOE = dataclasses.replace(
     attention_bias=True,
     num_nextn_predict_layers=1,
 )
+TINY_QWEN3_UNTIED = dataclasses.replace(TINY_QWEN3, tie_word_embeddings=False)
 # One of each family that checkpoints are converted of.
 FAMILIES = {arch.model_type: arch for arch in (TINY, TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, TINY_QWEN3_MOE)}
+# What families have in some of their models only.
+VARIANTS = {
+    "glm_moe_dsa_sharing": TINY_SHARING,
+    "deepseek_v3_no_q_lora": TINY_MOONLIGHT,
+    "deepseek_v3_yarn": TINY_YARN,
+    "glm4_moe_qk_norm": dataclasses.replace(TINY_GLM4_MOE, use_qk_norm=True),
+    "qwen3_untied": TINY_QWEN3_UNTIED,
+}
+ALL = {**FAMILIES, **VARIANTS}
 
 
 def make_random_checkpoint(
@@ -173,7 +194,12 @@ def transformers_config(architecture: Architecture, num_layers: int) -> Pretrain
 
     values = dimensions(architecture) | {"num_hidden_layers": num_layers}
     model_type = values.pop("model_type")
+    scaling = values.pop("rope_scaling", None)
     rope = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
+    if scaling:
+        rope |= {**scaling, "rope_type": "yarn"}
+    if architecture.kv_lora_rank and not architecture.q_lora_rank:
+        values["q_lora_rank"] = None
     if "partial_rotary_factor" in values:
         rope["partial_rotary_factor"] = values.pop("partial_rotary_factor")
     if model_type == "qwen3_moe":
@@ -183,6 +209,6 @@ def transformers_config(architecture: Architecture, num_layers: int) -> Pretrain
     if architecture.n_routed_experts:
         values["norm_topk_prob"] = True
     if architecture.routed_scaling_factor:
-        values |= {"n_group": 1, "topk_group": 1}
+        values = {"n_group": 1, "topk_group": 1, **values}
     common = {"rope_parameters": rope, "dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 1}
-    return AutoConfig.for_model(model_type, architectures=[CLASS_OF[model_type]], **values, **common)
+    return AutoConfig.for_model(model_type, architectures=[family_of(architecture).hub_class], **values, **common)

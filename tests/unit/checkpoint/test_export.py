@@ -7,7 +7,7 @@ import torch
 from tests.support.anonymous_memory import growth_of_anonymous_memory
 from tests.support.exporting import export_in_parts
 from tests.support.folders_in_parts import make_folder
-from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
+from tests.support.tiny_checkpoint import ALL, TINY, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
@@ -74,6 +74,18 @@ def test_there_and_back_is_the_same_folder_byte_by_byte(tmp_path, origin, conver
         else:
             assert path.read_bytes() == (origin / path.name).read_bytes(), path.name
     assert final_weights_sha256(folder) == final_weights_sha256(origin)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_every_family_comes_back_bit_by_bit(tmp_path, family):
+    """What was trained comes from the checkpoint, the rest from the origin; a tied output matrix is not written out."""
+    tensors = make_random_checkpoint(tmp_path / "hf", ALL[family], seed=5)
+    make_folder(Conversion(tmp_path / "hf", "s1", ALL[family]), tmp_path / "torch_dist")
+    exported = export_in_parts(tmp_path / "torch_dist", tmp_path / "hf", ALL[family], tmp_path / "back")
+    back = CheckpointReader(exported)
+    assert sorted(back.names) == sorted(tensors)
+    assert all(torch.equal(back.tensor(name), tensor) for name, tensor in tensors.items())
+    assert final_weights_sha256(exported) == final_weights_sha256(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 7])

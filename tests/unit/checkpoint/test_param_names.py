@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_checkpoint import FAMILIES, TINY, random_tensors
+from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, TINY_SHARING, random_tensors
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import (
@@ -150,14 +150,29 @@ def test_the_inverse_leads_back(glm5):
     assert back == set(by_hf_name(glm5)) == set(expected_tensors(glm5))
 
 
-@pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("arch", ALL.values(), ids=ALL)
 def test_names_and_shapes_are_those_of_transformers(arch):
     found = {
         name: TensorSpec(tuple(tensor.shape), "F32" if tensor.dtype.itemsize == 4 else "BF16")
         for name, tensor in random_tensors(arch, seed=0).items()
     }
     assert found == expected_tensors(arch)
-    assert any("indexer" in name for name in found) == (arch is TINY)
+    assert any("indexer" in name for name in found) == (arch in (TINY, TINY_SHARING))
+
+
+def test_layers_that_take_a_choice_over_have_no_indexer():
+    """Those of GLM-5.2 that choose, as its config.json lists them, and the MTP layer: 57 layers have none."""
+    glm52 = dataclasses.replace(TINY, num_hidden_layers=78, index_topk_freq=4, index_skip_topk_offset=3)
+    names = set(expected_tensors(glm52))
+    choosing = {layer for layer in range(79) if f"model.layers.{layer}.self_attn.indexer.wk.weight" in names}
+    assert choosing == {0, 1, 2, *range(6, 78, 4), 78}
+
+
+def test_without_a_query_latent_queries_have_one_matrix():
+    placement = by_hf_name(TINY_MOONLIGHT)["model.layers.1.self_attn.q_proj.weight"]
+    key = "decoder.layers.1.self_attention.linear_q_proj.weight"
+    assert placement == Placement(placement.hf_name, key, "BF16", (96, 64), (((0, 0), (96, 64)),))
+    assert not any("q_a_" in name or "q_b_" in name for name in expected_tensors(TINY_MOONLIGHT))
 
 
 def test_an_architecture_without_shared_experts_has_none():

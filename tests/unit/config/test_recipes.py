@@ -22,9 +22,11 @@ from posttrain.config.request import WORKFLOW_KEYS
 from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, environment_flags, sglang_flags
+from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.layout import assess_layout
+from posttrain.planner.sizing.memory_phases import capacity_gib, gib_without_sleep
 from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import step_durations, workload
 
@@ -48,6 +50,18 @@ ENGINES = {
     ("glm5.1", 16): (64, 2, 1),
     ("glm5", 32): (64, 4, 1),
 }
+# Small models on a few nodes, whose trainer and engines lie side by side: layout, GPUs of an engine, engines.
+SMALL = {
+    ("qwen3_4b", 1): (Parallel(2, 1, 1, 1, 1, 0), 1, 8),
+    ("moonlight", 1): (Parallel(4, 1, 1, 8, 1, 0), 1, 8),
+    ("qwen3_30b_a3b", 2): (Parallel(4, 1, 1, 16, 1, 0), 8, 2),
+    ("glm4.5_air", 4): (Parallel(4, 2, 1, 16, 1, 0), 8, 4),
+}
+# Models that can be planned: layout and layers per stage.
+PLANNED = {
+    ("deepseek_v3", 16): (Parallel(8, 4, 2, 32, 1, 13), [16, 16, 16, 13]),
+    ("glm5.2", 16): (Parallel(8, 2, 2, 64, 1, 40), [38, 40]),
+}
 
 
 def recipe(model, nodes, **more):
@@ -64,7 +78,37 @@ def environment(config, role):
 
 def test_every_recipe_stands_here():
     files = {path.stem for path in (CONFIG_DIR / "nodes").glob("*.yaml")}
-    assert files == {f"{model}_{nodes}" for model, nodes in LAYOUTS} == {f"{m}_{n}" for m, n in ENGINES}
+    assert LAYOUTS.keys() == ENGINES.keys()
+    assert files == {f"{model}_{nodes}" for model, nodes in (*LAYOUTS, *SMALL, *PLANNED)}
+
+
+@pytest.mark.parametrize(("model", "nodes"), PLANNED)
+def test_the_layouts_of_models_that_can_be_planned(model, nodes):
+    config = recipe(model, nodes).config
+    assert (config.parallel, layers_per_stage(config)) == PLANNED[model, nodes]
+    assert find_problems(config) == []
+
+
+@pytest.mark.parametrize(("model", "nodes"), SMALL)
+def test_small_models_fit_beside_engines_that_do_not_sleep(model, nodes):
+    resolved = recipe(model, nodes)
+    config, (layout, size, count) = resolved.config, SMALL[model, nodes]
+    assert (config.parallel, config.engine.gpus_per_engine, config.engine.num_engines) == (layout, size, count)
+    assert resolved.config.nodes == resolve({"model": model, "site": "local"}, CONFIG_DIR).config.nodes
+    assert find_problems(config) == []
+    assert gib_without_sleep(config) <= capacity_gib(config)
+    # A sample of the longest response fits into a micro-batch with a prompt of 2,048 tokens.
+    assert config.trainer.max_tokens_per_gpu >= config.rollout.max_response_tokens + 2048
+    # All samples of a step decode at once, even if all are the longest.
+    held = engine_memory(config).kv_tokens_per_gpu * count
+    assert held >= rollout_samples_per_step(config) / 8 * (config.rollout.max_response_tokens + 2048)
+
+
+def test_the_smallest_model_fits_on_one_gpu():
+    config = recipe("qwen3_0.6b", 1, set="hardware.gpus_per_node=1").config
+    assert engine_gpus(config) == 1
+    assert find_problems(config) == []
+    assert gib_without_sleep(config) <= capacity_gib(config)
 
 
 @pytest.mark.parametrize(("model", "nodes"), LAYOUTS)

@@ -10,7 +10,7 @@ from tests.support.small_checkpoint import (
     tokenizer_config,
     write_object,
 )
-from tests.support.tiny_checkpoint import FAMILIES, make_random_checkpoint
+from tests.support.tiny_checkpoint import ALL, TINY_DEEPSEEK, TINY_SHARING, TINY_YARN, make_random_checkpoint
 from transformers import AutoTokenizer, DeepseekV3Config, GlmMoeDsaConfig
 
 from posttrain.artifacts import Receipt, hash_file, record_files
@@ -111,12 +111,12 @@ def test_another_rope_is_found(rope, key):
         ({"n_group": 8}, "n_group", "not supported"),
         ({"scoring_func": "softmax"}, "scoring_func", "not supported"),
         ({"num_key_value_heads": 1}, "num_key_value_heads", "not supported"),
-        ({"indexer_types": ["full", "shared", "full"]}, "indexer_types", "not supported"),
+        ({"indexer_types": ["full", "shared", "full"]}, "indexer_types", "['full', 'full', 'full']"),
         ({"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types", "not supported"),
         ({"norm_topk_prob": None}, "norm_topk_prob", "None\n      allowed: True"),
         ({"norm_topk_prob": False}, "norm_topk_prob", "not supported"),
         ({"rope_interleave": None}, "rope_interleave", "not supported"),
-        ({"index_topk_freq": 2}, "index_topk_freq", "not supported"),
+        ({"index_topk_freq": 2}, "index_topk_freq", "1 (model.architecture)"),
         ({"index_topk_pattern": "FSF"}, "index_topk_pattern", "'FFF'"),
     ],
 )
@@ -209,11 +209,72 @@ def test_a_model_without_indexer_need_not_mention_it():
     assert _check(config, tensors, architecture) == {}
 
 
-@pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("architecture", ALL.values(), ids=ALL)
 def test_a_checkpoint_with_the_tensors_of_transformers_is_accepted(tmp_path, architecture):
     make_random_checkpoint(tmp_path / "hf", architecture)
     tensors = check_layout(tmp_path / "hf").infos
     assert _check(read_object(tmp_path / "hf" / "config.json"), tensors, architecture) == {}
+
+
+def _written(tmp_path, architecture):
+    make_random_checkpoint(tmp_path / "hf", architecture)
+    return read_object(tmp_path / "hf" / "config.json"), check_layout(tmp_path / "hf").infos
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({}, []),
+        ({"factor": 4.0}, ["rope_scaling.factor"]),
+        ({"original_max_position_embeddings": 64}, ["rope_scaling.original_max_position_embeddings"]),
+        ({"beta_fast": None, "beta_slow": None, "mscale": None}, []),
+        ({"beta_fast": 16}, ["rope_scaling.beta_fast"]),
+        ({"mscale_all_dim": None}, ["rope_scaling.mscale_all_dim"]),
+        ({"mscale_all_dim": 0.707, "mscale": 0.707}, ["rope_scaling.mscale", "rope_scaling.mscale_all_dim"]),
+        ({"attention_factor": 1.2}, ["rope_scaling.attention_factor"]),
+        ({"truncate": False}, ["rope_scaling.truncate"]),
+        ({"rope_type": "linear"}, ["rope_type"]),
+        ({"rope_type": "default"}, ["rope_type"]),
+    ],
+)
+@pytest.mark.parametrize("spelled", ["rope_parameters", "rope_scaling"])
+def test_scaled_positions_are_compared_number_by_number(tmp_path, change, keys, spelled):
+    config, tensors = _written(tmp_path, TINY_YARN)
+    rope = config.pop("rope_parameters") | change
+    if spelled == "rope_scaling":
+        rope["type"] = rope.pop("rope_type")
+        config["rope_theta"] = rope.pop("rope_theta")
+    found = _check(config | {spelled: rope}, tensors, TINY_YARN)
+    assert list(found) == [f"config.json: {key}" for key in keys]
+
+
+def test_groups_of_experts_are_compared(tmp_path):
+    config, tensors = _written(tmp_path, TINY_YARN)
+    assert set(_check(config | {"n_group": 2, "topk_group": 1}, tensors, TINY_YARN)) == {
+        "config.json: n_group",
+        "config.json: topk_group",
+    }
+    plain, tensors = _written(tmp_path / "plain", TINY_DEEPSEEK)
+    assert set(_check(plain | {"n_group": 2}, tensors, TINY_DEEPSEEK)) == {"config.json: n_group"}
+
+
+@pytest.mark.parametrize(
+    ("said", "keys"),
+    [
+        ({"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1}, []),
+        ({"indexer_types": None, "index_topk_pattern": "FSFS"}, []),
+        ({"indexer_types": None, "index_topk_pattern": "FSSS"}, ["index_topk_pattern"]),
+        ({"indexer_types": ["full"] * 4}, ["indexer_types"]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, ["index_topk_freq"]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 2}, ["index_skip_topk_offset"]),
+        ({"indexer_types": None}, ["index_topk_freq", "index_skip_topk_offset"]),
+    ],
+)
+def test_which_layers_share_their_choice_is_compared_however_it_is_said(tmp_path, said, keys):
+    config, tensors = _written(tmp_path, TINY_SHARING)
+    without = {key: value for key, value in config.items() if key not in ("index_topk_freq", "index_skip_topk_offset")}
+    found = _check(without | said, tensors, TINY_SHARING)
+    assert list(found) == [f"config.json: {key}" for key in keys]
 
 
 # ---- the patched copy ----

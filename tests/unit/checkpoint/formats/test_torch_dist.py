@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import (
-    FAMILIES,
+    ALL,
     TINY,
     TINY_QWEN3,
     make_random_checkpoint,
@@ -41,7 +41,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("arch", ALL.values(), ids=ALL)
 def test_every_tensor_is_there_and_equal(tmp_path, arch):
     tensors = random_tensors(arch, seed=3)
     write_shards(tmp_path, tensors, 3)

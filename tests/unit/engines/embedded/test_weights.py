@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.support.tiny_checkpoint import ALL
 from tests.unit.engines.conftest import strong_tensors, write_checkpoint
 
 from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
@@ -29,11 +30,31 @@ def loaded(checkpoint):
     return load_model(checkpoint, torch.float32)
 
 
-def test_a_checkpoint_is_served_as_it_is(model_type, tmp_path):
-    tensors = strong_tensors(model_type, seed=4)
+def test_a_checkpoint_is_served_as_it_is_and_then_an_update(model_type, tmp_path):
+    tensors, mtp = strong_tensors(model_type, seed=4), f"model.layers.{ALL[model_type].num_hidden_layers}."
     loaded = load_model(write_checkpoint(tmp_path / "hf", model_type, tensors), torch.float32)
-    expected = {name: tensor_checksum(t.float()) for name, t in tensors.items() if not name.startswith(MTP)}
-    assert loaded.weights.checksums() == expected
+    for version in (4, 5):
+        tensors = strong_tensors(model_type, seed=version)
+        expected = {name: tensor_checksum(t.float()) for name, t in tensors.items() if not name.startswith(mtp)}
+        if version == 5:
+            update = loaded.weights.begin_update()
+            update.add(tensors.items())
+            loaded.weights.serve(update, None)
+        assert loaded.weights.checksums() == expected
+
+
+def test_a_tied_output_matrix_follows_the_embedding(tmp_path):
+    """Written out in the checkpoint or not; after an update, too."""
+    tensors = strong_tensors("qwen3", seed=4)
+    written = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    loaded = load_model(write_checkpoint(tmp_path / "hf", "qwen3", written), torch.float32)
+    new = strong_tensors("qwen3", seed=5)
+    update = loaded.weights.begin_update()
+    update.add(new.items())
+    loaded.weights.serve(update, None)
+    assert "lm_head.weight" not in loaded.weights.checksums()
+    assert torch.equal(loaded.model.lm_head.weight, new["model.embed_tokens.weight"].float())
+    assert torch.equal(loaded.model.model.embed_tokens.weight, new["model.embed_tokens.weight"].float())
 
 
 def test_an_update_replaces_everything_at_once(loaded, new_tensors):
@@ -127,7 +148,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, tensors, change, sa
 
 def test_an_architecture_that_is_not_served_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="'llama'; the embedded engine serves glm_moe_dsa, deepseek_v3"):
+    with pytest.raises(CheckpointError, match="'llama'; the embedded engine serves glm_moe_dsa, deepseek_v3, "):
         load_model(tmp_path, torch.float32)
 
 

@@ -1,7 +1,7 @@
 """Which dimensions each architecture family has: what must be set, what may be, and that nothing else is.
 
-    glm_moe_dsa   MLA, DSA indexer, sigmoid router with bias, shared expert, MTP layer        GLM-5, GLM-5.1
-    deepseek_v3   the same without indexer                                                     DeepSeek-V3
+    glm_moe_dsa   MLA, DSA indexer in all layers or some, sigmoid router with bias, MTP layer  GLM-5, GLM-5.1, 5.2
+    deepseek_v3   the same without indexer, with q-LoRA or not, YaRN, groups of experts        DeepSeek-V3, Moonlight
     glm4_moe      GQA with bias and partly rotated heads, QK norm or not, router as above      GLM-4.5 and 4.7, Air
     qwen3         GQA with QK norm, dense MLPs, embedding tied or not                          Qwen3
     qwen3_moe     GQA with QK norm, softmax router without bias, no shared expert              Qwen3-30B-A3B
@@ -31,12 +31,14 @@ _COMMON = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _GQA = ("num_key_value_heads", "head_dim")
-_INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
+_INDEXER = ("q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
 _EXPERTS = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 _GLM_EXPERTS = (*_EXPERTS, "routed_scaling_factor")
 _GLM_COUNTS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
+_SHARED_INDEXER = ("index_topk_freq", "index_skip_topk_offset")
+_DEEPSEEK = ("q_lora_rank", "n_group", "topk_group", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Family:
     """What models of one `model_type` are made of.
 
     Args:
+        hub_class: What `architectures` of config.json names, a class of transformers.
         needs: Dimensions that must be set.
         may: Dimensions that have a meaning when left at their default, too.
         router_bias: The router has a bias per expert that corrects the choice.
         always_qk_norm: Queries and keys are normalised in every model of the family.
     """
 
+    hub_class: str
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
     router_bias: bool = False
@@ -57,15 +61,20 @@ class Family:
 
 
 FAMILIES = {
-    "glm_moe_dsa": Family((*_MLA, *_INDEXER, *_GLM_EXPERTS), _GLM_COUNTS, router_bias=True),
-    "deepseek_v3": Family((*_MLA, *_GLM_EXPERTS), _GLM_COUNTS, router_bias=True),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM", (*_MLA, *_INDEXER, *_GLM_EXPERTS), (*_GLM_COUNTS, *_SHARED_INDEXER), router_bias=True
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", (*_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True
+    ),
     "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
         (*_GQA, *_GLM_EXPERTS, "partial_rotary_factor"),
         (*_GLM_COUNTS, "attention_bias", "use_qk_norm"),
         router_bias=True,
     ),
-    "qwen3": Family(_GQA, ("tie_word_embeddings",), always_qk_norm=True),
-    "qwen3_moe": Family((*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3": Family("Qwen3ForCausalLM", _GQA, ("tie_word_embeddings",), always_qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_GQA, *_EXPERTS), ("tie_word_embeddings",), always_qk_norm=True),
 }
 
 
@@ -74,20 +83,44 @@ def family_of(arch: Architecture) -> Family:
     return FAMILIES[arch.model_type]
 
 
+def modelling_module(model_type: str) -> str:
+    """Return the module of transformers that has the family's `hub_class`."""
+    return f"transformers.models.{model_type}.modeling_{model_type}"
+
+
 def dimensions(arch: Architecture) -> dict[str, Any]:
     """Return the dimensions that the model's family has, in the schema's order.
 
-    It is what names runs and made checkpoints: a dimension that another family gets later changes no name.
+    It is what names runs and made checkpoints: a dimension that another family gets later changes no name, nor does one
+    that its declaration calls `unnamed` at this value.
     """
     family = family_of(arch)
     known = {*_COMMON, *family.needs, *family.may}
-    return {name: value for name, value in dataclasses.asdict(arch).items() if name in known}
+    unnamed = {f.name for f in dataclasses.fields(arch) if f.metadata.get("unnamed", ...) == getattr(arch, f.name)}
+    return {name: value for name, value in dataclasses.asdict(arch).items() if name in known - unnamed}
+
+
+def chooses_keys(arch: Architecture, layer: int) -> bool:
+    """Tell whether a layer has an indexer; one of a sparse model that has none takes over the choice before it.
+
+    MTP layers, which are numbered behind the decoder's, have their own.
+    """
+    if layer >= arch.num_hidden_layers:
+        return arch.index_n_heads > 0
+    behind = max(layer + 1 - arch.index_skip_topk_offset, 0)
+    return arch.index_n_heads > 0 and behind % arch.index_topk_freq == 0
+
+
+def num_indexers(arch: Architecture) -> int:
+    """Return how many decoder layers have an indexer."""
+    return sum(chooses_keys(arch, layer) for layer in range(arch.num_hidden_layers))
 
 
 def check_architecture(arch: Architecture) -> Iterator[Problem]:
     """Yield what is missing, what is too much, and what does not fit together."""
     yield from _check_presence(arch)
     yield from _check_indexer(arch)
+    yield from _check_positions(arch)
     yield from _check_heads(arch)
     yield from _check_experts(arch)
 
@@ -96,10 +129,11 @@ def _check_presence(arch: Architecture) -> Iterator[Problem]:
     family = family_of(arch)
     for field in dataclasses.fields(arch):
         name, value = field.name, getattr(arch, field.name)
-        if name in family.needs and value == field.default:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if name in family.needs and value == default:
             allowed = f"a value above 0, which {arch.model_type} needs"
             yield Problem(f"{PREFIX}.{name}", repr(value), allowed, "take it from config.json")
-        elif name not in (*_COMMON, *family.needs, *family.may) and value != field.default:
+        elif name not in (*_COMMON, *family.needs, *family.may) and value != default:
             allowed = f"left out: {arch.model_type} has no such part"
             yield Problem(f"{PREFIX}.{name}", repr(value), allowed, "remove it, or correct model_type")
 
@@ -108,6 +142,19 @@ def _check_indexer(arch: Architecture) -> Iterator[Problem]:
     if 0 < arch.index_head_dim < arch.qk_rope_head_dim:
         value, allowed = str(arch.index_head_dim), f"at least {arch.qk_rope_head_dim} (qk_rope_head_dim)"
         yield Problem(f"{PREFIX}.index_head_dim", value, allowed, "take both from config.json")
+    if arch.index_topk_freq > 1 and not arch.index_skip_topk_offset:
+        allowed = "at least 1 with index_topk_freq: the first layer has none before it whose choice it could take"
+        yield Problem(f"{PREFIX}.index_skip_topk_offset", "0", allowed, "take both from config.json")
+
+
+def _check_positions(arch: Architecture) -> Iterator[Problem]:
+    scaling, key = arch.rope_scaling, f"{PREFIX}.rope_scaling"
+    if scaling.factor > 1 and not scaling.original_max_position_embeddings:
+        allowed = "a value above 0, which a factor needs"
+        yield Problem(f"{key}.original_max_position_embeddings", "0", allowed, "take it from config.json")
+    if scaling.mscale != 1 and not scaling.mscale_all_dim:
+        allowed = "1 without mscale_all_dim: no reader of config.json heeds another"
+        yield Problem(f"{key}.mscale", f"{scaling.mscale:g}", allowed, "take both from config.json")
 
 
 def _check_heads(arch: Architecture) -> Iterator[Problem]:
@@ -132,3 +179,12 @@ def _check_experts(arch: Architecture) -> Iterator[Problem]:
     if arch.first_k_dense_replace > arch.num_hidden_layers:
         value, allowed = str(arch.first_k_dense_replace), f"at most {arch.num_hidden_layers} (num_hidden_layers)"
         yield Problem(f"{PREFIX}.first_k_dense_replace", value, allowed, "take both from config.json")
+    if arch.n_routed_experts % arch.n_group:
+        allowed = f"a divisor of {arch.n_routed_experts} (n_routed_experts)"
+        yield Problem(f"{PREFIX}.n_group", str(arch.n_group), allowed, "take both from config.json")
+    elif arch.topk_group > arch.n_group:
+        allowed = f"at most {arch.n_group} (n_group)"
+        yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")
+    elif arch.num_experts_per_tok > arch.topk_group * (arch.n_routed_experts // arch.n_group):
+        allowed = f"enough groups for {arch.num_experts_per_tok} experts (num_experts_per_tok)"
+        yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
 
 from posttrain.config.derived import (
     data_parallel_size,
@@ -13,10 +15,10 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
-from posttrain.config.families import check_architecture
+from posttrain.config.families import check_architecture, chooses_keys
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.presets import check_bounds
-from posttrain.config.schema import Config
+from posttrain.config.schema import Config, RopeScaling
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
@@ -26,10 +28,10 @@ NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
-# Families that `checkpoint.param_names` has the names of.
-CONVERTIBLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
 # Families that `megatron_backend` has the layers of.
 TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
+# What `megatron_backend` lacks of them: dimensions that a model may have, and the only value that trains.
+UNTRAINED: Mapping[str, Any] = {"index_topk_freq": 1, "n_group": 1, "rope_scaling": RopeScaling()}
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
@@ -42,9 +44,8 @@ def check_consistency(config: Config) -> list[Problem]:
 
 
 def check_convertible(config: Config) -> Problems:
-    """Yield what can be planned but not fetched or converted by this version: ask before any work starts."""
+    """Yield what can be planned but not fetched by this version: ask before any work starts."""
     source = config.model.source
-    yield from _family(config, CONVERTIBLE, "convert or export")
     if source.kind == "hub" and source.revision == UNPINNED:
         remedy = "set='model.source.revision=...' with the commit that the repository's page shows"
         yield Problem(
@@ -59,7 +60,8 @@ def check_trainable(config: Config) -> Problems:
     where it can.
     """
     yield from check_convertible(config)
-    yield from _family(config, TRAINABLE, "train")
+    yield from _family(config)
+    yield from _parts(config)
     yield from check_launcher(config)
     if (size := config.parallel.context_parallel_size) > 1:
         allowed = "1 to train with this version"
@@ -67,13 +69,23 @@ def check_trainable(config: Config) -> Problems:
     yield from check_started_engines(config)
 
 
-def _family(config: Config, families: tuple[str, ...], purpose: str) -> Problems:
+def _family(config: Config) -> Problems:
     model_type = config.model.architecture.model_type
-    if model_type not in families:
-        allowed = f"{' or '.join(families)} to {purpose} with this version"
+    if model_type not in TRAINABLE:
+        allowed = f"{' or '.join(TRAINABLE)} to train with this version"
         yield Problem(
             "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
         )
+
+
+def _parts(config: Config) -> Problems:
+    arch = config.model.architecture
+    untrained = {name: value for name, value in UNTRAINED.items() if getattr(arch, name) != value}
+    if arch.kv_lora_rank and not arch.q_lora_rank:
+        untrained["q_lora_rank"] = "a value above 0"
+    for name, value in untrained.items():
+        allowed = f"{value} to train with this version"
+        yield Problem(f"model.architecture.{name}", str(getattr(arch, name)), allowed, "plan it, or take another model")
 
 
 def _model_source(config: Config) -> Problems:
@@ -198,6 +210,12 @@ def _stages(config: Config) -> Problems:
             f"so that the other {others} stages share {num_layers} layers evenly",
             "change the last stage or the number of stages",
         )
+        return
+    arch, firsts = config.model.architecture, list(accumulate(layers_per_stage(config)[:-1]))
+    if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
+        allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
+        found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
+        yield Problem(key, found, allowed, "change the last stage or the number of stages")
 
 
 def _batches(config: Config) -> Problems:

@@ -40,6 +40,20 @@ class Source:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """YaRN: positions beyond those that the model was first trained on."""
+
+    factor: float = _doc(
+        "Times the original positions that the model reaches; 1: positions are not scaled", 1.0, minimum=1
+    )
+    original_max_position_embeddings: int = _doc("Longest position before scaling", 0, minimum=0)
+    beta_fast: float = _doc("Turns over the original positions above which a pair keeps its frequency", 32.0, minimum=0)
+    beta_slow: float = _doc("Turns below which a pair's frequency is divided by the factor", 1.0, minimum=0)
+    mscale: float = _doc("Growth of the rotated part with the logarithm of the factor", 1.0, exclusive_minimum=0)
+    mscale_all_dim: float = _doc("The same for whole queries and keys, in the softmax's scale", 0.0, minimum=0)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Dimensions of the model, as `config.json` spells them; checked against it before any work.
 
@@ -59,13 +73,15 @@ class Architecture:
     n_shared_experts: int = _doc("Shared experts per MoE layer", 0, minimum=0)
     num_experts_per_tok: int = _doc("Experts a token is sent to", 0, minimum=0)
     routed_scaling_factor: float = _doc("Factor on the routed experts' weights (sigmoid routers)", 0.0, minimum=0)
+    n_group: int = _doc("Groups of experts, of which a token chooses some first (DeepSeek-V3)", 1, minimum=1, unnamed=1)
+    topk_group: int = _doc("Groups that a token chooses its experts from", 1, minimum=1, unnamed=1)
     num_attention_heads: int = _doc("Attention heads", minimum=1)
     num_key_value_heads: int = _doc("Heads of key and value, each shared by a group of query heads (GQA)", 0, minimum=0)
     head_dim: int = _doc("Head width (GQA)", 0, minimum=0)
     partial_rotary_factor: float = _doc("Share of each head that is rotated (GLM-4-MoE)", 0.0, minimum=0, maximum=1)
     attention_bias: bool = _doc("Query, key and value projections have a bias (GLM-4-MoE)", False)
     use_qk_norm: bool = _doc("Queries and keys are normalised (GLM-4-MoE; Qwen3 always does)", False)
-    q_lora_rank: int = _doc("Rank of the query latent (MLA)", 0, minimum=0)
+    q_lora_rank: int = _doc("Rank of the query latent (MLA); 0 where queries have none (Moonlight)", 0, minimum=0)
     kv_lora_rank: int = _doc("Rank of the key-value latent (MLA)", 0, minimum=0)
     qk_nope_head_dim: int = _doc("Head width without position (MLA)", 0, minimum=0)
     qk_rope_head_dim: int = _doc("Head width with rotary position (MLA)", 0, minimum=0)
@@ -73,9 +89,18 @@ class Architecture:
     index_n_heads: int = _doc("Heads of the DSA indexer; 0 where attention is dense", 0, minimum=0)
     index_head_dim: int = _doc("Head width of the DSA indexer", 0, minimum=0)
     index_topk: int = _doc("Keys that the indexer keeps per query", 0, minimum=0)
+    index_topk_freq: int = _doc(
+        "One layer in so many chooses its keys, the others take its choice over (GLM-5.2: 4)", 1, minimum=1, unnamed=1
+    )
+    index_skip_topk_offset: int = _doc(
+        "Leading layers that all choose, where some share (GLM-5.2: 3)", 0, minimum=0, unnamed=0
+    )
     num_nextn_predict_layers: int = _doc("MTP layers in the checkpoint", 0, minimum=0)
     tie_word_embeddings: bool = _doc("The output matrix is the embedding (Qwen3)", False)
     rope_theta: float = _doc("Base of the rotary embedding", exclusive_minimum=0)
+    rope_scaling: RopeScaling = field(
+        default_factory=RopeScaling, metadata={"doc": "Scaled positions (YaRN)", "unnamed": RopeScaling()}
+    )
     rms_norm_eps: float = _doc("Epsilon of the layers' RMSNorm", exclusive_minimum=0)
     max_position_embeddings: int = _doc("Longest position the model was made for", minimum=1)
 

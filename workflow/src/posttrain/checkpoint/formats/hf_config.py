@@ -12,6 +12,7 @@ Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,23 +24,19 @@ from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_written
-from posttrain.config.families import dimensions
-from posttrain.config.schema import Architecture
+from posttrain.config.families import chooses_keys, dimensions, family_of
+from posttrain.config.schema import Architecture, RopeScaling
 from posttrain.errors import CheckpointError, Problem
 
-CLASS_OF: Mapping[str, str] = {
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 # As many lines as a terminal shows; of another model all tensors differ.
 MAX_TENSOR_LINES = 20
 # Compared on their own, because config.json spells them in more than one way.
-_SPELLED_APART = ("model_type", "rope_theta", "partial_rotary_factor")
+_SPELLED_APART = (
+    *("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+    *("index_topk_freq", "index_skip_topk_offset"),
+)
 # What some families call our dimensions: on the Hub, and as transformers 5 writes it.
 _OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
 
@@ -83,7 +80,7 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_rem
         yield Problem(f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy)
     else:
         yield from _compare("model_type", model_type, architecture.model_type)
-        yield from _compare("architectures", classes, [CLASS_OF[architecture.model_type]])
+        yield from _compare("architectures", classes, [family_of(architecture).hub_class])
     if config.get("auto_map") and not trust_remote_code:
         remedy = "use a checkpoint of a built-in architecture, or allow its code explicitly"
         yield Problem(f"{CONFIG}: auto_map", repr(config["auto_map"]), "no code of its own", remedy)
@@ -112,14 +109,30 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     parameters = config.get("rope_parameters") or config.get("rope_scaling")
     parameters = parameters if isinstance(parameters, dict) else {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        yield Problem(f"{CONFIG}: rope_type", repr(kind), "'default'", "scaled positions are not supported")
+    expected_kind = "yarn" if architecture.rope_scaling.factor > 1 else "default"
+    if kind != expected_kind:
+        remedy = "mend model.architecture.rope_scaling in the model's file; no scaling but YaRN is supported"
+        yield Problem(f"{CONFIG}: rope_type", repr(kind), repr(expected_kind), remedy)
+    elif kind == "yarn":
+        yield from _check_yarn(parameters, architecture.rope_scaling)
     bases = [base for base in (parameters.get("rope_theta"), config.get("rope_theta")) if base is not None]
     for base in [base for place, base in enumerate(bases) if base not in bases[:place]] or [None]:
         yield from _compare("rope_theta", base, architecture.rope_theta)
     if expected := architecture.partial_rotary_factor:
         factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         yield from _compare("partial_rotary_factor", factor, expected)
+
+
+def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator[Problem]:
+    """A number that is left out has the default that transformers gives it, which is the schema's."""
+    defaults = dataclasses.asdict(RopeScaling())
+    for name, expected in dataclasses.asdict(scaling).items():
+        found = parameters.get(name)
+        yield from _compare(f"rope_scaling.{name}", defaults[name] if found is None else found, expected)
+    for name, allowed in (("attention_factor", None), ("truncate", True)):
+        if parameters.get(name, allowed) != allowed:
+            value = repr(parameters[name])
+            yield Problem(f"{CONFIG}: rope_scaling.{name}", value, repr(allowed), "this variant is not supported")
 
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -132,18 +145,20 @@ def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Itera
 
 
 def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Each layer chooses its own keys; that some take over another layer's choice can be said in three ways."""
+    """Which layers choose their own keys can be said in three ways; readers differ in which they take, so all agree."""
     if not (layers := architecture.index_n_heads and architecture.num_hidden_layers):
         return
-    full = ["full"] * layers
-    ways: dict[str, list[Any]] = {
-        "indexer_types": [full],
-        "index_topk_pattern": [full, "F" * layers],
-        "index_topk_freq": [0, 1],
-    }
-    for key, allowed in ways.items():
-        if config.get(key) is not None and config[key] not in allowed:
-            yield Problem(f"{CONFIG}: {key}", repr(config[key]), repr(allowed[-1]), "this variant is not supported")
+    chooses = [chooses_keys(architecture, layer) for layer in range(layers)]
+    types, letters = (["full" if own else "shared" for own in chooses], "".join("SF"[own] for own in chooses))
+    for key, allowed in (("indexer_types", [types]), ("index_topk_pattern", [letters, types])):
+        if (found := config.get(key)) is not None and found not in allowed:
+            remedy = "mend index_topk_freq and index_skip_topk_offset of model.architecture in the model's file"
+            yield Problem(f"{CONFIG}: {key}", repr(found), f"{allowed[0]!r} (model.architecture)", remedy)
+    if all(config.get(key) is None for key in ("indexer_types", "index_topk_pattern")) or "index_topk_freq" in config:
+        yield from _compare("index_topk_freq", config.get("index_topk_freq") or 1, architecture.index_topk_freq)
+        if architecture.index_topk_freq > 1:
+            offset = config.get("index_skip_topk_offset")
+            yield from _compare("index_skip_topk_offset", offset, architecture.index_skip_topk_offset)
 
 
 def _fixed(architecture: Architecture) -> dict[str, Any]:

@@ -15,26 +15,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from posttrain.checkpoint.param_names.placement import Placement, rows, whole
-from posttrain.config.families import family_of
+from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.schema import Architecture
 
 
-def latent_attention(arch: Architecture, hf: str, key: str) -> Iterator[Placement]:
+def latent_attention(arch: Architecture, hf: str, key: str, layer: int) -> Iterator[Placement]:
     """Yield the placements of an MLA layer, its indexer included where it has one."""
     width, heads = arch.hidden_size, arch.num_attention_heads
     q_rank, kv_rank = arch.q_lora_rank, arch.kv_lora_rank
     rope, nope, value = arch.qk_rope_head_dim, arch.qk_nope_head_dim, arch.v_head_dim
-    for hf_part, key_part, shape in (
+    query: tuple[tuple[str, str, tuple[int, ...]], ...] = (
         ("q_a_proj", "linear_q_down_proj", (q_rank, width)),
         ("q_a_layernorm", "q_layernorm", (q_rank,)),
         ("q_b_proj", "linear_q_up_proj", (heads * (nope + rope), q_rank)),
+    )
+    if not q_rank:
+        query = (("q_proj", "linear_q_proj", (heads * (nope + rope), width)),)
+    for hf_part, key_part, shape in (
+        *query,
         ("kv_a_proj_with_mqa", "linear_kv_down_proj", (kv_rank + rope, width)),
         ("kv_a_layernorm", "kv_layernorm", (kv_rank,)),
         ("kv_b_proj", "linear_kv_up_proj", (heads * (nope + value), kv_rank)),
         ("o_proj", "linear_proj", (width, heads * value)),
     ):
         yield whole(f"{hf}{hf_part}.weight", f"{key}{key_part}.weight", shape)
-    if arch.index_n_heads:
+    if chooses_keys(arch, layer):
         yield from _indexer(arch, f"{hf}indexer.", f"{key}core_attention.indexer.")
 
 

@@ -26,12 +26,12 @@ def to_megatron(arch: Architecture) -> tuple[Placement, ...]:
     table = [whole("model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab, width))]
     for i in range(decoder_layers):
         is_moe = arch.n_routed_experts > 0 and i >= arch.first_k_dense_replace
-        table += _decoder_layer(arch, f"model.layers.{i}.", f"decoder.layers.{i}.", is_moe)
+        table += _decoder_layer(arch, i, f"decoder.layers.{i}.", is_moe)
     table.append(whole("model.norm.weight", "decoder.final_layernorm.weight", (width,)))
     if not arch.tie_word_embeddings:
         table.append(whole("lm_head.weight", "output_layer.weight", (vocab, width)))
     for i in range(arch.num_nextn_predict_layers):
-        table += _mtp_layer(arch, f"model.layers.{decoder_layers + i}.", f"mtp.layers.{i}.")
+        table += _mtp_layer(arch, decoder_layers + i, f"mtp.layers.{i}.")
     return tuple(table)
 
 
@@ -108,15 +108,18 @@ def require_tensors(reader: CheckpointReader, arch: Architecture) -> None:
 # ---- the table ----
 
 
-def _decoder_layer(arch: Architecture, hf: str, key: str, is_moe: bool) -> Iterator[Placement]:
-    width = (arch.hidden_size,)
-    input_norm, mlp_norm, attention = "input_layernorm.weight", "pre_mlp_layernorm.weight", latent_attention
-    if not arch.kv_lora_rank:
-        attention = grouped_attention
+def _decoder_layer(arch: Architecture, layer: int, key: str, is_moe: bool) -> Iterator[Placement]:
+    hf, width = f"model.layers.{layer}.", (arch.hidden_size,)
+    input_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+    places = f"{hf}self_attn.", f"{key}self_attention."
+    if arch.kv_lora_rank:
+        attention = latent_attention(arch, *places, layer)
+    else:
+        attention = grouped_attention(arch, *places)
         input_norm = "self_attention.linear_qkv.layer_norm_weight"
         mlp_norm = mlp_norm if is_moe else "mlp.linear_fc1.layer_norm_weight"
     yield whole(f"{hf}input_layernorm.weight", f"{key}{input_norm}", width)
-    yield from attention(arch, f"{hf}self_attn.", f"{key}self_attention.")
+    yield from attention
     yield whole(f"{hf}post_attention_layernorm.weight", f"{key}{mlp_norm}", width)
     if is_moe:
         yield from experts(arch, f"{hf}mlp.", f"{key}mlp.")
@@ -124,10 +127,10 @@ def _decoder_layer(arch: Architecture, hf: str, key: str, is_moe: bool) -> Itera
         yield from mlp(arch.hidden_size, arch.intermediate_size, f"{hf}mlp.", f"{key}mlp.")
 
 
-def _mtp_layer(arch: Architecture, hf: str, key: str) -> Iterator[Placement]:
-    width = arch.hidden_size
+def _mtp_layer(arch: Architecture, layer: int, key: str) -> Iterator[Placement]:
+    hf, width = f"model.layers.{layer}.", arch.hidden_size
     yield whole(f"{hf}enorm.weight", f"{key}enorm.weight", (width,))
     yield whole(f"{hf}hnorm.weight", f"{key}hnorm.weight", (width,))
     yield whole(f"{hf}eh_proj.weight", f"{key}eh_proj.weight", (width, 2 * width))
-    yield from _decoder_layer(arch, hf, f"{key}transformer_layer.", is_moe=True)
+    yield from _decoder_layer(arch, layer, f"{key}transformer_layer.", is_moe=True)
     yield whole(f"{hf}shared_head.norm.weight", f"{key}final_layernorm.weight", (width,))

@@ -14,17 +14,13 @@ import torch
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
+from posttrain.config.families import FAMILIES, modelling_module
 from posttrain.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.engines.embedded.weights import ServedWeights, WeightError, WeightUpdate
 from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# model_type -> (module of transformers, class); loaded alone: `AutoModel` imports far more.
-ARCHITECTURES = {
-    "glm_moe_dsa": ("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa", "GlmMoeDsaForCausalLM"),
-    "deepseek_v3": ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3ForCausalLM"),
-}
 # On the tiny model with 2 threads: half the time of the loop over experts, no slower than batched_mm.
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 ATTENTION_IMPLEMENTATION = "eager"
@@ -104,23 +100,23 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
         update.require_complete()
     except WeightError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    log.info("loaded %s, %d tensors of the MTP layer left out", folder, update.num_skipped)
+    log.info("loaded %s, %d tensors left out (MTP layers, copies)", folder, update.num_skipped)
 
 
 def _build(config_file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise CheckpointError(f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}")
     from transformers.initialization import no_init_weights
 
-    module, name = ARCHITECTURES[model_type]
-    model_class = getattr(importlib.import_module(module), name)
+    # Loaded alone: `AutoModel` imports far more.
+    module = importlib.import_module(modelling_module(model_type))
+    model_class = getattr(module, FAMILIES[model_type].hub_class)
     model_config = model_class.config_class.from_pretrained(config_file.parent)
-    if model_config.tie_word_embeddings:
-        raise CheckpointError(f"{config_file}: tie_word_embeddings is true; the embedded engine keeps lm_head apart")
     model_config._attn_implementation = ATTENTION_IMPLEMENTATION
-    model_config._experts_implementation = EXPERTS_IMPLEMENTATION
+    if "n_routed_experts" in FAMILIES[model_type].needs:
+        model_config._experts_implementation = EXPERTS_IMPLEMENTATION
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -128,6 +124,7 @@ def _build(config_file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any
             model = model_class(model_config)
     finally:
         torch.set_default_dtype(default)
+    model.tie_weights()
     _keep_in_float32(model)
     return model.eval().requires_grad_(False)
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-INDEXER_CLASSES = ("GlmMoeDsaIndexer",)
-
 
 class StableTopK(TorchFunctionMode):
     """While active, `topk` returns the largest values in descending order, the first of equal ones first."""
@@ -58,7 +56,7 @@ def stable_topk(
 
 def make_indexers_stable(model: torch.nn.Module) -> int:
     """Run every indexer's forward with `StableTopK`; return how many there are."""
-    indexers = [module for module in model.modules() if type(module).__name__ in INDEXER_CLASSES]
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
     for indexer in indexers:
         indexer.forward = _with_stable_topk(indexer.forward)
     return len(indexers)

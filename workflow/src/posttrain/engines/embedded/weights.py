@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,11 @@ class ServedWeights:
     """
 
     def __init__(self, model: torch.nn.Module, num_hidden_layers: int, num_mtp_layers: int):
-        self._served = dict(model.state_dict(keep_vars=True))
+        named = model.state_dict(keep_vars=True)
+        firsts = {id(tensor): name for name, tensor in reversed(named.items())}
+        self._served = {name: tensor for name, tensor in named.items() if firsts[id(tensor)] == name}
+        # An output matrix that is the embedding is served with it; a checkpoint may have written it out.
+        self._copies = named.keys() - self._served.keys()
         self._spare: dict[str, torch.Tensor] | None = None
         self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
         self.version: str | None = None
@@ -52,13 +56,13 @@ class ServedWeights:
 
     def initial_load(self) -> WeightUpdate:
         """Return an update that fills the serving set itself, before anything is served."""
-        return WeightUpdate(self._served, self._mtp_layers)
+        return WeightUpdate(self._served, self._mtp_layers, self._copies)
 
     def begin_update(self) -> WeightUpdate:
         """Return an update that fills the spare set."""
         if self._spare is None:
             self._spare = {name: torch.empty_like(tensor.data) for name, tensor in self._served.items()}
-        return WeightUpdate(self._spare, self._mtp_layers)
+        return WeightUpdate(self._spare, self._mtp_layers, self._copies)
 
     def serve(self, update: WeightUpdate, version: str | None) -> None:
         """Put a complete update in the place of what serves. Call it while no batch runs.
@@ -84,10 +88,12 @@ class WeightUpdate:
     Args:
         tensors: What is filled, by the model's names.
         mtp_layers: Layer numbers whose tensors are counted and left out.
+        copies: Names of tensors that are the same as others of the model; left out, too.
     """
 
     tensors: Mapping[str, torch.Tensor]
     mtp_layers: range
+    copies: Collection[str] = ()
     num_skipped: int = 0
     version: str | None = None
     _views: dict[str, torch.Tensor] = field(init=False)
@@ -122,7 +128,7 @@ class WeightUpdate:
             raise WeightError(f"{len(missing)} of {len(self._views)} tensors are missing: {listed}")
 
     def _add(self, name: str, bucket: Mapping[str, torch.Tensor]) -> None:
-        if self._is_mtp(name):
+        if self._is_mtp(name) or name in self.copies:
             self.num_skipped += 1
             return
         if suffix := next((suffix for suffix in SCALE_SUFFIXES if name.endswith(suffix)), ""):

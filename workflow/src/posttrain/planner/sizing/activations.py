@@ -247,7 +247,7 @@ class _Row:
         arch, p = self.arch, self.p
         # An FP32 row is its own FP32 copy, together with the rotary key that it was split from.
         uncopied_rope = FP32 * arch.qk_rope_head_dim if p == FP32 else 0
-        latents = sum(self._norm(rank) + p * rank for rank in (arch.q_lora_rank, arch.kv_lora_rank))
+        latents = sum(self._norm(rank) + p * rank for rank in (arch.q_lora_rank, arch.kv_lora_rank) if rank)
         split = self._norm(self.hidden) + p * self.hidden + latents + uncopied_rope
         return self.s * split + self.t * 4 * p * arch.qk_rope_head_dim
 

@@ -1,7 +1,8 @@
 """Memory of a serving engine: weights per GPU, and how many tokens of KV cache are left.
 
 A token's KV cache in each layer is, with MLA, the latent with its rotary part in BF16, and the indexer's key: one FP8
-code per dimension and one FP32 scale; with GQA a key and a value per key-value head in BF16:
+code per dimension and one FP32 scale, counted in every layer though one that takes a choice over needs none; with GQA
+a key and a value per key-value head in BF16:
 
     MLA   bytes per token = layers ((kv_rank + rope) 2 + (index_dim + 4))   GLM-5: 78 ((512 + 64) 2 + 132) = 100,152
     GQA   bytes per token = layers (2 heads dim) 2                          Qwen3-4B: 36 (2 8 128) 2 = 147,456

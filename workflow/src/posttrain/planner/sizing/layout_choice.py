@@ -36,9 +36,9 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
         config: The configuration with the schema's layout.
         origins: Which keys a layer has set: those stay.
     """
-    if world_size(config) == 1:
-        return Chosen({})
     engine = choose_engine(config) if not any(key in origins for key in ENGINE_KEYS) else {}
+    if world_size(config) == 1:
+        return Chosen(engine)
     config, pinned = _with_engine(config, engine), pinned_sizes(config, origins)
     proposals = propose_layouts(config, pinned)
     if not proposals:

@@ -4,11 +4,11 @@ Letters: H hidden size, N heads, G key-value heads, D head width, V vocabulary, 
 
 One decoder layer holds, depending on the family (`posttrain.config.families`),
 
-    attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank],
+    attention (MLA)   q_a [q_rank, H], its norm, q_b [N (nope + rope), q_rank], or one q [N (nope + rope), H],
                       kv_a [kv_rank + rope, H], its norm, kv_b [N (nope + v), kv_rank], o [H, N v]
     or (GQA)          q [N D, H], k and v [G D, H], with biases or without, o [H, N D], norms of query and key [D]
     indexer (DSA)     wq_b [heads dim, q_rank], wk [dim, H], LayerNorm of the key (weight, bias),
-                      weights_proj [heads, H]
+                      weights_proj [heads, H]; where layers share their choice, in those that choose
     two RMSNorms      2 H
     dense MLP         gate, up [F_dense, H], down [H, F_dense], in the first layers; without experts in all
     or MoE            router [E, H], E experts and the shared ones, each 3 F H, in the others
@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from posttrain.config.families import family_of
+from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Architecture
 
@@ -76,20 +76,19 @@ class Weight:
         return (rows * columns + 4 * blocks) * self.count
 
 
-def layer_weights(arch: Architecture, is_moe: bool) -> tuple[Weight, ...]:
-    """Return the weights of one decoder layer."""
+def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight, ...]:
+    """Return the weights of one decoder layer, or of an MTP layer, which is numbered behind them."""
     norms = Weight("norms", (arch.hidden_size,), count=2)
     feed_forward = _moe_weights(arch) if is_moe else _mlp_weights(arch, "dense_mlp", arch.intermediate_size)
     attention = _latent_attention(arch) if arch.kv_lora_rank else _grouped_attention(arch)
-    return (*attention, *_indexer_weights(arch), norms, *feed_forward)
+    indexer = _indexer_weights(arch) if chooses_keys(arch, layer) else ()
+    return (*attention, *indexer, norms, *feed_forward)
 
 
 def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
     """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
     num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
-    num_moe = max(arch.num_hidden_layers - num_dense, 0)
-    dense = [layer_weights(arch, is_moe=False)] * (arch.num_hidden_layers - num_moe)
-    return dense + [layer_weights(arch, is_moe=True)] * num_moe if num_moe else dense
+    return [layer_weights(arch, layer, is_moe=layer >= num_dense) for layer in range(arch.num_hidden_layers)]
 
 
 def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
@@ -121,7 +120,7 @@ def mtp_weights(arch: Architecture) -> list[Weight]:
     """
     hidden = arch.hidden_size
     extra = (Weight("mtp", (hidden,), count=3), Weight("mtp", (hidden, 2 * hidden)))
-    return [*layer_weights(arch, is_moe=True), *extra] * arch.num_nextn_predict_layers
+    return [*layer_weights(arch, arch.num_hidden_layers, is_moe=True), *extra] * arch.num_nextn_predict_layers
 
 
 def count_parameters(weights: Iterable[Weight]) -> int:
@@ -163,12 +162,12 @@ def _latent_attention(arch: Architecture) -> tuple[Weight, ...]:
     query = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
     key_value = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
     # The latents are computed whole on every tensor-parallel rank; only what has heads is cut.
+    query_latent = (Weight("attention", (arch.q_lora_rank, hidden), fp8=True), Weight("norms", (arch.q_lora_rank,)))
     return (
-        Weight("attention", (arch.q_lora_rank, hidden), fp8=True),
+        *(query_latent if arch.q_lora_rank else ()),
         Weight("attention", (arch.kv_lora_rank + arch.qk_rope_head_dim, hidden), fp8=True),
-        Weight("norms", (arch.q_lora_rank,)),
         Weight("norms", (arch.kv_lora_rank,)),
-        Weight("attention", (query, arch.q_lora_rank), split="tensor", fp8=True),
+        Weight("attention", (query, arch.q_lora_rank or hidden), split="tensor", fp8=True),
         Weight("attention", (key_value, arch.kv_lora_rank), split="tensor", fp8=True),
         Weight("attention", (hidden, heads * arch.v_head_dim), split="tensor", fp8=True),
     )
@@ -192,8 +191,6 @@ def _grouped_attention(arch: Architecture) -> tuple[Weight, ...]:
 
 
 def _indexer_weights(arch: Architecture) -> tuple[Weight, ...]:
-    if arch.index_n_heads == 0:
-        return ()
     return (
         Weight("indexer", (arch.index_n_heads * arch.index_head_dim, arch.q_lora_rank), fp8=True),
         Weight("indexer", (arch.index_head_dim, arch.hidden_size), fp8=True),

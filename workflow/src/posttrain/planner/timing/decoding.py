@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.planner.sizing.model_size import Weight, model_weights
 from posttrain.planner.timing.flops import sequence_flops
@@ -77,7 +78,7 @@ class DecodingGpus:
         if not arch.index_n_heads:
             return arch.num_hidden_layers * context * latent
         keys = context * (arch.index_head_dim + INDEXER_SCALE_BYTES)
-        return arch.num_hidden_layers * (min(context, arch.index_topk) * latent + keys)
+        return arch.num_hidden_layers * min(context, arch.index_topk) * latent + num_indexers(arch) * keys
 
 
 def decode_step_seconds(engine: DecodingGpus, num_requests: float, context: float) -> float:

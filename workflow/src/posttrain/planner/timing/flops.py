@@ -7,7 +7,7 @@ d_qk and d_v, K keys kept by the indexer (all of them where attention is dense),
     head        2 S  vocabulary hidden
     attention   2 N (d_qk + d_v)  per pair of a query and a key that it attends to, per layer
                 pairs = sum over s of min(s, K)
-    indexer     2 H_i (D + 1)     per pair of a query and a key that it sees, per layer: it scores all to keep K
+    indexer     2 H_i (D + 1)     per pair of a query and a key that it sees, per indexer: it scores all to keep K
                 pairs = S (S + 1) / 2
 
 The backward pass costs twice the forward pass where there is a gradient: not in the indexer, which is frozen. Full
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture
 from posttrain.planner.sizing.model_size import Weight, decoder_weights
 
@@ -78,7 +79,11 @@ def sequence_flops(arch: Architecture, num_tokens: float) -> Flops:
         frozen=2 * num_tokens * frozen,
         head=2 * num_tokens * arch.vocab_size * arch.hidden_size,
         attention=2 * layers * arch.num_attention_heads * _head_widths(arch) * kept,
-        indexer=2 * layers * arch.index_n_heads * (arch.index_head_dim + 1) * _pairs(num_tokens, num_tokens),
+        indexer=2
+        * num_indexers(arch)
+        * arch.index_n_heads
+        * (arch.index_head_dim + 1)
+        * _pairs(num_tokens, num_tokens),
     )
 
 
