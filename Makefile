@@ -24,6 +24,8 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@$(PYTHON) -c '$(IS_RIGHT)' || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt torch
+	@# Its metadata ask for Python 3.12; there is a wheel for 3.11 too, and what is used here runs on both.
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
 	touch $@
 

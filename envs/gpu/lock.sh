@@ -13,5 +13,5 @@ lock() { # output, then what is resolved
 
 # The trainer's packages are those that are tested on CPUs; only torch is another.
 lock envs/gpu/trainer.txt envs/gpu/trainer.in pyproject.toml --extra broadcast --extra formats \
-    --constraint <(grep -v '^torch==' envs/cpu/constraints.txt)
+    --constraint <(grep -vE '^(torch|triton)==' envs/cpu/constraints.txt)
 lock envs/gpu/engine.txt envs/gpu/engine.in

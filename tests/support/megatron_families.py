@@ -6,12 +6,9 @@ standard GPT model of its standard layers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +16,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -34,40 +30,36 @@ from posttrain.planner.flags import megatron_flags
 METADATA = {"non_homogeneous_layers": True}
 
 
-def build_model(
-    config: Config, grouped: bool = False, with_mtp: bool = True, stacked: bool = False, initialize: bool = False
-) -> GPTModel:
+def build_model(config: Config, with_mtp: bool = True, stacked: bool = False, initialize: bool = False) -> GPTModel:
     """Return this rank's stage of the model.
 
     Args:
         config: The resolved configuration; its layout is already that of the parallel state.
-        grouped: Experts in one module (GroupedMLP) instead of one each (SequentialMLP).
         with_mtp: Build the MTP layers, too.
         initialize: Draw the weights, as Megatron does by default.
         stacked: All layers alike, as far as Megatron is told: it then stacks their weights in checkpoints.
     """
     arch = config.model.architecture
     settings = _settings(config)
-    settings.moe_grouped_gemm, settings.perform_initialization = grouped, initialize
+    settings.perform_initialization = initialize
     settings.mtp_num_layers = arch.num_nextn_predict_layers or None if with_mtp else None
     if stacked and isinstance(settings.moe_layer_freq, list):
         assert all(settings.moe_layer_freq), "dense and MoE layers are not alike"
         settings.moe_layer_freq = 1
-    with _grouped_kernels_assumed():
-        spec = block_spec(settings, False) if arch.kv_lora_rank else _standard_layers(settings)
-        return GPTModel(
-            config=settings,
-            transformer_layer_spec=spec,
-            vocab_size=arch.vocab_size,
-            max_sequence_length=arch.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=arch.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_percent=arch.partial_rotary_factor or 1.0,
-            rotary_base=arch.rope_theta,
-            mtp_block_spec=_mtp_layers(settings, spec),
-        )
+    spec = block_spec(settings, False) if arch.kv_lora_rank else _standard_layers(settings)
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=spec,
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=arch.partial_rotary_factor or 1.0,
+        rotary_base=arch.rope_theta,
+        mtp_block_spec=_mtp_layers(settings, spec),
+    )
 
 
 def sharded_tensors(model: GPTModel, stacked: bool = False) -> list[ShardedTensor]:
@@ -112,13 +104,6 @@ def _mtp_layers(settings: TransformerConfig, spec: TransformerBlockSubmodules) -
     for layer in mtp.layer_specs if mtp else ():
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     return mtp
-
-
-@contextlib.contextmanager
-def _grouped_kernels_assumed() -> Iterator[None]:
-    """GroupedMLP asks for its CUDA kernels when it is built; names and loading need none of them."""
-    with mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):
-        yield
 
 
 class OnMeta(TorchFunctionMode):

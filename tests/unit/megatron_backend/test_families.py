@@ -57,9 +57,8 @@ def architecture_of(model: str) -> Architecture:
 # ---- names and shapes, at full size ----
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
 @pytest.mark.parametrize("model", ["glm5", "deepseek_v3", "glm4.5_air", "qwen3_30b_a3b", "qwen3_4b"])
-def test_names_and_shapes_are_those_that_megatron_gives_the_full_model(model, grouped):
+def test_names_and_shapes_are_those_that_megatron_gives_the_full_model(model):
     """All layers and experts, built without memory: GLM-5's 744 billion parameters take seconds."""
     arch = architecture_of(model)
     config = test_config(arch)
@@ -67,22 +66,21 @@ def test_names_and_shapes_are_those_that_megatron_gives_the_full_model(model, gr
     from tests.support.megatron_families import OnMeta, build_model, sharded_tensors
 
     with OnMeta():
-        built = build_model(config, grouped=grouped)
+        built = build_model(config)
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
     shards = sharded_tensors(built)
     assert {shard.key: tuple(shard.global_shape) for shard in shards} == {
         key: placements[0].global_shape for key, placements in by_key(arch).items()
     }
-    if not grouped:
-        # One shard of Megatron's per projection of an expert: the stack and the join of gate and up are the table's.
-        found = {(s.key, tuple(s.global_offset), tuple(s.local_shape)) for s in shards if ".experts.experts." in s.key}
-        assert found == {
-            (placement.key, offsets, sizes[1:])
-            for key, placements in by_key(arch).items()
-            for placement in placements
-            for offsets, sizes in placement.boxes
-            if ".experts.experts." in key
-        }
+    # One shard of Megatron's per projection of an expert: the stack and the join of gate and up are the table's.
+    found = {(s.key, tuple(s.global_offset), tuple(s.local_shape)) for s in shards if ".experts.experts." in s.key}
+    assert found == {
+        (placement.key, offsets, sizes[1:])
+        for key, placements in by_key(arch).items()
+        for placement in placements
+        for offsets, sizes in placement.boxes
+        if ".experts.experts." in key
+    }
 
 
 # ---- values, loaded in every layout ----

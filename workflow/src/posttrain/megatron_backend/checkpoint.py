@@ -21,13 +21,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
@@ -115,14 +115,6 @@ def load_training_state(policy: Policy, folder: Path) -> int:
     return counts["step"]
 
 
-class NothingInCommon(TorchCommonLoadStrategy):
-    """Leaves `common.pt` closed: of it `read_common` reads what we need."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-
 class SafeLoad(TorchDistLoadShardedStrategy):
     """Loads tensors, and nothing that is not one, from where metadata says that were read by `read_metadata`.
 
@@ -170,24 +162,28 @@ class _ReaderOf(FileSystemReader):
         return self._metadata
 
 
-class InProcessSave(SaveShardedStrategy):
+class InProcessSave(TorchDistSaveShardedStrategy):
     """Writes torch_dist in this process, when `write` is called.
 
     Megatron's own strategy forks a writer. A trainer has threads (requests to engines, metrics), and a fork in the
-    midst of them may hang; a forked writer also outlives a trainer that is killed. The files are the same.
+    midst of them may hang; a forked writer also outlives a trainer that is killed. The files are those that every
+    version of Megatron reads: what is no tensor goes into `common.pt`, not among the shards.
 
     Args:
         group: What `write` is collective in; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
-        super().__init__("torch_dist", 1)
+        super().__init__()
         self._group = group
         # A new thread begins with the first device.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Take note of this rank's shards."""
+        """Write what is no tensor, and take note of this rank's shards."""
+        common = sharded_state_dict.pop("common_state")
+        if dist.get_rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / COMMON_NAME)
         sharded_state_dict, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         self._state, self._folder = mcore_to_pyt_state_dict(sharded_state_dict, False), checkpoint_dir
 
@@ -204,11 +200,6 @@ class InProcessSave(SaveShardedStrategy):
             )
         except CheckpointException as error:
             raise _cause_of(error) from error
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects go into the same files."""
-        return True
 
 
 class _OneTensorAtATime(FileSystemWriter):
@@ -280,9 +271,11 @@ def _read_counts(folder: Path) -> dict[str, int]:
 
 
 def _load(state: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Do what `dist_checkpointing.load` does, with `common.pt` left closed: of it `read_common` reads what we need."""
     strategy = SafeLoad(read_metadata(folder))
+    wanted, _, factories = load_preprocess(state)
     try:
-        return dist_checkpointing.load(state, str(folder), strategy, NothingInCommon())
+        return apply_factory_merges(strategy.load(wanted, folder), factories)
     except (CheckpointingException, CheckpointException, KeyError, TypeError, ValueError, RuntimeError) as error:
         cause = _cause_of(error)
         text = f"{folder} does not fit the model: {type(cause).__name__}: {reason_of(cause)}"

@@ -4,7 +4,7 @@ Megatron Core assumes a GPU in a few dozen places that have nothing to do with t
 allocated, which stream copies it, whose random generator is saved. `enable_cpu()` answers each of them once, so that
 the trainer on a laptop is the trainer of the cluster. It does nothing where CUDA is there.
 
-Each function below names the obstacle that it removes. Checked against megatron-core 0.16.1 and torch 2.13.
+Each function below names the obstacle that it removes. Checked against megatron-core 0.19.2 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def enable_cpu() -> None:
     _replace_device_queries()
     _replace_random_state()
     _redirect_factories()
-    _answer_transformer_engine_checks()
     _keep_split_sizes_plain()
     _provide_fused_adam()
     _accept_cpu_parameters()
@@ -114,19 +113,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
-def _answer_transformer_engine_checks() -> None:
-    """Say that Transformer Engine is absent where the code asks.
-
-    `multi_latent_attention` takes the success of its own import guard as proof that it is there, and then fails on
-    `isinstance(x, None)`.
-    """
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
-
-    multi_latent_attention.HAVE_TE = False
-    moe_utils.te_general_gemm = None
-
-
 def _keep_split_sizes_plain() -> None:
     """The all-to-all dispatcher copies split sizes from the GPU as numpy; sizes that are on the CPU stayed tensors."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -154,6 +140,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
         adam_w_mode: Has to be true; FusedAdam's other mode adds the decay to the gradient.
+        capturable: Has to be false; a step recorded as a CUDA graph keeps its count on the device.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (ICLR 2019), algorithm 2.
     """
@@ -166,8 +153,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ):
         assert adam_w_mode, "only decoupled weight decay is provided"
+        assert not capturable, "there are no CUDA graphs"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

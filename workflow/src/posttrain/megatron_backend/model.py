@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.module import Float16Module
 
 from posttrain.config.schema import Config
@@ -56,20 +49,7 @@ def build_model(config: Config) -> LogprobModel:
         log_probs_chunk_size=config.trainer.log_probs_chunk_size,
         temperature=config.rollout.temperature,
     )
-    _mark_split_weights(model)
     return model if config.hardware.device == "cpu" else model.cuda()
-
-
-def _mark_split_weights(model: torch.nn.Module) -> None:
-    """Mark the weights that tensor-parallel ranks share.
-
-    Megatron does so while it initialises a weight, which we skip; unmarked, the gradient norm would take the shards of
-    all ranks but the first for copies and leave them out.
-    """
-    split_axis = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
-    for module in model.modules():
-        if type(module) in split_axis:
-            set_tensor_model_parallel_attributes(module.weight, True, split_axis[type(module)], 1)
 
 
 def build_policy(config: Config) -> Policy:

@@ -13,7 +13,7 @@ Each is a view of the rank's own FP32 tensors, so a save gathers and copies noth
 another layout reads the boxes that it meets. Keys and shapes are those of Megatron's "fully_reshardable"; for that form
 each rank gathers the whole state of its weights first, 12 B per parameter in host memory and whole buckets on the GPU.
 
-Source: megatron-core 0.16.1, `core/optimizer/distrib_optimizer.py`: the runs, and `sharded_param_state_fs_model_space`,
+Source: megatron-core 0.19.2, `core/optimizer/distrib_optimizer.py`: the runs, and `sharded_param_state_fs_model_space`,
 which names them in a form that checkpoints no longer take.
 """
 

@@ -9,7 +9,7 @@ the newest. What differs from our table:
 - The vocabulary is padded to a multiple that tensor parallelism divides.
 - Newer versions of Megatron call the layer inside an MTP layer `mtp_model_layer`.
 
-Source: megatron-core 0.16.1, `models/gpt/gpt_layer_specs.py`; miles, `miles_plugins/models/glm5/glm5.py` and
+Source: megatron-core 0.19.2, `models/gpt/gpt_layer_specs.py`; miles, `miles_plugins/models/glm5/glm5.py` and
 `miles_plugins/mbridge/deepseek_v32.py`.
 """
 

@@ -83,8 +83,7 @@ def _moe_spec(config: MLATransformerConfig, backend: BackendSpecProvider) -> Mod
         backend=backend,
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        moe_use_legacy_grouped_gemm=False,
     )
     if config.moe_router_topk == 1:
-        spec.submodules.router = OneExpertRouter
+        spec.keywords["submodules"].router = OneExpertRouter
     return spec

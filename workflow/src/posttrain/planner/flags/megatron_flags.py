@@ -1,4 +1,4 @@
-"""Megatron Core's fields, spelled as version 0.16.1 names them.
+"""Megatron Core's fields, spelled as version 0.19.2 names them.
 
 `MLATransformerConfig`, `DistributedDataParallelConfig` and `OptimizerConfig` are built from these tables. Values are
 plain data: a precision is "bf16" or "fp32", an activation is its name; `megatron_backend.arguments` turns them into

@@ -15,7 +15,7 @@ Weights and gradients that are trained lie in one buffer each, dense and experts
 of 64 elements and the buffer ends at a multiple of lcm(shards, 128). The indexer is frozen (docs/decisions/007) and the
 router's bias is no parameter: both have neither gradient nor state.
 
-Source: megatron-core 0.16.1, `core/distributed/param_and_grad_buffer.py` (buffers and their padding),
+Source: megatron-core 0.19.2, `core/distributed/param_and_grad_buffer.py` (buffers and their padding),
 `core/optimizer/distrib_optimizer.py` (shards), `core/optimizer/cpu_offloading/hybrid_optimizer.py` (offload).
 What depends on tokens is in `activations`, what sleeps when in `memory_phases`.
 """
