@@ -26,7 +26,7 @@ from posttrain.algorithm.logprobs import chunked_logprobs
 VOCABULARY, HIDDEN, CHUNK = 154_880, 256, 1_024
 CHUNK_BYTES = CHUNK * VOCABULARY * 4
 # The plain formula holds three tensors of all logits: of more tokens, they are more than 24 GiB.
-MOST_TOKENS = {"naive": 4 * CHUNK}
+MOST_TOKENS = {"naive": 2 * CHUNK}
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -93,7 +93,7 @@ def measure(side: Loss, num_tokens: int) -> tuple[int, float, float]:
     seconds = time.perf_counter() - started
     assert hidden.grad is not None
     assert weight.grad is not None
-    return _status("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes, seconds, float(loss) / num_tokens
+    return _status("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes, seconds, float(loss.detach()) / num_tokens
 
 
 def _status(name: str) -> int:
