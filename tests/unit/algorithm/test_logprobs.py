@@ -236,3 +236,18 @@ def test_targets_of_other_tokens_are_refused(case):
 def test_impossible_settings_are_refused(case, temperature, chunk_size):
     with pytest.raises(AssertionError, match="is"):
         chunked_logprobs(*case, temperature, chunk_size)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_peak_of_forward_and_backward_is_a_chunk_of_logits(temperature):
+    """Above hidden states, matrix and their gradients; benchmarks/loss_memory.py measures a process at full size."""
+    from tests.support.measured_rank import _PeakOfNew
+
+    tokens, hidden_size, vocabulary, chunk_size = 2048, 4, 4096, 64
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    with _PeakOfNew() as new:
+        logprobs, _ = chunked_logprobs(hidden, weight, torch.arange(tokens), temperature, chunk_size)
+        logprobs.sum().backward()
+    gradients = hidden.grad.nbytes + weight.grad.nbytes
+    assert chunk_size * vocabulary * 4 <= new.peak - gradients <= 1.3 * chunk_size * vocabulary * 4

@@ -84,7 +84,7 @@ def _notes(config: Config, work: Workload) -> dict[str, str]:
         share += f"; {prefill} GPUs prefill, then the others decode"
     return {
         "rollout": f"{work.num_samples} samples, until the longest of {work.longest_response:,} tokens ends; {share}",
-        "old_logprobs": "a forward pass over all samples",
+        "old_logprobs": "a forward pass over the samples of all updates but the first",
         "train": "forward, backward, recomputation, pipeline idle and the optimizer",
         "weight_sync": "new weights to all engines",
         "save": f"during the next rollout, {'after each step' if every == 1 else f'every {every} steps'}",

@@ -2,7 +2,7 @@
 
     rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
                    others share the samples and start when all prompts are prefilled
-    old_logprobs   a forward pass over all samples
+    old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
     train          forward, backward and recomputation; x (m + p - 1) / m for p pipeline stages and m micro-batches;
                    and the optimizer's state read and written once per update
     weight_sync    all weights in the engines' format, at the rate of a published broadcast
@@ -144,6 +144,12 @@ def logprob_seconds(trainer: TrainingGpus, work: Workload) -> float:
     return trainer.seconds(work.num_samples * sequence_flops(trainer.arch, work.mean_tokens).forward)
 
 
+def _share_of_old_pass(config: Config) -> float:
+    """Return the share of a step's samples whose old log-probabilities no other pass gives."""
+    from_trainer = config.algorithm.old_logprobs == "trainer"
+    return 1 - 1 / num_updates_per_step(config) if from_trainer else 0.0
+
+
 def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> RolloutTime:
     """Return how long equal engines take for a step's samples."""
     requests = work.num_samples / num_engines
@@ -181,7 +187,7 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     train = train_seconds(trainer, work)
     phases = {
         "rollout": rollout.seconds,
-        "old_logprobs": logprob_seconds(trainer, work),
+        "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
         "train": train + num_updates_per_step(config) * optimizer_seconds(config),
         "weight_sync": sync_seconds(config),
         "save": storage(config).training_checkpoint / shared_storage,
@@ -293,7 +299,7 @@ def _split(config: Config, train_nodes: int) -> Split | None:
     return Split(
         train_nodes,
         config.nodes - train_nodes,
-        train_seconds(trainer, work) + logprob_seconds(trainer, work),
+        train_seconds(trainer, work) + _share_of_old_pass(config) * logprob_seconds(trainer, work),
         rollout_of(engine_of(config, engines), engines, work).seconds,
     )
 
