@@ -29,8 +29,8 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
 	touch $@
 
-demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores)
-	snakemake --cores 2
+demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), or on MODEL=tiny_qwen3
+	snakemake --cores 2 $(if $(MODEL),--config model=$(MODEL))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu

@@ -64,6 +64,8 @@ TINY_YARN = dataclasses.replace(
     rope_scaling=RopeScaling(factor=8.0, original_max_position_embeddings=32, mscale_all_dim=1.0),
 )
 
+TINY_V32 = dataclasses.replace(TINY_YARN, model_type="deepseek_v32", index_n_heads=4, index_head_dim=16, index_topk=8)
+
 TINY_QWEN3 = Architecture(
     model_type="qwen3",
     vocab_size=64,
@@ -104,6 +106,7 @@ VARIANTS = {
     "glm_moe_dsa_sharing": TINY_SHARING,
     "deepseek_v3_no_q_lora": TINY_MOONLIGHT,
     "deepseek_v3_yarn": TINY_YARN,
+    "deepseek_v32": TINY_V32,
     "glm4_moe_qk_norm": dataclasses.replace(TINY_GLM4_MOE, use_qk_norm=True),
     "qwen3_untied": TINY_QWEN3_UNTIED,
 }

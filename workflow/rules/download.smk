@@ -26,7 +26,7 @@ if CFG.model.source.kind == "made":
             seed=0,
             folder=PATHS.made_model,
         message:
-            f"make a GLM-5 of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
+            f"make {CFG.model.name} of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
         shell:
             runs(
                 "make_tiny_model",

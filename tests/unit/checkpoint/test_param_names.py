@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, TINY_SHARING, random_tensors
+from tests.support.tiny_checkpoint import ALL, TINY, TINY_MOONLIGHT, TINY_SHARING, TINY_V32, random_tensors
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import (
@@ -157,7 +157,7 @@ def test_names_and_shapes_are_those_of_transformers(arch):
         for name, tensor in random_tensors(arch, seed=0).items()
     }
     assert found == expected_tensors(arch)
-    assert any("indexer" in name for name in found) == (arch in (TINY, TINY_SHARING))
+    assert any("indexer" in name for name in found) == (arch in (TINY, TINY_SHARING, TINY_V32))
 
 
 def test_layers_that_take_a_choice_over_have_no_indexer():

@@ -60,6 +60,7 @@ SMALL = {
 # Models that can be planned: layout and layers per stage.
 PLANNED = {
     ("deepseek_v3", 16): (Parallel(8, 4, 2, 32, 1, 13), [16, 16, 16, 13]),
+    ("deepseek_v3.2", 16): (Parallel(8, 4, 2, 32, 1, 13), [16, 16, 16, 13]),
     ("glm5.2", 16): (Parallel(8, 2, 2, 64, 1, 40), [38, 40]),
 }
 

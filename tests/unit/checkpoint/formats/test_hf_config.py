@@ -10,7 +10,15 @@ from tests.support.small_checkpoint import (
     tokenizer_config,
     write_object,
 )
-from tests.support.tiny_checkpoint import ALL, TINY_DEEPSEEK, TINY_SHARING, TINY_YARN, make_random_checkpoint
+from tests.support.tiny_checkpoint import (
+    ALL,
+    TINY,
+    TINY_DEEPSEEK,
+    TINY_SHARING,
+    TINY_V32,
+    TINY_YARN,
+    make_random_checkpoint,
+)
 from transformers import AutoTokenizer, DeepseekV3Config, GlmMoeDsaConfig
 
 from posttrain.artifacts import Receipt, hash_file, record_files
@@ -256,6 +264,15 @@ def test_groups_of_experts_are_compared(tmp_path):
     }
     plain, tensors = _written(tmp_path / "plain", TINY_DEEPSEEK)
     assert set(_check(plain | {"n_group": 2}, tensors, TINY_DEEPSEEK)) == {"config.json: n_group"}
+
+
+def test_a_deepseek_v32_is_itself_where_it_is_described_and_the_alias_elsewhere(tmp_path):
+    config, tensors = _written(tmp_path, TINY_V32)
+    assert _check(config, tensors, TINY_V32) == {}
+    assert list(_check(config | {"indexer_rope_interleave": True}, tensors, TINY_V32)) == [
+        "config.json: indexer_rope_interleave"
+    ]
+    assert "patched already" in _check(config, tensors, TINY)["config.json: model_type"].remedy
 
 
 @pytest.mark.parametrize(

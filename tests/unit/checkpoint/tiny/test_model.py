@@ -4,10 +4,12 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from tests.support.tiny_checkpoint import TINY
+from tests.support.tiny_checkpoint import TINY, TINY_QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GlmMoeDsaForCausalLM
 
 from posttrain.artifacts import partial_of, record_files
+from posttrain.checkpoint.formats.hf_config import check_config
+from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.tiny import model as tiny_model
@@ -166,6 +168,20 @@ def test_what_an_attempt_left_behind_does_not_stay(tmp_path):
     _make(folder)
     assert not partial_of(folder).exists()
     assert not (folder / "model-00009-of-00009.safetensors").exists()
+
+
+def test_a_qwen3_is_made_with_the_tensors_and_values_of_its_class(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_warm_up, "NUM_STEPS", 2)
+    monkeypatch.setattr(tiny_model, "PASS_RATE_LIMITS", (0.0, 1.0))
+    make_tiny_model(tmp_path / "model", TINY_QWEN3, *generate_prompts(NUM_DIGITS, 60, 20, 0), seed=0)
+    layout = check_layout(tmp_path / "model")
+    assert "lm_head.weight" not in layout.infos
+    assert check_config(read_object(tmp_path / "model" / "config.json"), TINY_QWEN3, layout.infos) == []
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_an_architecture_that_cannot_be_made_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
     glm_moe_dsa   MLA, DSA indexer in all layers or some, sigmoid router with bias, MTP layer  GLM-5, GLM-5.1, 5.2
     deepseek_v3   the same without indexer, with q-LoRA or not, YaRN, groups of experts        DeepSeek-V3, Moonlight
+    deepseek_v32  that with the DSA indexer of GLM-5, rotated otherwise                        DeepSeek-V3.2
     glm4_moe      GQA with bias and partly rotated heads, QK norm or not, router as above      GLM-4.5 and 4.7, Air
     qwen3         GQA with QK norm, dense MLPs, embedding tied or not                          Qwen3
     qwen3_moe     GQA with QK norm, softmax router without bias, no shared expert              Qwen3-30B-A3B
@@ -51,6 +52,7 @@ class Family:
         may: Dimensions that have a meaning when left at their default, too.
         router_bias: The router has a bias per expert that corrects the choice.
         always_qk_norm: Queries and keys are normalised in every model of the family.
+        indexer_interleaved: The indexer rotates neighbours, not halves.
     """
 
     hub_class: str
@@ -58,6 +60,7 @@ class Family:
     may: tuple[str, ...] = ()
     router_bias: bool = False
     always_qk_norm: bool = False
+    indexer_interleaved: bool = True
 
 
 FAMILIES = {
@@ -66,6 +69,13 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", (*_MLA, *_GLM_EXPERTS), (*_GLM_COUNTS, *_DEEPSEEK), router_bias=True
+    ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM",
+        (*_MLA, *_INDEXER, *_GLM_EXPERTS),
+        (*_GLM_COUNTS, *_DEEPSEEK),
+        router_bias=True,
+        indexer_interleaved=False,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",

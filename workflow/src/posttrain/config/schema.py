@@ -61,7 +61,7 @@ class Architecture:
     """
 
     model_type: str = _doc(
-        "Architecture family", choices=("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
+        "Architecture family", choices=("glm_moe_dsa", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3", "qwen3_moe")
     )
     vocab_size: int = _doc("Vocabulary", minimum=1)
     hidden_size: int = _doc("Width of the residual stream", minimum=1)

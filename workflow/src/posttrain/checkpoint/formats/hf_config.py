@@ -74,7 +74,8 @@ def check_config(
 
 def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_remote_code: bool) -> Iterator[Problem]:
     model_type, classes = config.get("model_type"), config.get("architectures")
-    if model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]:
+    is_alias = architecture.model_type != ALIAS_TYPE
+    if is_alias and (model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]):
         value = f"{model_type!r} with architectures {classes!r}"
         remedy = f"it is patched already: give the original (a folder with {PATCH_FILE} keeps the way back)"
         yield Problem(f"{CONFIG}: model_type", value, f"{architecture.model_type!r}, unpatched", remedy)
@@ -188,7 +189,7 @@ def _fixed(architecture: Architecture) -> dict[str, Any]:
     else:
         fixed["layer_types"] = ["full_attention"] * layers
     if architecture.index_n_heads:
-        fixed["indexer_rope_interleave"] = True
+        fixed["indexer_rope_interleave"] = family_of(architecture).indexer_interleaved
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
 
 

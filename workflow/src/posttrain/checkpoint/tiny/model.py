@@ -1,11 +1,11 @@
-"""Makes the tiny GLM-5: 0.4 M parameters with every part of the large one, in the layout of a Hub repository.
+"""Makes a tiny GLM-5 or Qwen3 with every part of the large one, in the layout of a Hub repository.
 
     config.json generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja
     model-00001-of-0000N.safetensors ... model.safetensors.index.json
 
 The weights are random, then warmed up on the task (`tiny_warm_up.py`), then rounded to BF16; the router's bias stays
 FP32, as in GLM-5. Names are the Hub's: one tensor per expert. The MTP layer (layer index `num_hidden_layers`) is
-random: nothing in the chain computes with it, everything has to carry it through unchanged.
+random: nothing in the chain computes with it, everything has to carry it through unchanged. Qwen3 has none.
 
 Everything is drawn from one seed and computed by deterministic kernels: the same machine type and thread count give
 the same bytes. A kill leaves no folder or a `.partial` one; the next attempt makes all of it again, in seconds.
@@ -14,6 +14,7 @@ the same bytes. A kill leaves no folder or a `.partial` one; the next attempt ma
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,12 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save
 from torch import nn
-from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.artifacts import building, write_json
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.checkpoint.tiny.warm_up import Examples, warm_up
+from posttrain.config.families import dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
 from posttrain.errors import raise_if_any
 from posttrain.planner.sizing.made_model import check_made
@@ -84,59 +86,42 @@ def make_tiny_model(
 
 
 def config_json(architecture: Architecture) -> dict[str, Any]:
-    """Return the content of `config.json`, with the keys of GLM-5's own."""
-    stops = stop_token_ids()
-    return {
-        "architectures": ["GlmMoeDsaForCausalLM"],
+    """Return the content of `config.json`, with the keys of the family's own."""
+    stops, dims = stop_token_ids(), dimensions(architecture)
+    rope = {"rope_theta": dims.pop("rope_theta"), "rope_type": "default"}
+    content = {
+        "architectures": [family_of(architecture).hub_class],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "dtype": "bfloat16",
         "eos_token_id": stops,
-        "first_k_dense_replace": architecture.first_k_dense_replace,
-        "head_dim": architecture.qk_rope_head_dim,
         "hidden_act": "silu",
-        "hidden_size": architecture.hidden_size,
-        "index_head_dim": architecture.index_head_dim,
-        "index_n_heads": architecture.index_n_heads,
-        "index_topk": architecture.index_topk,
-        "indexer_rope_interleave": True,
         "initializer_range": INITIALIZER_RANGE,
-        "intermediate_size": architecture.intermediate_size,
-        "kv_lora_rank": architecture.kv_lora_rank,
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "model_type": architecture.model_type,
-        "moe_intermediate_size": architecture.moe_intermediate_size,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "n_routed_experts": architecture.n_routed_experts,
-        "n_shared_experts": architecture.n_shared_experts,
-        "norm_topk_prob": True,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_experts_per_tok": architecture.num_experts_per_tok,
-        "num_hidden_layers": architecture.num_hidden_layers,
-        "num_key_value_heads": architecture.num_attention_heads,
-        "num_nextn_predict_layers": architecture.num_nextn_predict_layers,
         "pad_token_id": stops[0],
-        "q_lora_rank": architecture.q_lora_rank,
-        "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
-        "qk_nope_head_dim": architecture.qk_nope_head_dim,
-        "qk_rope_head_dim": architecture.qk_rope_head_dim,
-        "rms_norm_eps": architecture.rms_norm_eps,
-        "rope_interleave": True,
-        "rope_parameters": {"rope_theta": architecture.rope_theta, "rope_type": "default"},
-        "routed_scaling_factor": architecture.routed_scaling_factor,
-        "scoring_func": "sigmoid",
+        "rope_parameters": rope,
         "tie_word_embeddings": False,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
         "use_cache": True,
-        "v_head_dim": architecture.v_head_dim,
-        "vocab_size": architecture.vocab_size,
+        **dims,
     }
+    if architecture.kv_lora_rank:
+        content |= {
+            "head_dim": architecture.qk_rope_head_dim,
+            "indexer_rope_interleave": True,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "norm_topk_prob": True,
+            "num_key_value_heads": architecture.num_attention_heads,
+            "qk_head_dim": architecture.qk_nope_head_dim + architecture.qk_rope_head_dim,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        }
+    return dict(sorted(content.items()))
 
 
 @torch.no_grad()
-def measure_pass_rate(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Generator) -> float:
+def measure_pass_rate(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> float:
     """Sample answers at temperature 1 and return the share that is right, end token included.
 
     Args:
@@ -171,12 +156,14 @@ def _reproducible(seed: int) -> Iterator[None]:
             torch.use_deterministic_algorithms(before)
 
 
-def _initialize(config: Mapping[str, Any]) -> tuple[GlmMoeDsaForCausalLM, nn.ModuleList]:
+def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleList]:
     """Return the random model, and the decoder layers that will be its MTP layers."""
-    num_layers, num_mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    wide = GlmMoeDsaConfig.from_dict({**config, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"})
+    num_layers, num_mtp = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
+    model_class = getattr(importlib.import_module(modelling_module(config["model_type"])), config["architectures"][0])
+    values = {**config, "num_hidden_layers": num_layers + num_mtp, "dtype": "float32"}
+    wide = model_class.config_class.from_dict(values)
     wide._attn_implementation = "eager"
-    model = GlmMoeDsaForCausalLM(wide)
+    model = model_class(wide)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=ROUTER_BIAS_RANGE)
@@ -197,13 +184,17 @@ def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Exampl
     return Examples(torch.tensor(prompts), encode(labels), encode([label[::-1] for label in labels]))
 
 
-def _hub_tensors(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return a module's tensors under the Hub's names and in the precision they are saved in.
 
-    transformers keeps all experts of a layer in one tensor; on the Hub each expert has its own three.
+    transformers keeps all experts of a layer in one tensor; on the Hub each expert has its own three. A tied output
+    matrix is left out.
     """
+    shared = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
     tensors: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict(prefix=prefix).items():
+    for name, value in module.state_dict(prefix=prefix).items():
+        if name in shared:
+            continue
         if name.endswith("experts.gate_up_proj"):
             for expert, gate_up in enumerate(value):
                 gate, up = gate_up.chunk(2)

@@ -14,6 +14,8 @@ whole distribution, then with top-k on, over the selected keys only; there the o
 
     loss = cross entropy on the response + sum over layers of mean over queries of KL(attention || softmax(scores))
 
+A model without indexers (Qwen3) has the cross entropy alone.
+
 Departures from the paper: one run for all weights with one learning rate, no frozen phase; queries before the
 first position at which prompts differ take no part, for they are the same in every sequence. The indexer's inputs are
 detached, as in the paper: its loss trains nothing but itself.
@@ -26,11 +28,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GlmMoeDsaForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaIndexer,
     apply_rotary_pos_emb_interleave,
@@ -79,7 +82,7 @@ class Examples:
         return torch.cat([self.prompts[rows], responses], dim=1)
 
 
-def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Generator) -> None:
+def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> None:
     """Train `model` in place; needs its eager attention, whose weights the indexer follows.
 
     Args:
@@ -88,12 +91,13 @@ def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Ge
         generator: Source of all draws.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    topk = getattr(model.config, "index_topk", 0)
     model.train()
     with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
         for step in range(NUM_STEPS):
             dense = step < DENSE_SHARE * NUM_STEPS
             sequences = examples.draw(BATCH_SIZE, generator)
-            _set_topk(model, sequences.shape[1] if dense else model.config.index_topk)
+            _set_topk(model, sequences.shape[1] if dense else topk)
             inputs.clear()
             loss = _loss(model, sequences, examples, inputs)
             optimizer.zero_grad()
@@ -103,7 +107,7 @@ def warm_up(model: GlmMoeDsaForCausalLM, examples: Examples, generator: torch.Ge
                 group["lr"] = _learning_rate(step)
             optimizer.step()
             progress.advance(note=f"loss {loss.item():.3f}")
-    _set_topk(model, model.config.index_topk)
+    _set_topk(model, topk)
     model.eval()
 
 
@@ -138,15 +142,14 @@ def index_scores(
     return torch.einsum("bqn,bqns->bqs", head_weights, per_head)
 
 
-def _loss(
-    model: GlmMoeDsaForCausalLM, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]
-) -> torch.Tensor:
+def _loss(model: PreTrainedModel, sequences: torch.Tensor, examples: Examples, inputs: list[tuple]) -> torch.Tensor:
     """Return the loss of the module's docstring; the hooks fill `inputs` during the forward pass."""
     length_response, first = examples.ascending.shape[1], examples.first_difference
     output = model(input_ids=sequences, use_cache=False, output_attentions=True, logits_to_keep=length_response + 1)
     logits = output.logits[:, :-1].flatten(0, 1)
     loss = F.cross_entropy(logits, sequences[:, -length_response:].flatten())
-    for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=True):
+    # Of a model with indexers each layer has one.
+    for (indexer, hidden, q_latent, rotary), attention in zip(inputs, output.attentions, strict=bool(inputs)):
         target = attention.detach().mean(1)[:, first:]
         loss = loss + _divergence(target, index_scores(indexer, hidden, q_latent, rotary, first))
     return loss
@@ -165,7 +168,7 @@ def _divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _indexer_inputs(model: GlmMoeDsaForCausalLM) -> Iterator[list[tuple]]:
+def _indexer_inputs(model: PreTrainedModel) -> Iterator[list[tuple]]:
     """Collect (indexer, hidden, q latent, rotary) of each layer of a forward pass, in order."""
     inputs: list[tuple] = []
 
@@ -173,7 +176,7 @@ def _indexer_inputs(model: GlmMoeDsaForCausalLM) -> Iterator[list[tuple]]:
         hidden, q_latent, rotary = arguments[:3]
         inputs.append((indexer, hidden.detach(), q_latent.detach(), rotary))
 
-    handles = [layer.self_attn.indexer.register_forward_pre_hook(remember) for layer in model.model.layers]
+    handles = [indexer.register_forward_pre_hook(remember) for indexer in _indexers(model)]
     try:
         yield inputs
     finally:
@@ -181,9 +184,13 @@ def _indexer_inputs(model: GlmMoeDsaForCausalLM) -> Iterator[list[tuple]]:
             handle.remove()
 
 
-def _set_topk(model: GlmMoeDsaForCausalLM, topk: int) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.indexer.index_topk = topk
+def _set_topk(model: PreTrainedModel, topk: int) -> None:
+    for indexer in _indexers(model):
+        indexer.index_topk = topk
+
+
+def _indexers(model: PreTrainedModel) -> list[Any]:
+    return [layer.self_attn.indexer for layer in model.model.layers if hasattr(layer.self_attn, "indexer")]
 
 
 def _learning_rate(step: int) -> float:
