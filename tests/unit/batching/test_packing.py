@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,3 +80,12 @@ def check(plan, lengths, max_tokens, num_ranks):
     # No more micro-batches than the fullest rank needs: two that are half full at most would have been one.
     fullest = max(sum(lengths[i] for bin_ in rank for i in bin_) for rank in plan)
     assert len(plan[0]) == 1 or len(plan[0]) < 2 * fullest / max_tokens + 1
+
+
+@pytest.mark.faults("slow")
+def test_the_cap_holds_in_ten_thousand_batches():
+    source = random.Random(7)
+    for _ in range(10_000):
+        num_ranks, budget = source.choice((1, 2, 8, 16, 64)), source.choice((4096, 16384, 32768))
+        lengths = [min(int(source.lognormvariate(8, 1.2)) + 1, budget) for _ in range(source.choice((16, 64, 256)))]
+        check(pack(lengths, [n + n**2 / 4096 for n in lengths], budget, num_ranks), lengths, budget, num_ranks)

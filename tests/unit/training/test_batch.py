@@ -1,3 +1,4 @@
+import dataclasses
 import random
 from pathlib import Path
 
@@ -6,7 +7,7 @@ from tests.support.algorithms import objective
 
 from posttrain.config.derived import data_parallel_size
 from posttrain.planner.resolve import resolve
-from posttrain.training.batch import make_updates
+from posttrain.training.batch import make_updates, sample_costs
 from posttrain.types import Prompt, Sample, SampleGroup
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
@@ -38,17 +39,33 @@ def recipe():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_the_recipe_hold_little_padding(recipe, seed):
+    """TP4 and CP2: every sequence to a multiple of 4, every row of 8, and a row of 8 where a rank has nothing to do."""
     lengths = lengths_of_math_responses(64, seed)
     ranks = range(data_parallel_size(recipe))
     updates = [make_updates(recipe, objective(), groups_of(recipe, lengths), rank)[0] for rank in ranks]
     rows = [batch for update in updates for batch in update.batches]
     padding, tokens = sum(row.num_padding for row in rows), sum(len(row.tokens) for row in rows)
     assert tokens - padding == sum(lengths) + 100 * len(lengths)
-    assert padding <= 0.05 * tokens
-    # Rows padded to tensor x context ranks x 4096 tokens, as the launcher of today pads them, on the same rows.
-    multiple = 4 * 2 * 4096
-    padded = sum(-(-(len(row.tokens) - row.num_padding) // multiple) * multiple for row in rows)
-    assert padded - (tokens - padding) > 10 * padding
+    assert 0 < padding < 0.03 * tokens
+    assert all(len(row.tokens) % 8 == 0 for row in rows)
+    assert all(length % 4 == 0 for row in rows for length in row.lengths)
+
+
+def test_ranks_without_samples_run_padding_and_the_loss_does_not_count_it(recipe):
+    config = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=2))
+    groups = groups_of(config, [300] * 64)
+    updates = [make_updates(config, objective("bnpo"), groups, rank)[0] for rank in range(data_parallel_size(config))]
+    assert [[batch.sample_indices for batch in update.batches] for update in updates] == [[(0,)], [(1,)], [()], [()]]
+    assert [len(update.batches[0].tokens) for update in updates] == [400, 400, 8, 8]
+    # Two micro-batches of 300 tokens each, not four.
+    assert updates[3].weights.tolist() == pytest.approx([1 / 600] * 2)
+
+
+def test_costs_are_those_of_what_is_multiplied(recipe):
+    """GLM-5's attention multiplies a query with all keys before it, kept or not: four times as long costs more."""
+    one, four = sample_costs(recipe, [8192, 32768])
+    assert 6 < four / one < 16
+    assert sample_costs(recipe, [8192, 32768, 8192]) == [one, four, one]
 
 
 def test_every_sample_is_in_one_row_of_one_rank_and_no_row_exceeds_the_budget(recipe):

@@ -1,0 +1,302 @@
+"""The sides of `benchmarks.trainer`: each makes a rollout into the same updated weights, in a process of its own.
+
+A side prepares itself, then waits for a line on its standard input, makes one update, and prints its seconds, as often
+as it is asked. The first update's gradient norm shows that the sides do the same work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint
+
+from posttrain.config.schema import Architecture
+from posttrain.types import Prompt, Sample, SampleGroup
+
+GROUP, PROMPT_TOKENS, LONGEST = 8, 83, 1536
+LR, CLIP = 1e-5, 1.0
+# 24 and 26 million parameters.
+MODELS: dict[str, Architecture] = {
+    "moe": dataclasses.replace(
+        TINY,
+        vocab_size=8192,
+        hidden_size=256,
+        num_hidden_layers=6,
+        intermediate_size=1024,
+        moe_intermediate_size=512,
+        n_routed_experts=8,
+        num_attention_heads=8,
+        q_lora_rank=128,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        index_head_dim=32,
+        index_topk=256,
+        num_nextn_predict_layers=0,
+        max_position_embeddings=2048,
+    ),
+    "dense": dataclasses.replace(
+        TINY_QWEN3,
+        vocab_size=8192,
+        hidden_size=448,
+        num_hidden_layers=8,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is measured.
+
+    Args:
+        side: "ours", "plain" or "trl".
+        model: Key of `MODELS`.
+        lengths: Tokens of each response.
+        micro_batch: Samples of a micro-batch (TRL), or tokens (ours, plain), padding included.
+        checkpointing: Activations are computed again in the backward pass.
+    """
+
+    side: str
+    model: str
+    lengths: tuple[int, ...]
+    micro_batch: int
+    checkpointing: bool = False
+
+
+def rollout(task: Task) -> list[SampleGroup]:
+    """Return groups of random tokens; rewards differ within each."""
+    source, vocab = random.Random(5), MODELS[task.model].vocab_size
+    draw = lambda count: tuple(source.randrange(2, vocab) for _ in range(count))  # noqa: E731
+    groups = []
+    for place in range(0, len(task.lengths), GROUP):
+        prompt = draw(PROMPT_TOKENS)
+        samples = [
+            Sample(place, i, prompt, draw(length), (-9.0,) * length, "stop", 0, float(source.random() < 0.5))
+            for i, length in enumerate(task.lengths[place : place + GROUP])
+        ]
+        groups.append(SampleGroup(Prompt(place, (), ""), tuple(samples)))
+    return groups
+
+
+def main() -> None:
+    """Serve updates until the standard input ends."""
+    task = Task(**json.loads(sys.argv[1]))
+    task = dataclasses.replace(task, lengths=tuple(task.lengths))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "hf"
+        tensors = make_random_checkpoint(source, MODELS[task.model])
+        SIDES[task.side](task, source, tensors)
+
+
+def serve(update: Callable[[], float]) -> None:
+    """Make an update for every line of the standard input."""
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        clock = Clock()
+        norm = update()
+        clock.tell(norm)
+
+
+class Clock:
+    """Seconds of the wall and of the cores since it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    def tell(self, norm: float | None) -> None:
+        """Print them, with the gradient norm of what was done meanwhile."""
+        wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+        print(json.dumps({"seconds": wall, "cpu": cpu, "norm": norm}), flush=True)
+
+
+# ---- ours ----
+
+
+def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The trainer's own update, log-probabilities before it included where it asks for them."""
+    from posttrain.algorithm.policy_gradient import PolicyGradient
+    from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.training.batch import make_updates
+
+    config = test_config(MODELS[task.model])
+    changes: dict[str, dict[str, Any]] = {
+        "trainer": {
+            "max_tokens_per_gpu": task.micro_batch,
+            "recompute_granularity": "full" if task.checkpointing else "none",
+            "num_threads": int(os.environ["OMP_NUM_THREADS"]),
+        },
+        "training": {"global_batch_size": len(task.lengths)},
+        "algorithm": {"loss_aggregation": "token_mean"},
+        "rollout": {"temperature": 1.0},
+        "optimizer": {"lr_warmup_steps": 0, "clip_grad": CLIP, "weight_decay": 0.0},
+    }
+    config = dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    )
+    initialize_single_rank(config)
+    torch.set_num_threads(config.trainer.num_threads)
+    policy = build_policy(config)
+    HubWeights(policy.model, config.model.architecture).transform(lambda name, _: tensors[name].float())
+    assert policy.optimizer is not None
+    policy.optimizer.reload_model_params()
+    objective, groups = PolicyGradient(config.algorithm, LONGEST), rollout(task)
+
+    def update() -> float:
+        (planned,) = make_updates(config, objective, groups, dp_rank=0)
+        planned = planned.with_old_logprobs(train_step.compute_logprobs(policy, planned.batches))
+        return train_step.update(policy, objective, planned.micro_batches(objective.needs), LR).grad_norm
+
+    serve(update)
+
+
+# ---- a loop over transformers' model ----
+
+
+def reference_model(task: Task, source: Path) -> torch.nn.Module:
+    """Return the same weights in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    if task.checkpointing:
+        model.gradient_checkpointing_enable()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in name)
+    return model.train()
+
+
+def serve_plain(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
+    """What one writes in an afternoon: sorted by length, padded micro-batches, AdamW."""
+    model, groups = reference_model(task, source), rollout(task)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    samples = [sample for group in groups for sample in group.samples]
+    values = [value for group in groups for value in advantages([s.reward for s in group.samples])]
+    num_tokens = sum(task.lengths)
+
+    def update() -> float:
+        optimizer.zero_grad()
+        for members in padded_micro_batches([s.num_tokens for s in samples], task.micro_batch):
+            longest = max(samples[i].num_tokens for i in members)
+            ids, mask = torch.zeros(2, len(members), longest, dtype=torch.long)
+            keep = torch.zeros(len(members), longest - 1)
+            for row, i in enumerate(members):
+                tokens = torch.tensor((*samples[i].prompt_tokens, *samples[i].response_tokens))
+                ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+                keep[row, PROMPT_TOKENS - 1 : len(tokens) - 1] = values[i] / num_tokens
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            logprobs = -torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+            (-(logprobs - logprobs.detach()).exp() * keep).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        return float(norm)
+
+    serve(update)
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Return GRPO's advantages of a group."""
+    values = torch.tensor(rewards)
+    return ((values - values.mean()) / (values.std() + 1e-6)).tolist()
+
+
+def padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yield samples of neighbouring length whose padded block keeps the budget."""
+    members: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if members and (len(members) + 1) * lengths[members[0]] > max_tokens:
+            yield members
+            members = []
+        members.append(index)
+    yield members
+
+
+# ---- TRL ----
+
+
+def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
+    """TRL's own loop, its generation replaced by the rollout."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+
+    model, groups = reference_model(task, source), rollout(task)
+    samples = [sample for group in groups for sample in group.samples]
+
+    class Served(TrainerCallback):
+        """A step begins when it is asked for."""
+
+        clock = Clock()
+
+        def on_step_begin(self, args, state, control, **_: Any) -> None:
+            if not sys.stdin.readline():
+                os._exit(0)
+            self.clock = Clock()
+
+        def on_step_end(self, args, state, control, **_: Any) -> None:
+            self.clock.tell(None)  # TRL logs the norm after this
+
+    arguments = GRPOConfig(
+        output_dir=str(source.with_name("trl")),
+        per_device_train_batch_size=task.micro_batch,
+        gradient_accumulation_steps=math.ceil(len(samples) / task.micro_batch),
+        num_generations=GROUP,
+        max_completion_length=LONGEST,
+        max_steps=10_000,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=CLIP,
+        beta=0.0,
+        loss_type="dapo",
+        temperature=1.0,
+        gradient_checkpointing=task.checkpointing,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [sample.reward for sample in samples],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(groups))]}),
+        processing_class=make_tokenizer(64),
+        callbacks=[Served()],
+    )
+    prompts, responses = [list(s.prompt_tokens) for s in samples], [list(s.response_tokens) for s in samples]
+    trainer._generate = lambda _: (prompts, responses, None, [""] * len(responses), None, {}, None, [])
+    print(json.dumps("ready"), flush=True)
+    trainer.train()
+
+
+SIDES = {"ours": serve_ours, "plain": serve_plain, "trl": serve_trl}
+
+if __name__ == "__main__":
+    main()
