@@ -97,6 +97,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
     uneven = [flat(update_on(policy, grpo, groups[:number], is_last=number == 2)) for number in (1, 3, 2)]
     at_the_end = dict(weights.gather(dtype=torch.float32))
+    balance = balanced(config, tensors, grpo, groups)
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
@@ -104,6 +105,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         "statistics": flat(statistics),
         "second": flat(again),
         "uneven": uneven,
+        "balance": balance,
         "bad_buffers": bad_buffers,
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
@@ -128,6 +130,25 @@ def update_on(policy, objective, groups, is_last: bool):
     (update,) = make_updates(policy.config, objective, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     return train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-3, is_last=is_last)
+
+
+def balanced(config, tensors, objective, groups) -> dict[str, object]:
+    """Make an update that is asked to balance the experts, and say how it went."""
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+
+    optimizer = dataclasses.replace(config.optimizer, moe_aux_loss_coeff=10.0, router_bias_update_rate=0.01)
+    policy = build_policy(dataclasses.replace(config, optimizer=optimizer))
+    weights = HubWeights(policy.model, config.model.architecture)
+    weights.transform(lambda name, _: tensors[name].float())
+    policy.optimizer.reload_model_params()
+    statistics = update_on(policy, objective, groups, is_last=True)
+    biases = {
+        name: (tensor - tensors[name]).tolist()
+        for name, tensor in weights.gather(dtype=torch.float32)
+        if name.endswith("e_score_correction_bias") and tensor is not None
+    }
+    return {"grad_norm": statistics.grad_norm, "load": policy.expert_load.take(), "biases": biases}
 
 
 def flat(statistics) -> dict[str, object]:

@@ -48,6 +48,11 @@ METRICS: Mapping[str, Metric] = {
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
     "train/zero_advantage_updates": Metric("Updates of the step whose advantages were all zero", "updates"),
+    # ---- what the updates' tokens asked of the experts, over MoE layers ----
+    "moe/busiest_expert_max": Metric("Tokens of a layer's busiest expert over its experts' mean, in the worst layer"),
+    "moe/busiest_expert_mean": Metric("Tokens of a layer's busiest expert over its experts' mean, mean over layers"),
+    "moe/idle_experts": Metric("Share of the experts that saw no token"),
+    "moe/router_bias_max": Metric("Largest |bias| of a router"),
     # ---- trainer against engine, on the same tokens ----
     "mismatch/abs_diff_mean": Metric(
         "Mean |trainer - engine| log-probability on the very weights the engine serves, dequantised", "nats"

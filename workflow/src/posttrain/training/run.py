@@ -128,10 +128,11 @@ class TrainingRun:
     ) -> dict[str, float]:
         """Write the metrics of a step; returns them on rank 0, nothing elsewhere."""
         padding, tokens = _count_tokens(updates)
+        experts = self.policy.expert_load.take()
         if self.sinks is None:
             return {}
         metrics = step_metrics(rollout, statistics, mismatch, clock)
-        metrics |= {
+        metrics |= experts | {
             "train/lr": learning_rate(self.config, step),
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,
