@@ -76,12 +76,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     statistics = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
-    mine = {}
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
-            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+    logprobs = gathered_logprobs(update)
     after = dict(weights.gather(dtype=torch.float32))
     folder.mkdir(exist_ok=True)
     prepare_save(policy, 1, folder)()
@@ -97,7 +92,6 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     again = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
     uneven = [flat(update_on(policy, grpo, groups[:number], is_last=number == 2)) for number in (1, 3, 2)]
     at_the_end = dict(weights.gather(dtype=torch.float32))
-    balance = balanced(config, tensors, grpo, groups)
     if other:
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
@@ -105,12 +99,12 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         "statistics": flat(statistics),
         "second": flat(again),
         "uneven": uneven,
-        "balance": balance,
+        "balance": balanced(config, tensors, grpo, groups),
         "bad_buffers": bad_buffers,
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
         "differences_to_megatron": differences,
-        "logprobs": {str(i): v for part in everybody for i, v in part.items()},
+        "logprobs": logprobs,
     }
     if dist.get_rank() == 0:
         result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
@@ -118,6 +112,19 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
             result[key] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in tensors.items()}
     dist.destroy_process_group()
     return result
+
+
+def gathered_logprobs(update) -> dict[str, list[float]]:
+    """Return the log-probabilities of all ranks' responses, by the samples' numbers."""
+    from megatron.core import parallel_state
+
+    mine: dict = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
+            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return {str(i): v for part in everybody for i, v in part.items()}
 
 
 def update_on(policy, objective, groups, is_last: bool):

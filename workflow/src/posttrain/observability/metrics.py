@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from posttrain.algorithm.statistics import STATISTICS
+from posttrain.planner.sizing.phases import PHASES
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ METRICS: Mapping[str, Metric] = {
     "perf/save_seconds": Metric(
         "Waiting, after the rollout, for the checkpoint of the step before to be written", "s", is_timing=True
     ),
+    "perf/mfu": Metric(
+        "Operations of the model's forward and backward passes, recomputation apart, over perf/train_seconds and the "
+        "trainer's BF16 peak",
+        is_timing=True,
+    ),
+    **{
+        f"perf/{name}_peak_gib": Metric(f"{name}: memory of the fullest rank, on its GPU or else resident", "GiB", True)
+        for name in PHASES
+    },
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
 }
 
