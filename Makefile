@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-sglang env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,9 @@ demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores),
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu
+
+env-fake-cuda: env ## a CUDA build of torch that finds devices where there are none (6 GB)
+	envs/fake-cuda/install.sh .envs/fake-cuda $(VENV)
 
 env-network: ## what simulated nodes with networks of their own need (Debian, as root)
 	apt-get install --yes --no-install-recommends iproute2 sshfs socat openssh-sftp-server

@@ -24,6 +24,7 @@ PARTS = {
     "answers": "every target after a changed key of every section",
     "nodes": "nodes of a SLURM lost, slowed down, without disk",
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
+    "cuda": "what a first run on GPUs meets, on fake CUDA (`make env-fake-cuda`)",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",
 }

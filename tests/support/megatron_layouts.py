@@ -76,12 +76,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     statistics = train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-3)
-    mine = {}
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
-            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+    logprobs = gathered_logprobs(update)
     after = dict(weights.gather(dtype=torch.float32))
     folder.mkdir(exist_ok=True)
     prepare_save(policy, 1, folder)()
@@ -104,11 +99,12 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         "statistics": flat(statistics),
         "second": flat(again),
         "uneven": uneven,
+        "balance": balanced(config, tensors, grpo, groups),
         "bad_buffers": bad_buffers,
         "restored_step": restored_step,
         "state_restored_equal": state_is_equal,
         "differences_to_megatron": differences,
-        "logprobs": {str(i): v for part in everybody for i, v in part.items()},
+        "logprobs": logprobs,
     }
     if dist.get_rank() == 0:
         result["restored_equal"] = all(torch.equal(after[name], restored[name]) for name in after)
@@ -116,6 +112,19 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
             result[key] = {name: [float(t.double().sum()), float(t.double().norm())] for name, t in tensors.items()}
     dist.destroy_process_group()
     return result
+
+
+def gathered_logprobs(update) -> dict[str, list[float]]:
+    """Return the log-probabilities of all ranks' responses, by the samples' numbers."""
+    from megatron.core import parallel_state
+
+    mine: dict = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for batch, row in zip(update.batches, update.old_logprobs, strict=False):
+            mine |= {i: v.tolist() for i, v in batch.response_values(row).items()}
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return {str(i): v for part in everybody for i, v in part.items()}
 
 
 def update_on(policy, objective, groups, is_last: bool):
@@ -128,6 +137,25 @@ def update_on(policy, objective, groups, is_last: bool):
     (update,) = make_updates(policy.config, objective, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     return train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-3, is_last=is_last)
+
+
+def balanced(config, tensors, objective, groups) -> dict[str, object]:
+    """Make an update that is asked to balance the experts, and say how it went."""
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+
+    optimizer = dataclasses.replace(config.optimizer, moe_aux_loss_coeff=10.0, router_bias_update_rate=0.01)
+    policy = build_policy(dataclasses.replace(config, optimizer=optimizer))
+    weights = HubWeights(policy.model, config.model.architecture)
+    weights.transform(lambda name, _: tensors[name].float())
+    policy.optimizer.reload_model_params()
+    statistics = update_on(policy, objective, groups, is_last=True)
+    biases = {
+        name: (tensor - tensors[name]).tolist()
+        for name, tensor in weights.gather(dtype=torch.float32)
+        if name.endswith("e_score_correction_bias") and tensor is not None
+    }
+    return {"grad_norm": statistics.grad_norm, "load": policy.expert_load.take(), "biases": biases}
 
 
 def flat(statistics) -> dict[str, object]:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium"}
+NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium", "fake-cuda"}
 
 
 def require(name: str, reason: str) -> None:

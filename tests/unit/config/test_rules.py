@@ -84,6 +84,7 @@ VIOLATIONS = (
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
     # 80 steps, of two updates each.
     ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),
+    ("tiny", "logging.profile_steps=[81]", ["logging.profile_steps"]),
     ("qwen3_30b_a3b", "optimizer.router_bias_update_rate=0.001", ["optimizer.router_bias_update_rate"]),
     ("qwen3_4b", "optimizer.moe_aux_loss_coeff=0.001", ["optimizer.moe_aux_loss_coeff"]),
     ("tiny", "rollout.max_response_tokens=256", ["rollout.max_response_tokens"]),
@@ -295,6 +296,7 @@ def _with(config, settings):
             "optimizer.lr_decay_share",
         ),
         ("optimizer.lr_floor=0.1", "optimizer.lr_floor"),
+        ("logging.profile_steps=[first]", "logging.profile_steps"),
         ("optimizer.lr_schedule=cosine optimizer.lr_decay_share=0.2", "optimizer.lr_decay_share"),
     ],
 )

@@ -71,7 +71,7 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_updates_of_different_numbers_of_micro_batches(run_layout, name: str) -> None:
-    """Gradients are reduced during the last backward pass, and new weights arrive in the next forward pass."""
+    """Gradients are reduced behind the last of them, and new weights arrive in the next forward pass."""
     one, two = run_layout("one_rank"), run_layout(name)
     assert len({update["num_tokens"] for update in one["uneven"]}) == 3
     for expected, update in zip(one["uneven"], two["uneven"], strict=True):
@@ -79,6 +79,21 @@ def test_updates_of_different_numbers_of_micro_batches(run_layout, name: str) ->
         assert update["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     for tensor, (_, norm) in one["at_the_end"].items():
         assert two["at_the_end"][tensor][1] == pytest.approx(norm, rel=1e-5), f"{tensor} has arrived"
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_experts_are_balanced_over_all_ranks(run_layout, name: str) -> None:
+    one, two = run_layout("one_rank")["balance"], run_layout(name)["balance"]
+    # Tensor parallelism pads a row of 96 tokens by one at most, and experts see that one too.
+    close = {"rel": 0.05} if name.startswith("tensor") else {"rel": 1e-5}
+    assert two["load"] == pytest.approx(one["load"], **close)
+    assert all(rank["balance"]["load"] == two["load"] for rank in run_layout(name)["by_rank"])
+    if one["biases"].keys() == two["biases"].keys() and not name.startswith("tensor"):
+        assert two["biases"] == one["biases"]
+    # Data-parallel ranks have other micro-batches, and the loss that balances is one of each.
+    if name not in ("data", "expert"):
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], **close)
+    assert one["grad_norm"] > 2 * run_layout("one_rank")["statistics"]["grad_norm"], "the test sees the auxiliary loss"
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "bf16"])

@@ -13,6 +13,7 @@ from posttrain.training.phases import PHASES, PhaseClock
 def test_every_phase_has_its_metric() -> None:
     for name in PHASES:
         assert METRICS[f"perf/{name}_seconds"].is_timing
+        assert METRICS[f"perf/{name}_peak_gib"].is_timing
 
 
 def test_optimizer_and_engines_are_never_awake_together() -> None:
@@ -30,6 +31,7 @@ def test_times_of_a_phase_add_up() -> None:
         pass
     metrics = clock.metrics()
     assert metrics.keys() == {"perf/train_seconds", "perf/save_seconds", "perf/step_seconds"}
+    assert clock.peak_gib.keys() == {"train", "save"}
     assert 0.04 <= metrics["perf/train_seconds"] <= metrics["perf/step_seconds"]
 
 

@@ -10,16 +10,15 @@ from typing import Any
 from posttrain.config.derived import (
     data_parallel_size,
     layers_per_stage,
-    lr_decay_steps,
     model_parallel_size,
     rollout_samples_per_step,
     token_budget,
-    warmup_steps,
     world_size,
 )
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
-from posttrain.config.families import FAMILIES, check_architecture, chooses_keys
+from posttrain.config.families import check_architecture, chooses_keys
 from posttrain.config.launch_rules import LAUNCH_RULES
+from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
 from posttrain.config.schema import Config, RopeScaling
 from posttrain.config.site_rules import SITE_RULES, check_launcher
@@ -240,34 +239,6 @@ def _group(config: Config) -> Problems:
         yield Problem("rollout.num_samples_per_prompt", "1", "at least 2: GRPO compares a prompt's responses", remedy)
 
 
-def _learning_rate(config: Config) -> Problems:
-    # A step may hold several updates; they share its learning rate.
-    optimizer, num_steps = config.optimizer, config.training.num_steps
-    steps, share = optimizer.lr_warmup_steps, optimizer.lr_warmup_share
-    left = num_steps - warmup_steps(config)
-    if left < 0:
-        allowed = f"at most {num_steps}, the steps of the run (training.num_steps)"
-        yield Problem("optimizer.lr_warmup_steps", str(steps), allowed, "warm up for less long, or train longer")
-    if steps and share:
-        allowed = f"0 with optimizer.lr_warmup_steps={steps}"
-        yield Problem("optimizer.lr_warmup_share", f"{share:g}", allowed, "give the warm-up in steps or as a share")
-    if optimizer.lr_schedule == "wsd" and lr_decay_steps(config) > left:
-        allowed = f"at most {left} of {num_steps} steps, which the warm-up leaves"
-        remedy = "let the learning rate fall for less long, or warm up for less long"
-        yield Problem("optimizer.lr_decay_share", f"{optimizer.lr_decay_share:g}", allowed, remedy)
-
-
-def _balance(config: Config) -> Problems:
-    arch, optimizer = config.model.architecture, config.optimizer
-    if optimizer.moe_aux_loss_coeff and not arch.n_routed_experts:
-        remedy = "there is no load to balance"
-        yield Problem("optimizer.moe_aux_loss_coeff", f"{optimizer.moe_aux_loss_coeff:g}", "0: no experts", remedy)
-    if optimizer.router_bias_update_rate and not (arch.n_routed_experts and FAMILIES[arch.model_type].router_bias):
-        allowed = f"0: routers of {arch.model_type} have no bias"
-        remedy = "set optimizer.moe_aux_loss_coeff to balance experts"
-        yield Problem("optimizer.router_bias_update_rate", f"{optimizer.router_bias_update_rate:g}", allowed, remedy)
-
-
 def _positions(config: Config) -> Problems:
     rollout, positions = config.rollout, config.model.architecture.max_position_embeddings
     longest = rollout.max_response_tokens
@@ -413,8 +384,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _stages,
     _batches,
     _group,
-    _learning_rate,
-    _balance,
+    *OPTIMIZER_RULES,
     _positions,
     _recomputation,
     _token_budget,

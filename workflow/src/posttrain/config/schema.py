@@ -400,6 +400,9 @@ class Logging:
     wandb_entity: str = _doc("W&B team or user; empty: yours", "")
     wandb_group: str = _doc("W&B group that the run belongs to", "")
     wandb_tags: list[str] = _doc("W&B tags of the run", [])
+    profile_steps: list[str] = _doc(
+        "Numbers of the steps, from 1, that PyTorch's profiler traces on rank 0 into the run's folder `traces`", []
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, transformer_config
+from posttrain.megatron_backend.expert_load import ExpertLoad
 from posttrain.megatron_backend.glm5.layer_spec import block_spec
 from posttrain.megatron_backend.glm5.model import LogprobModel
 
@@ -24,12 +25,14 @@ class Policy:
         model: The bare model of this pipeline stage; its parameters are the wrapped one's.
         wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
         optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
+        expert_load: Counts what the experts of this stage see.
     """
 
     config: Config
     model: LogprobModel
     wrapped: DistributedDataParallel
     optimizer: MegatronOptimizer | None
+    expert_load: ExpertLoad
 
 
 def build_model(config: Config) -> LogprobModel:
@@ -66,4 +69,4 @@ def build_policy(config: Config) -> Policy:
     # Schedules ask for it, to leave gradients where they are until the last micro-batch.
     settings.no_sync_func = wrapped.no_sync
     optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped])
-    return Policy(config, model, wrapped, optimizer)
+    return Policy(config, model, wrapped, optimizer, ExpertLoad(model))

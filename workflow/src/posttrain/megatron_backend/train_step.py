@@ -100,6 +100,8 @@ def update(
     assert policy.optimizer is not None, "this policy cannot be trained"
     policy.wrapped.zero_grad_buffer()
     policy.optimizer.zero_grad()
+    _weigh_auxiliary_loss(policy, batches)
+    biases = [bias.clone() for bias in policy.expert_load.biases]
     said = _run_schedule(policy, [(batch.packed, batch) for batch in batches], objective, is_first=look is not None)
     if look:
         look([logprobs for logprobs, _ in said])
@@ -112,6 +114,9 @@ def update(
         )
     outcome = NON_FINITE if num_bad else APPLIED if has_signal else NO_SIGNAL
     grad_norm = _apply(policy, lr) if outcome == APPLIED else 0.0
+    if outcome != APPLIED:
+        for bias, before in zip(policy.expert_load.biases, biases, strict=True):
+            bias.copy_(before)  # Megatron moves it when it has the gradients
     if is_last:
         policy.wrapped.start_param_sync(force_sync=True)
     return UpdateStatistics(
@@ -250,6 +255,19 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
     return dict(zip(names, total.tolist(), strict=True))
 
 
+def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch]) -> None:
+    """Make the routers' auxiliary loss a mean over the update's tokens.
+
+    Megatron multiplies it by the tokens that a rank has of a micro-batch, and would divide gradients by all of them.
+    """
+    if coefficient := policy.config.optimizer.moe_aux_loss_coeff:
+        device = next(policy.model.parameters()).device
+        tokens = torch.tensor(float(sum(len(batch.packed.tokens) for batch in batches)), device=device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        sharing = parallel_state.get_tensor_and_context_parallel_world_size()
+        policy.model.config.moe_aux_loss_coeff = coefficient * sharing / float(tokens)
+
+
 def _count_non_finite_gradients(policy: Policy) -> int:
     """Return the number of gradient buffers, over all ranks, that hold a NaN or an infinity."""
     buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
@@ -263,9 +281,11 @@ def _count_non_finite_gradients(policy: Policy) -> int:
 def _apply(policy: Policy, lr: float) -> float:
     """Let the optimizer clip and step; returns the gradient norm before clipping."""
     assert policy.optimizer is not None, "this policy cannot be trained"
+    settings = policy.config.optimizer
     for group in policy.optimizer.param_groups:
         group["lr"] = lr
-        group["weight_decay"] = policy.config.optimizer.weight_decay * group["wd_mult"]
+        share = 1.0 if settings.decay_norms_and_biases else group["wd_mult"]
+        group["weight_decay"] = settings.weight_decay * share
     successful, grad_norm, _ = policy.optimizer.step()
     assert successful, "the optimizer refused a finite gradient"
     return float(grad_norm)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from posttrain.algorithm.statistics import STATISTICS
+from posttrain.planner.sizing.phases import PHASES
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ METRICS: Mapping[str, Metric] = {
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),
     "train/zero_advantage_updates": Metric("Updates of the step whose advantages were all zero", "updates"),
+    # ---- what the updates' tokens asked of the experts, over MoE layers ----
+    "moe/busiest_expert_max": Metric("Tokens of a layer's busiest expert over its experts' mean, in the worst layer"),
+    "moe/busiest_expert_mean": Metric("Tokens of a layer's busiest expert over its experts' mean, mean over layers"),
+    "moe/idle_experts": Metric("Share of the experts that saw no token"),
+    "moe/router_bias_max": Metric("Largest |bias| of a router"),
     # ---- trainer against engine, on the same tokens ----
     "mismatch/abs_diff_mean": Metric(
         "Mean |trainer - engine| log-probability on the very weights the engine serves, dequantised", "nats"
@@ -80,6 +86,15 @@ METRICS: Mapping[str, Metric] = {
     "perf/save_seconds": Metric(
         "Waiting, after the rollout, for the checkpoint of the step before to be written", "s", is_timing=True
     ),
+    "perf/mfu": Metric(
+        "Operations of the model's forward and backward passes, recomputation apart, over perf/train_seconds and the "
+        "trainer's BF16 peak",
+        is_timing=True,
+    ),
+    **{
+        f"perf/{name}_peak_gib": Metric(f"{name}: memory of the fullest rank, on its GPU or else resident", "GiB", True)
+        for name in PHASES
+    },
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
     "perf/response_tokens_per_second": Metric(
         "train/num_response_tokens over perf/step_seconds", "tokens/s", is_timing=True

@@ -90,6 +90,7 @@ def open_run(
             publisher=WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder),
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
             sinks=sinks,
+            traces=run_folder / "traces",
         )
 
 

@@ -33,7 +33,8 @@ def train(run: TrainingRun) -> bool:
     with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
         bar.advance(finished)
         while finished < num_steps and not run.ends_early:
-            metrics = train_step(run, finished)
+            with run.traced(finished):
+                metrics = train_step(run, finished)
             finished += 1
             bar.advance(1, note=progress_note(metrics))
     run.state.finish_save(PhaseClock(finished))

@@ -1,4 +1,7 @@
-"""How long each phase of a step took; which model is awake in which phase is the table of `planner.sizing.phases`."""
+"""How long each phase of a step took, and its memory at its fullest.
+
+Which model is awake in which phase is the table of `planner.sizing.phases`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from contextlib import contextmanager
 
 from posttrain.observability.rank_progress import report_progress
 from posttrain.planner.sizing.phases import PHASES
+from posttrain.training.utilisation import PeakMemory
 
 
 class PhaseClock:
@@ -20,7 +24,9 @@ class PhaseClock:
     def __init__(self, step: int = 0) -> None:
         self._step = step
         self._started = time.perf_counter()
+        self._memory = PeakMemory()
         self.seconds: dict[str, float] = {}
+        self.peak_gib: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -28,10 +34,12 @@ class PhaseClock:
         assert name in PHASES, f"{name} is not a phase: {list(PHASES)}"
         report_progress(self._step, name)
         started = time.perf_counter()
+        self._memory.reset()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), self._memory.gib())
 
     def metrics(self) -> dict[str, float]:
         """Return `perf/{phase}_seconds` of every phase that ran, and `perf/step_seconds`."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from posttrain.training.mismatch import EngineComparison, share_of_limit
 from posttrain.training.phases import PhaseClock
 from posttrain.training.saved_state import SavedState
 from posttrain.training.slow_ranks import SlowRanks, probe_seconds
+from posttrain.training.utilisation import model_flops_utilisation, traced
 from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher
 
@@ -51,6 +54,7 @@ class TrainingRun:
         publisher: Brings weights to the engines.
         state: Loads and saves.
         sinks: Metrics, on rank 0; None elsewhere.
+        traces: Gets the traces of `logging.profile_steps`.
         ends_early: The present step is the last one of this attempt.
     """
 
@@ -62,6 +66,7 @@ class TrainingRun:
     publisher: WeightPublisher
     state: SavedState
     sinks: MetricSinks | None
+    traces: Path
     ends_early: bool = False
     _num_non_finite: int = 0
     _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -85,6 +90,11 @@ class TrainingRun:
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
         seed_random_state(self.config.training.seed + step)
+
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Trace a step, counted from 0, on rank 0, if that was asked for."""
+        steps = {int(chosen) for chosen in self.config.logging.profile_steps if self.is_rank0}
+        return traced(step + 1, steps, self.traces)
 
     def find_slow_ranks(self) -> None:
         """Name ranks that compute slower than the others; collective."""
@@ -160,10 +170,15 @@ class TrainingRun:
     ) -> dict[str, float]:
         """Write the metrics of a step; returns them on rank 0, nothing elsewhere."""
         padding, tokens = _count_tokens(updates)
+        experts = self.policy.expert_load.take()
+        memory = gather_plain(clock.peak_gib)
         if self.sinks is None:
             return {}
+        lengths = [sample.num_tokens for update in updates for sample in update.samples]
         metrics = step_metrics(rollout, statistics, mismatch, clock)
-        metrics |= {
+        metrics |= experts | {
+            **{f"perf/{name}_peak_gib": max(peaks[name] for peaks in memory) for name in clock.peak_gib},
+            "perf/mfu": model_flops_utilisation(self.config, lengths, clock.seconds["train"]),
             "train/lr": learning_rate(self.config, step),
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,

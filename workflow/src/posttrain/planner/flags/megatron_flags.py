@@ -245,13 +245,15 @@ def _experts(config: Config) -> list[Flag]:
 
 def _router(config: Config) -> list[Flag]:
     has_bias = FAMILIES[config.model.architecture.model_type].router_bias
+    coefficient = config.optimizer.moe_aux_loss_coeff
     scaling = {"moe_router_topk_scaling_factor": "routed_scaling_factor"} if has_bias else {}
     return [
         *_same(config, {"moe_router_topk": "num_experts_per_tok"} | scaling),
         flag("moe_router_score_function", "sigmoid" if has_bias else "softmax", f"{ARCHITECTURE}.model_type"),
         flag("moe_router_enable_expert_bias", has_bias, f"{ARCHITECTURE}.model_type"),
-        flag("moe_router_bias_update_rate", 0.0, reason="the recipe: the router's bias stays as pre-trained"),
-        flag("moe_router_load_balancing_type", "none", reason="the recipe: no auxiliary loss"),
+        _key(config, "moe_router_bias_update_rate", "optimizer.router_bias_update_rate"),
+        flag("moe_router_load_balancing_type", "aux_loss" if coefficient else "none", "optimizer.moe_aux_loss_coeff"),
+        _key(config, "moe_aux_loss_coeff", "optimizer.moe_aux_loss_coeff"),
         flag("moe_router_dtype", "fp32", reason="the recipe: close scores decide which experts a token sees"),
     ]
 

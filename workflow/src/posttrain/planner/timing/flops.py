@@ -20,6 +20,7 @@ arXiv 2512.02556, section 2.1. Norms, rotary embedding, softmax and the router's
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from posttrain.config.families import num_indexers
@@ -100,6 +101,7 @@ def _head_widths(arch: Architecture) -> int:
     return 2 * arch.head_dim
 
 
+@functools.cache
 def _matrix_elements(arch: Architecture) -> tuple[float, float]:
     """Return the elements of the layers' matrices that a token is multiplied with: (trained, frozen)."""
     trained = frozen = 0.0
