@@ -66,7 +66,8 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
         for key, value in one["second"].items():
             assert rank["second"][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
     for tensor, (_, norm) in one["after"].items():
-        assert two["after"][tensor][1] == pytest.approx(norm, rel=1e-6), tensor
+        # Adam makes moves of gradients near zero, which are rounding, as large as any other.
+        assert two["after"][tensor][1] == pytest.approx(norm, rel=5e-6), tensor
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
