@@ -102,6 +102,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": "qwen3_30b_a3b", "set": f"{ARCH}.model_type=qwen3"},
         (f"{ARCH}.moe_intermediate_size", f"{ARCH}.n_routed_experts", f"{ARCH}.num_experts_per_tok"),
     ),
+    "too few groups for the experts": (
+        {"model": "deepseek_v3", "set": f"{ARCH}.num_experts_per_tok=129"},
+        (f"{ARCH}.topk_group",),
+    ),
     "more experts than there are": (glm5(f"{ARCH}.num_experts_per_tok=257"), (f"{ARCH}.num_experts_per_tok",)),
     "half a pair of positions": (glm5(f"{ARCH}.qk_rope_head_dim=63"), (f"{ARCH}.qk_rope_head_dim",)),
     "branch for a revision": (glm5("model.source.revision=main"), ("model.source.revision",)),
@@ -110,7 +114,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "folder that is not given": ({"set": "model.source.kind=folder"}, ("model.source.folder",)),
     "GLM-5 made here": (glm5("model.source.kind=made"), ("model.source.kind",)),
     "another family made here": (
-        {"model": "qwen3_4b", "set": "model.source.kind=made"},
+        {"model": "glm4.5_air", "set": "model.source.kind=made"},
         (f"{ARCH}.model_type", "model.source.kind"),
     ),
     "vocabulary smaller than the made one": ({"set": f"{ARCH}.vocab_size=32"}, (f"{ARCH}.vocab_size",)),
@@ -118,7 +122,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # The layout
     "EP that does not divide 256": (glm5(f"{EXPERT}=24"), (EXPERT,)),
     "EP larger than the cluster": (glm5(f"{EXPERT}=256"), (EXPERT,)),
-    "experts for a dense model": ({"model": "qwen3_4b", "set": f"{EXPERT}=2"}, ("nodes", EXPERT)),
+    "experts for a dense model": ({"model": "qwen3_0.6b", "set": f"{EXPERT}=2"}, ("nodes", EXPERT)),
     "ETP that does not divide": (glm5(f"{EXPERT_TENSOR}=3"), (EXPERT, EXPERT_TENSOR)),
     "TP without EP": (glm5(f"{EXPERT}=1"), (EXPERT_TENSOR,)),
     "last stage that leaves a rest": (glm5(f"{LAST}=17"), (LAST,)),
@@ -130,7 +134,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "TP that does not divide the vocabulary": (glm5(f"{ARCH}.vocab_size=154881"), (TENSOR,)),
     "TP that does not divide key-value heads": (
         {"model": "qwen3_30b_a3b", "set": f"{TENSOR}=8"},
-        ("nodes", TENSOR),
+        (TENSOR,),
     ),
     "TP over nodes": (glm5(f"{TENSOR}=16"), (TENSOR,)),
     "ETP over nodes": (glm5(f"{EXPERT}=2 {EXPERT_TENSOR}=16"), (EXPERT_TENSOR,)),

@@ -195,6 +195,6 @@ def _check_experts(arch: Architecture) -> Iterator[Problem]:
     elif arch.topk_group > arch.n_group:
         allowed = f"at most {arch.n_group} (n_group)"
         yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")
-    elif arch.num_experts_per_tok > arch.topk_group * (arch.n_routed_experts // arch.n_group):
+    elif arch.n_routed_experts >= arch.num_experts_per_tok > arch.topk_group * (arch.n_routed_experts // arch.n_group):
         allowed = f"enough groups for {arch.num_experts_per_tok} experts (num_experts_per_tok)"
         yield Problem(f"{PREFIX}.topk_group", str(arch.topk_group), allowed, "take both from config.json")
