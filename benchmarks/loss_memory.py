@@ -93,7 +93,8 @@ def measure(side: Loss, num_tokens: int) -> tuple[int, float, float]:
     seconds = time.perf_counter() - started
     assert hidden.grad is not None
     assert weight.grad is not None
-    return _status("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes, seconds, float(loss.detach()) / num_tokens
+    peak = _status("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes
+    return peak, seconds, loss.item() / num_tokens
 
 
 def _status(name: str) -> int:
