@@ -94,7 +94,7 @@ def measure(side: Loss, num_tokens: int) -> tuple[int, float, float]:
     assert hidden.grad is not None
     assert weight.grad is not None
     peak = _status("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes
-    return peak, seconds, float(loss.detach()) / num_tokens
+    return peak, seconds, loss.item() / num_tokens
 
 
 def _status(name: str) -> int:
