@@ -319,7 +319,7 @@ def _kernels(config: Config) -> list[Flag]:
         flag(
             "gradient_accumulation_fusion",
             False,
-            reason="asks for Apex; Transformer Engine's layers are told after they are built",
+            reason="the output layer asks for a kernel of Apex, which the image does not have",
         ),
     ]
 
