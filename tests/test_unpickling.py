@@ -50,7 +50,7 @@ PLACES = {
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
     ("checkpoint/formats/torch_dist_reader.py", "torch.load"): "weights_only",
-    ("megatron_backend/checkpoint.py", "dist_checkpointing.load"): "SafeLoad and NothingInCommon",
+    ("megatron_backend/checkpoint.py", "strategy.load"): "SafeLoad",
     (
         "megatron_backend/checkpoint.py",
         "load_state_dict",
