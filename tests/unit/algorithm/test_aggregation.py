@@ -104,7 +104,8 @@ def _split_loss(
 def test_loss_and_gradient_do_not_depend_on_the_split(case, aggregation):
     samples, max_tokens, num_ranks, cp_size = case
     whole = [build_packed_batch(samples, range(len(samples)))]
-    plan = pack([s.num_tokens for s in samples], max_tokens, num_ranks)
+    lengths = [s.num_tokens for s in samples]
+    plan = pack(lengths, lengths, max_tokens, num_ranks)
     split = [build_packed_batch(samples, indices, multiple_of=2 * cp_size) for rank in plan for indices in rank]
     results = []
     for rows, cp in ((whole, 1), (split, cp_size)):

@@ -13,7 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.safe_globals import safe_load_from_bytes
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from posttrain.config.schema import Config
@@ -65,7 +64,6 @@ def initialize(config: Config) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     read_messages_by_list()
-    name_storages_as_torch_does()
     seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
     parallel = config.parallel
@@ -77,14 +75,6 @@ def initialize(config: Config) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
     )
     model_parallel_cuda_manual_seed(config.training.seed)
-
-
-def name_storages_as_torch_does() -> None:
-    """Let a pickled tensor name torch's reader of storages, which engines allow.
-
-    Megatron puts a function of its own in the place of torch's; both read tensors only.
-    """
-    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
 
 
 def shut_down() -> None:
