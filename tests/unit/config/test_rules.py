@@ -271,16 +271,17 @@ def test_an_unpinned_model_is_fetched_once_its_commit_is_given():
 
 
 def _with(config, settings):
-    """Change one value of a resolved configuration without checking it."""
-    key, _, text = settings.partition("=")
+    """Change values of a resolved configuration without checking them."""
     changed = copy.deepcopy(config)
-    *parents, leaf = key.split(".")
-    section = changed
-    for name in parents:
-        section = getattr(section, name)
-    kind = type(getattr(section, leaf))
-    value = text == "true" if kind is bool else text.strip("[]").split(",") if kind is list else kind(text)
-    object.__setattr__(section, leaf, value)
+    for setting in settings.split():
+        key, _, text = setting.partition("=")
+        *parents, leaf = key.split(".")
+        section = changed
+        for name in parents:
+            section = getattr(section, name)
+        kind = type(getattr(section, leaf))
+        value = text == "true" if kind is bool else text.strip("[]").split(",") if kind is list else kind(text)
+        object.__setattr__(section, leaf, value)
     return changed
 
 
