@@ -76,7 +76,7 @@ def test_kv_pool_of_a_gpu_pair_in_fp8(resolved):
 
 
 def test_a_tensor_parallel_engine_spreads_key_value_heads(resolved):
-    config = resolved("qwen3_30b_a3b", set="engine.gpus_per_engine=4 engine.num_engines=1", hardware="cpu").config
+    config = resolved("qwen3_4b", set="engine.gpus_per_engine=4 engine.num_engines=2").config
     served = engine_memory(config)
     arch = config.model.architecture
     assert served.attention == "tensor_parallel"

@@ -34,8 +34,10 @@ def test_nodes_of_an_evaluation(model: str, hardware: str, nodes: int) -> None:
 
 
 def test_engines_grow_until_they_hold_the_weights_of_the_source() -> None:
-    """GLM-4.5-Air trains with engines of 2 H200, which hold it in FP8; in BF16 it takes 4 GPUs."""
-    config = config_of("glm4.5_air", "h200")
+    """Two H200 hold GLM-4.5-Air in FP8; in BF16 it takes 4."""
+    config = config_of(
+        "glm4.5_air", "h200", set="engine.gpus_per_engine=2 engine.num_engines=16 engine.mem_fraction_static=0.7"
+    )
     assert config.engine.gpus_per_engine == 2
     served = serving_on_one_node(config)
     assert (served.nodes, served.engine.gpus_per_engine, served.engine.num_engines) == (1, 4, 2)

@@ -77,7 +77,8 @@ def test_saved_activations_of_the_recipe_by_hand(resolved):
     assert needed.dispatch == (20480 // 4) * 8 * 6144 * 2 * 2 * 2.5
     assert needed.logprobs == 0
     last = stage_activations(config, 3, range(60, 78), batch, ASSUMPTIONS)
-    assert last.logprobs == 1024 * (154880 // 4) * (2 + 4 + 4)
+    # A chunk of logits, and the matrix's gradient in FP32, each also in BF16; exponentials of a sixteenth of a chunk.
+    assert last.logprobs == (154880 // 4) * ((1024 + 6144) * (2 + 4) + 1024 * 4 / 16)
 
 
 @pytest.mark.parametrize(
