@@ -2,7 +2,8 @@
 
 The folder was made at commit dc71a9d by `snakemake --cores 2 --configfile small.yaml`, ended by SIGKILL when its
 first checkpoint, after step 2 of 4, was there; leases of the store, the W&B run and logs were left out. Losses are
-those of an undisturbed run of that commit. Bits depend on the CPU: where it was made, the weights were equal, too.
+those of an undisturbed run of that commit; this version rounds otherwise (fused attention, other packing). That the
+checkpoint is loaded bit by bit is seen in `tests/unit/megatron_backend/test_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_nothing_is_made_anew_and_the_run_goes_on_as_it_began(folder: Path) -> N
     assert "resuming after step 2" in done.stdout
     rows = [json.loads(line) for line in (folder / "results" / RUN / "train/metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["train/loss"] for row in rows[2:]] == pytest.approx(LOSSES, rel=1e-2)
+    assert [row["train/loss"] for row in rows[2:]] == pytest.approx(LOSSES, rel=1e-3)
 
 
 def test_an_update_without_signal_is_what_it_was_in_a_run_that_began_so(folder: Path) -> None:

@@ -1,26 +1,34 @@
-"""What training loads, when somebody else has written into the checkpoint: no code of theirs runs."""
+"""What training loads: what an older version wrote, bit by bit; of what somebody else put there no code runs."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
+import tarfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.megatron_single import test_config
+from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.payload import Payload
 from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend.test_families import convert_family
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, read_metadata
+from posttrain.config.load import read_yaml
+from posttrain.config.schema import Architecture
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.checkpoint import load_training_state, load_weights, prepare_save
-from posttrain.megatron_backend.optimizer_state import allocate_state
+from posttrain.megatron_backend.model import build_policy
+from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps
 
+OLDER = Path(__file__).parents[2] / "fixtures" / "version_0_1.tar.xz"
+EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.")
 WEIGHT = "decoder.final_layernorm.weight"
 
 
@@ -55,6 +63,33 @@ def payload(tmp_path: Path) -> Iterator[Payload]:
 def test_the_doors_are_open_for_what_we_wrote(policy, saved, converted):
     assert load_training_state(policy, saved) == 6
     load_weights(policy.model, converted)
+
+
+def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
+    """torch's own reader is the witness; `tests/end_to_end/test_older_run.py` tells where the folder comes from."""
+    with tarfile.open(OLDER) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (run,) = (tmp_path / "results").glob("tiny-*")
+    folder = run / "train" / "checkpoints" / "step_000002"
+    dcp_to_torch_save(folder, tmp_path / "written.pt")
+    written = torch.load(tmp_path / "written.pt", weights_only=True)
+    dimensions = read_yaml(run / "config.resolved.yaml")["model"]["architecture"]
+    config = test_config(Architecture(**dimensions))
+    initialize_single_rank(config)
+    policy = build_policy(config)
+    assert load_training_state(policy, folder) == 2
+    assert count_steps(policy.optimizer) == 4, "two updates a step"
+    loaded = {name: weight for name, weight in policy.model.state_dict().items() if weight is not None}
+    weights = {weight: name for name, weight in policy.model.named_parameters()}
+    for part in policy.optimizer.chained_optimizers:
+        for weight in part.model_param_group_index_map:
+            for kind, values in part._get_main_param_and_optimizer_states(weight).items():
+                loaded[f"optimizer.state.{kind}.{weights[weight]}"] = values.view(weight.shape)
+    assert {EXPERT.sub("experts.experts.", name) for name in loaded} == set(written)
+    for name, values in loaded.items():
+        there, expert = written[EXPERT.sub("experts.experts.", name)], EXPERT.search(name)
+        assert torch.equal(values, there[int(expert[1])] if expert else there), name
+    assert sum(".exp_avg_sq." in name and bool(values.any()) for name, values in loaded.items()) > 30
 
 
 @pytest.mark.parametrize("kind", ["saved", "converted"])
