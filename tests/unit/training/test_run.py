@@ -48,7 +48,7 @@ class _Parts:
         policy = make_policy(config)
         self.weights = HubWeights(policy.model, config.model.architecture)
         comparison = EngineComparison(config, policy, self.weights)
-        nothing: dict[str, Any] = dict.fromkeys(("source", "publisher", "state", "sinks"))
+        nothing: dict[str, Any] = dict.fromkeys(("source", "publisher", "state", "sinks", "traces"))
         self.run = TrainingRun(config, policy, objective_of(policy), comparison=comparison, **nothing)
         self.updates = make_updates(config, self.run.objective, rollout(0), dp_rank=0)
         self.num_passes, forward = 0, policy.wrapped.forward

@@ -258,14 +258,13 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
 def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch]) -> None:
     """Make the routers' auxiliary loss a mean over the update's tokens.
 
-    Megatron multiplies it by the tokens that a rank has of a micro-batch, and would divide gradients by all of them.
+    Megatron multiplies it by the tokens of a micro-batch, and would divide gradients by all of them.
     """
     if coefficient := policy.config.optimizer.moe_aux_loss_coeff:
         device = next(policy.model.parameters()).device
         tokens = torch.tensor(float(sum(len(batch.packed.tokens) for batch in batches)), device=device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        sharing = parallel_state.get_tensor_and_context_parallel_world_size()
-        policy.model.config.moe_aux_loss_coeff = coefficient * sharing / float(tokens)
+        policy.model.config.moe_aux_loss_coeff = coefficient / float(tokens)
 
 
 def _count_non_finite_gradients(policy: Policy) -> int:
