@@ -38,12 +38,16 @@ class LogprobModel(GPTModel):
             return super()._postprocess(hidden_states, *args, **kwargs)
         return chunked_logprobs(
             self._enter_vocab_parallel(hidden_states).squeeze(1),
-            self.output_layer.weight,
+            self._output_weight(),
             labels.squeeze(0),
             self.temperature,
             self.log_probs_chunk_size,
             from_logits=_vocab_parallel_logprobs,
         )
+
+    def _output_weight(self) -> torch.Tensor:
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def _enter_vocab_parallel(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Give every tensor-parallel rank all tokens; in the backward pass their gradients are added up."""
