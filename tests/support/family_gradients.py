@@ -132,3 +132,7 @@ def gathered(policy: Any, weights: Any) -> dict[str, torch.Tensor]:
         if parameter.requires_grad:
             parameter.data.copy_(parameter.main_grad)
     return {name: whole.clone() for name, whole in weights.gather(dtype=torch.float32) if whole is not None}
+
+
+if __name__ == "__main__":
+    main()
