@@ -42,15 +42,15 @@ def main() -> None:
 
 
 def lay_out(config: Any) -> None:
-    """Join the other rank, and take what groups there were before apart."""
+    """Join the other rank, or lay both out anew."""
     from megatron.core import parallel_state
 
-    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend import initialize
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-    initialize(config)
+        initialize.join_ranks = lambda *_: None  # they have met
+    initialize.initialize(config)
 
 
 def farthest(config: Any, checkpoint: Path, sequences: list[torch.Tensor]) -> tuple[str, float]:
