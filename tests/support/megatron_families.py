@@ -22,10 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.overrides import TorchFunctionMode
 
 from posttrain.config.schema import Config
-from posttrain.megatron_backend.arguments import _arguments, transformer_config
-from posttrain.megatron_backend.glm5.layer_spec import block_spec
+from posttrain.megatron_backend.arguments import transformer_config
 from posttrain.megatron_backend.glm5.norm import RMSNorm
-from posttrain.planner.flags import megatron_flags
+from posttrain.megatron_backend.layer_spec import block_spec
 
 METADATA = {"non_homogeneous_layers": True}
 
@@ -40,7 +39,7 @@ def build_model(config: Config, with_mtp: bool = True, stacked: bool = False, in
         stacked: All layers alike, as far as Megatron is told: it then stacks their weights in checkpoints.
     """
     arch = config.model.architecture
-    settings = _settings(config)
+    settings = transformer_config(config)
     settings.perform_initialization = initialize
     settings.mtp_num_layers = arch.num_nextn_predict_layers or None if with_mtp else None
     if stacked and isinstance(settings.moe_layer_freq, list):
@@ -67,13 +66,6 @@ def sharded_tensors(model: GPTModel, stacked: bool = False) -> list[ShardedTenso
     state = model.sharded_state_dict(metadata=None if stacked else dict(METADATA))
     apply_factories(state)
     return [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-
-
-def _settings(config: Config) -> TransformerConfig:
-    if config.model.architecture.kv_lora_rank:
-        return transformer_config(config)
-    # Megatron's default dispatcher, which a dense model keeps, refuses sequences of varying length.
-    return TransformerConfig(**_arguments(megatron_flags.model_flags(config)) | {"variable_seq_lengths": False})
 
 
 def _standard_layers(settings: TransformerConfig) -> TransformerBlockSubmodules:

@@ -80,7 +80,7 @@ def test_its_jobs_run_where_it_is_imported(mine, tmp_path: Path) -> None:
 
 
 def test_what_cannot_run_is_refused_there_too(mine) -> None:
-    code, output = mine("--config", "posttrain={model: qwen3_4b}")
+    code, output = mine("--config", "posttrain={model: deepseek_v3.2}")
     assert code == 1
     assert "this version cannot run what is asked for:" in output
     assert not re.search(r"^Job \d", output, re.MULTILINE)

@@ -14,7 +14,7 @@ from tests.support.workflow_runs import run_snakemake
 REFUSAL = "this version cannot run what is asked for:"
 RED = "\x1b[31m"
 CANNOT = {
-    "family": ("model=qwen3_4b", "nearest that it can train: model=tiny"),
+    "family": ("model=deepseek_v3.2", "nearest that it can train: model=qwen3_0.6b or model=qwen3_4b or model=tiny"),
     "several nodes": (
         "model=glm5",
         "nearest that it can train: site=NAME, of a site with launcher slurm or kubernetes",
@@ -44,7 +44,7 @@ def test_a_dry_run_shows_everything_and_ends_in_red(name: str, tmp_path: Path) -
     "words",
     [
         ["--config", "model=tiny"],
-        ["finalize_torch_dist", "--config", "model=qwen3_4b"],
+        ["finalize_torch_dist", "--config", "model=deepseek_v3.2"],
         ["finalize_rollout_fp8", "--config", "model=glm5"],
         ["plan", "--config", "model=glm5"],
         ["status", "--config", "model=glm5"],
@@ -80,7 +80,7 @@ def test_a_run_ends_before_anything_is_fetched(cores: str, tmp_path: Path) -> No
         hub.settimeout(0.1)
         began = time.monotonic()
         code, output = forked_snakemake()(
-            tmp_path, "--cores", cores, "--config", "model=qwen3_4b",
+            tmp_path, "--cores", cores, "--config", "model=deepseek_v3.2",
             environment={"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"},
         )  # fmt: skip
         seconds = time.monotonic() - began
@@ -95,6 +95,6 @@ def test_a_run_ends_before_anything_is_fetched(cores: str, tmp_path: Path) -> No
 
 
 def test_a_target_that_lacks_nothing_runs_where_training_is_refused(tmp_path: Path) -> None:
-    ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", "model=qwen3_4b")
+    ended = run_snakemake(tmp_path, "plan", "--cores", "1", "--config", "model=deepseek_v3.2")
     assert ended.returncode == 0, ended.stdout
     assert "plan: " in ended.stdout

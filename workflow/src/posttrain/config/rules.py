@@ -20,7 +20,7 @@ from posttrain.config.families import check_architecture, chooses_keys
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
-from posttrain.config.schema import Config, RopeScaling
+from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
@@ -31,9 +31,9 @@ REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
 # Families that `megatron_backend` has the layers of.
-TRAINABLE = ("glm_moe_dsa", "deepseek_v3")
+TRAINABLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
 # What `megatron_backend` lacks of them: dimensions that a model may have, and the only value that trains.
-UNTRAINED: Mapping[str, Any] = {"index_topk_freq": 1, "n_group": 1, "rope_scaling": RopeScaling()}
+UNTRAINED: Mapping[str, Any] = {"index_topk_freq": 1}
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
@@ -83,8 +83,9 @@ def _family(config: Config) -> Problems:
 def _parts(config: Config) -> Problems:
     arch = config.model.architecture
     untrained = {name: value for name, value in UNTRAINED.items() if getattr(arch, name) != value}
-    if arch.kv_lora_rank and not arch.q_lora_rank:
-        untrained["q_lora_rank"] = "a value above 0"
+    # Groups are ranked by their best two experts; Megatron takes as many as a token chooses of each.
+    if arch.n_group > 1 and arch.num_experts_per_tok // arch.topk_group != 2:
+        untrained["topk_group"] = f"half of {arch.num_experts_per_tok} (num_experts_per_tok)"
     for name, value in untrained.items():
         allowed = f"{value} to train with this version"
         yield Problem(f"model.architecture.{name}", str(getattr(arch, name)), allowed, "plan it, or take another model")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from posttrain.config.schema import Config
 from posttrain.planner.flags import megatron_flags
@@ -28,13 +28,14 @@ OBJECTS: dict[str, dict[str, Any]] = {
 }
 
 
-def transformer_config(config: Config) -> MLATransformerConfig:
+def transformer_config(config: Config) -> TransformerConfig:
     """Return Megatron's description of the model and of its layout.
 
     Args:
         config: The resolved configuration.
     """
-    settings = MLATransformerConfig(**_arguments(megatron_flags.model_flags(config)))
+    kind = MLATransformerConfig if config.model.architecture.kv_lora_rank else TransformerConfig
+    settings = kind(**_arguments(megatron_flags.model_flags(config)))
     for name, value in _arguments(megatron_flags.indexer_flags(config)).items():
         setattr(settings, name, value)
     return settings

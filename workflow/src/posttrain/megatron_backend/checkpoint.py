@@ -252,8 +252,9 @@ def _training_state(policy: Policy) -> dict[str, Any]:
 
 def sharded_weights(model: LogprobModel) -> ShardedStateDict:
     """Return the sharded weights; Transformer Engine's extra states (scales of FP8 training) are not part of them."""
-    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state = model.sharded_state_dict(metadata=groups)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # Layers that are all alike are tensors of their own, too, as in converted checkpoints.
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
     return {key: value for key, value in state.items() if not _is_extra_state(key)}
 
 

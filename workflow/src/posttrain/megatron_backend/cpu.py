@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 _enabled = False
@@ -95,7 +96,12 @@ def _replace_random_state() -> None:
 
 
 def _redirect_factories() -> None:
-    """Optimizer, gradient clipping and schedules write `device="cuda"`: such a tensor is made in host memory."""
+    """Optimizer, gradient clipping and schedules write `device="cuda"`: such a tensor is made in host memory.
+
+    `with torch.device(...)` knows the functions that make tensors by a list, which torch draws up when it is first
+    needed and then keeps. It has to be torch's functions that stand on it, not those that are put in their place.
+    """
+    _device_constructors()
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import Float16Module
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, transformer_config
 from posttrain.megatron_backend.expert_load import ExpertLoad
-from posttrain.megatron_backend.glm5.layer_spec import block_spec
 from posttrain.megatron_backend.glm5.model import LogprobModel
+from posttrain.megatron_backend.layer_spec import block_spec
 
 
 @dataclass
@@ -46,8 +46,9 @@ def build_model(config: Config) -> LogprobModel:
         max_sequence_length=arch.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
+        rotary_percent=arch.partial_rotary_factor or 1.0,
         rotary_base=arch.rope_theta,
         log_probs_chunk_size=config.trainer.log_probs_chunk_size,
         temperature=config.rollout.temperature,

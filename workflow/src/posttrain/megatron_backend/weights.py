@@ -59,6 +59,8 @@ class HubWeights:
             self._pieces.setdefault(key, []).append(Piece(key, tuple(offset), tuple(shape), rank, is_main))
         specs = expected_tensors(architecture)
         placed = [p for p in to_megatron(architecture) if p.key in self._pieces]
+        nameless = self._pieces.keys() - {placement.key for placement in placed}
+        assert not nameless, f"weights without a Hub name: {sorted(nameless)}"
         self._placements = placed
         self._dtypes = {p.hf_name: _DTYPES[specs[p.hf_name].dtype] for p in placed}
         self._shapes = {p.hf_name: specs[p.hf_name].shape for p in placed}

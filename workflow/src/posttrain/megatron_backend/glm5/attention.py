@@ -2,7 +2,7 @@
 
 Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. Two
 things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
-its norm, as in the model that was pre-trained. Without an indexer (DeepSeek-V3) the same core attention is dense.
+its norm, as in the model that was pre-trained.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.megatron_backend.glm5.indexer import Indexer, gather_sequence
-from posttrain.megatron_backend.glm5.linear import ReplicatedLinear
 from posttrain.megatron_backend.glm5.sparse_attention import Selector, attend_in_chunks
+from posttrain.megatron_backend.latent_attention import LatentAttention
 from posttrain.megatron_backend.packed import PackedSequences
 
 
@@ -79,14 +78,8 @@ class SparseCoreAttention(MegatronModule):
         return self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
 
 
-class Glm5SelfAttention(MLASelfAttention):
+class Glm5SelfAttention(LatentAttention):
     """MLA whose core attention sees the layer's input and the normalised query latent."""
-
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)
-        kv_width = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, kv_width)
 
     def forward(
         self,

@@ -75,16 +75,16 @@ def causal_mask(first_query: int, num_queries: int, num_keys: int, device: torch
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """Attend to the kept keys by torch's fused attention, which never holds a score longer than it needs it.
 
     Args:
         query: [B, C, N, D_qk].
-        key: [B, S, N, D_qk].
-        value: [B, S, N, D_v].
+        key: [B, S, G, D_qk], where G divides N and each head of keys serves N / G of queries.
+        value: [B, S, G, D_v].
         keep: [B or 1, C, S] bool, at least one key per query; None: query s sees the keys 0 ... s, and C is S.
-        scale: Factor on the dot products.
+        scale: Factor on the dot products; None: one over the root of D_qk.
 
     Returns:
         [B, C, N, D_v] in the dtype of `value`; the softmax runs in fp32.
@@ -94,7 +94,8 @@ def attend(
     value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if keep is None:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        grouped = query.shape[1] != key.shape[1]
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
         bias = query.new_zeros(keep.shape).masked_fill_(~keep, float("-inf")).unsqueeze(1)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)

@@ -181,7 +181,6 @@ def _attention_and_mlp(config: Config) -> list[Flag]:
 def _latent_attention(config: Config) -> list[Flag]:
     """Return the settings of MLA."""
     sizes = {
-        "q_lora_rank": "q_lora_rank",
         "kv_lora_rank": "kv_lora_rank",
         "qk_head_dim": "qk_nope_head_dim",
         "qk_pos_emb_head_dim": "qk_rope_head_dim",
@@ -189,10 +188,24 @@ def _latent_attention(config: Config) -> list[Flag]:
         "rotary_base": "rope_theta",
     }
     return [
+        flag("q_lora_rank", config.model.architecture.q_lora_rank or None, f"{ARCHITECTURE}.q_lora_rank"),
         *_same(config, sizes),
         flag("qk_layernorm", True, reason=FAMILY),
-        flag("rope_type", "rope", reason=f"{FAMILY}: no YaRN"),
+        *_positions(config),
         flag("apply_rope_fusion", False, reason="Megatron's fused kernel knows no interleaved pairs"),
+    ]
+
+
+def _positions(config: Config) -> list[Flag]:
+    """Return how rotary positions are scaled (MLA)."""
+    scaling, key = config.model.architecture.rope_scaling, f"{ARCHITECTURE}.rope_scaling"
+    if scaling.factor == 1:
+        return [flag("rope_type", "rope", f"{key}.factor")]
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return [
+        flag("rope_type", "yarn", f"{key}.factor"),
+        _key(config, "rotary_scaling_factor", f"{key}.factor"),
+        *(_key(config, name, f"{key}.{name}") for name in names),
     ]
 
 
@@ -212,7 +225,8 @@ def _experts(config: Config) -> list[Flag]:
     """Return the settings of experts and dispatcher; none for a dense model."""
     arch = config.model.architecture
     if not arch.n_routed_experts:
-        return []
+        reason = "looked at without experts, too: Megatron's default refuses rows of varying length"
+        return [flag("moe_token_dispatcher_type", "alltoall", reason=reason)]
     dense, layers = f"{ARCHITECTURE}.first_k_dense_replace", f"{ARCHITECTURE}.num_hidden_layers"
     num_moe_layers = arch.num_hidden_layers - arch.first_k_dense_replace
     shared, width = f"{ARCHITECTURE}.n_shared_experts", f"{ARCHITECTURE}.moe_intermediate_size"
@@ -249,6 +263,7 @@ def _router(config: Config) -> list[Flag]:
     scaling = {"moe_router_topk_scaling_factor": "routed_scaling_factor"} if has_bias else {}
     return [
         *_same(config, {"moe_router_topk": "num_experts_per_tok"} | scaling),
+        *_groups(config),
         flag("moe_router_score_function", "sigmoid" if has_bias else "softmax", f"{ARCHITECTURE}.model_type"),
         flag("moe_router_enable_expert_bias", has_bias, f"{ARCHITECTURE}.model_type"),
         _key(config, "moe_router_bias_update_rate", "optimizer.router_bias_update_rate"),
@@ -256,6 +271,13 @@ def _router(config: Config) -> list[Flag]:
         _key(config, "moe_aux_loss_coeff", "optimizer.moe_aux_loss_coeff"),
         flag("moe_router_dtype", "fp32", reason="the recipe: close scores decide which experts a token sees"),
     ]
+
+
+def _groups(config: Config) -> list[Flag]:
+    """Return the groups of experts of which a token chooses some first."""
+    if config.model.architecture.n_group == 1:
+        return []
+    return _same(config, {"moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group"})
 
 
 def _layout(config: Config) -> list[Flag]:

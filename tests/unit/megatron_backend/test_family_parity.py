@@ -1,0 +1,110 @@
+"""Every family but GLM-5, which has tests of its own, against transformers; and its layouts against one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.independent_grpo import by_hub_name
+from tests.support.megatron_single import initialize_single_rank, run_ranks, test_config
+from tests.support.tiny_checkpoint import FAMILIES as SMALL
+from tests.support.tiny_checkpoint import TINY, TINY_MOONLIGHT, TINY_YARN, VARIANTS, make_random_checkpoint
+from tests.unit.megatron_backend.test_glm5_parity import gradients_by_hub_name, run_packed
+
+ROOT = Path(__file__).parents[3]
+FAMILIES = {
+    **{name: arch for name, arch in SMALL.items() if arch is not TINY},
+    "qwen3_untied": VARIANTS["qwen3_untied"],
+    "glm4_moe_qk_norm": VARIANTS["glm4_moe_qk_norm"],
+    "moonlight": TINY_MOONLIGHT,
+    # Keys wider than values; as in DeepSeek-V3 a token chooses twice as many experts as groups.
+    "yarn": dataclasses.replace(TINY_YARN, v_head_dim=12, num_experts_per_tok=4),
+}
+# Each kind of layout at least once for grouped and for latent attention, with experts and without.
+LAYOUTS = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "expert": {"expert_model_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    "data": {},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return what makes family -> (checkpoint folder, policy), each once."""
+    root, known = tmp_path_factory.mktemp("families"), {}
+
+    def make(family: str):
+        if family not in known:
+            from posttrain.megatron_backend.model import build_policy
+            from posttrain.megatron_backend.weights import HubWeights
+
+            tensors = make_random_checkpoint(root / family, FAMILIES[family], seed=4)
+            config = test_config(FAMILIES[family])
+            initialize_single_rank(config)
+            policy = build_policy(config)
+            weights = HubWeights(policy.model, config.model.architecture)
+            weights.transform(lambda name, _: tensors[name].float())
+            known[family] = root / family, policy, weights
+        return known[family]
+
+    return make
+
+
+def labels_of(sequences) -> torch.Tensor:
+    return torch.cat(sequences).roll(-1)
+
+
+def gradients(policy, weights, sequences) -> dict[str, torch.Tensor]:
+    """Return the gradients of the sum of log-probabilities by Hub name."""
+    labels = labels_of(sequences)
+    policy.wrapped.zero_grad_buffer()
+    run_packed(policy, sequences, labels[None]).sum().backward()
+    return gradients_by_hub_name(policy, weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_does(made, sequences, family) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, policy, weights = made(family)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    with torch.no_grad():
+        logits = run_packed(policy, sequences)
+        separate = torch.cat([run_packed(policy, [sequence]) for sequence in sequences])
+    largest = expected.abs().max()
+    assert (logits - expected).abs().max() <= 1e-5 * largest
+    assert (logits - separate).abs().max() <= 1e-5 * largest
+    assert largest > 0.5, "logits near zero would agree by themselves"
+
+    torch.log_softmax(expected, -1).gather(1, labels_of(sequences)[:, None]).sum().backward()
+    given = ((name, p.grad) for name, p in reference.named_parameters() if p.grad is not None)
+    theirs = dict(named for name, grad in given for named in by_hub_name(name, grad))
+    ours = gradients(policy, weights, sequences)
+    assert set(theirs) == {name for name in ours if not name.endswith("e_score_correction_bias")}
+    wrong = {name: float((ours[name] - g).abs().max() / g.abs().max()) for name, g in theirs.items()}
+    assert {name: off for name, off in wrong.items() if not off <= 1e-5} == {}
+
+
+def test_two_ranks_compute_what_one_does(made, sequences, tmp_path) -> None:
+    """One gang for all families and layouts: log-probabilities, and every gradient."""
+    for family in FAMILIES:
+        folder, policy, weights = made(family)
+        torch.save(gradients(policy, weights, sequences), tmp_path / f"{family}.pt")
+        (tmp_path / family).symlink_to(folder)
+    torch.save(sequences, tmp_path / "sequences.pt")
+    architectures = {family: dataclasses.asdict(arch) for family, arch in FAMILIES.items()}
+    request = {"root": str(ROOT), "folder": str(tmp_path), "architectures": architectures, "layouts": LAYOUTS}
+    outputs = run_ranks(ROOT / "tests/support/family_gradients.py", 2, json.dumps(request), timeout=500)
+    found = json.loads(outputs[0].splitlines()[-1])
+    assert found.keys() == {
+        f"{family} {layout}"
+        for family, arch in FAMILIES.items()
+        for layout in LAYOUTS
+        if layout != "expert" or arch.n_routed_experts
+    }
+    assert {case: off for case, off in found.items() if not off[1] <= 2e-6} == {}
