@@ -117,7 +117,7 @@ class DisturbedRun:
 
     def reach_staging(self) -> None:
         """Return when the second node of a new attempt copies weights."""
-        self.wait(lambda: self.attempts and len(self.nodes) == 2 and "staging to" in self._node_log(self.nodes[1]))
+        self.wait(lambda: self.attempts and len(self.nodes) == 2 and "the copy to" in self._node_log(self.nodes[1]))
 
     def _node_log(self, node: str) -> str:
         return (self.attempts[-1] / f"node-{node}.log").read_text(errors="replace")
