@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
-from posttrain.config.derived import (
-    data_parallel_size,
-    layers_per_stage,
-    model_parallel_size,
-    rollout_samples_per_step,
-    token_budget,
-    world_size,
-)
+from posttrain.config.derived import layers_per_stage
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
-from posttrain.config.families import check_architecture, chooses_keys
+from posttrain.config.families import check_architecture
 from posttrain.config.launch_rules import LAUNCH_RULES
+from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
 from posttrain.config.schema import Config
@@ -134,105 +127,6 @@ def _architecture(config: Config) -> Problems:
     yield from check_architecture(config.model.architecture)
 
 
-def _ranks(config: Config) -> Problems:
-    parallel, ranks, copy = config.parallel, world_size(config), model_parallel_size(config)
-    if ranks % copy:
-        remedy = "choose sizes whose product divides nodes x GPUs per node"
-        yield Problem("parallel", f"TP x PP x CP = {copy}", f"a divisor of the {ranks} ranks", remedy)
-    expert_copy = (
-        parallel.expert_model_parallel_size
-        * parallel.expert_tensor_parallel_size
-        * parallel.pipeline_model_parallel_size
-    )
-    if ranks % expert_copy:
-        key, allowed = "parallel.expert_model_parallel_size", f"a divisor of the {ranks} ranks"
-        yield Problem(key, f"EP x ETP x PP = {expert_copy}", allowed, "lower EP, ETP or PP")
-
-
-def _divisors(config: Config) -> Problems:
-    arch, parallel = config.model.architecture, config.parallel
-    for size_name, dimension_name in (
-        ("tensor_model_parallel_size", "num_attention_heads"),
-        ("tensor_model_parallel_size", "num_key_value_heads"),
-        ("tensor_model_parallel_size", "vocab_size"),
-        ("tensor_model_parallel_size", "intermediate_size"),
-        ("expert_model_parallel_size", "n_routed_experts"),
-        ("expert_tensor_parallel_size", "moe_intermediate_size"),
-    ):
-        size, dimension = getattr(parallel, size_name), getattr(arch, dimension_name)
-        # A part that the model does not have reads 0, which every size divides.
-        if dimension % size:
-            allowed = f"a divisor of {dimension} ({dimension_name})"
-            yield Problem(f"parallel.{size_name}", str(size), allowed, "choose one that divides it")
-
-
-def _links(config: Config) -> Problems:
-    # Every layer waits for exchanges among these ranks; over a network between nodes they would take most of the time.
-    hardware, parallel = config.hardware, config.parallel
-    linked = hardware.linked_gpus or hardware.gpus_per_node
-    if hardware.device == "cpu":
-        return
-    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
-        if (size := getattr(parallel, name)) > linked:
-            joined = "hardware.linked_gpus" if hardware.linked_gpus else "hardware.gpus_per_node"
-            allowed = f"at most {linked}, the GPUs that fast links join ({joined}): every layer exchanges among them"
-            yield Problem(f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism")
-
-
-def _experts(config: Config) -> Problems:
-    parallel, num_experts = config.parallel, config.model.architecture.n_routed_experts
-    tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if num_experts == 0:
-        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                yield Problem(f"parallel.{name}", str(size), "1: the model has no experts", "leave it out")
-    # With EP 1 Megatron takes experts for dense weights; with ETP below TP each tensor-parallel rank then trains its
-    # copy on its own part of the sequence, and nobody adds the gradients up.
-    elif tensor > 1 and parallel.expert_model_parallel_size == 1 and expert_tensor != tensor:
-        yield Problem(
-            "parallel.expert_tensor_parallel_size",
-            str(expert_tensor),
-            f"{tensor} (tensor_model_parallel_size), or any with expert_model_parallel_size above 1",
-            "raise expert_model_parallel_size, as the recipes do",
-        )
-
-
-def _stages(config: Config) -> Problems:
-    parallel, num_layers = config.parallel, config.model.architecture.num_hidden_layers
-    last, key = parallel.num_layers_in_last_pipeline_stage, "parallel.num_layers_in_last_pipeline_stage"
-    if parallel.pipeline_model_parallel_size == 1:
-        if last not in (0, num_layers):
-            allowed = f"0, or all {num_layers} layers, in the only stage"
-            yield Problem(key, str(last), allowed, "leave it out, or give the number of stages")
-        return
-    if sum(layers_per_stage(config)) != num_layers or min(layers_per_stage(config)) < 1:
-        others = parallel.pipeline_model_parallel_size - 1
-        yield Problem(
-            key,
-            str(last),
-            f"so that the other {others} stages share {num_layers} layers evenly",
-            "change the last stage or the number of stages",
-        )
-        return
-    arch, firsts = config.model.architecture, list(accumulate(layers_per_stage(config)[:-1]))
-    if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
-        allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
-        found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
-        yield Problem(key, found, allowed, "change the last stage or the number of stages")
-
-
-def _batches(config: Config) -> Problems:
-    key, batch = "training.global_batch_size", config.training.global_batch_size
-    samples, ranks = rollout_samples_per_step(config), data_parallel_size(config)
-    if samples % batch:
-        remedy = "change it, rollout_batch_size or num_samples_per_prompt"
-        yield Problem(key, str(batch), f"a divisor of the {samples} samples of a rollout", remedy)
-    is_layout = world_size(config) % model_parallel_size(config) == 0  # else `_ranks` has refused it
-    if is_layout and batch % ranks:
-        allowed = f"a multiple of {ranks}, the data-parallel ranks, which run equally many micro-batches"
-        yield Problem(key, str(batch), allowed, "raise the batch, or use more tensor or pipeline parallelism")
-
-
 def _group(config: Config) -> Problems:
     # An advantage is the distance from the group's mean: of one response it is always 0, and nothing is learned.
     if config.rollout.num_samples_per_prompt < 2:
@@ -264,23 +158,6 @@ def _names(config: Config) -> Problems:
         if not re.fullmatch(NODE_NAME, name):
             allowed = "up to 100 letters, digits, '.', '_' and '-' that start with a letter or digit"
             yield Problem(key, repr(name), allowed, "give the name of its file: folders are named after it")
-
-
-def _token_budget(config: Config) -> Problems:
-    rollout, budget = config.rollout, token_budget(config)
-    response, prompt = rollout.max_response_tokens, rollout.max_prompt_tokens
-    needed, of_what = {
-        "own_row": (response, "rollout.max_response_tokens"),
-        "cut": (prompt + 1, "rollout.max_prompt_tokens and a response"),
-        "refuse": (prompt + response, "rollout.max_prompt_tokens and max_response_tokens together"),
-    }[rollout.overlong_samples]
-    if rollout.overlong_samples == "refuse" and not prompt:
-        allowed = "at least 1 with rollout.overlong_samples=refuse: it limits prompt and response together"
-        yield Problem("rollout.max_prompt_tokens", "0", allowed, "give the tokens of the longest prompt")
-    if budget < needed:
-        allowed = f"at least {needed} per context-parallel group ({of_what})"
-        remedy = "raise the budget or cut the responses"
-        yield Problem("trainer.max_tokens_per_gpu", str(config.trainer.max_tokens_per_gpu), allowed, remedy)
 
 
 def _hardware(config: Config) -> Problems:
@@ -378,17 +255,11 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _model_source,
     _data_source,
     _architecture,
-    _ranks,
-    _divisors,
-    _links,
-    _experts,
-    _stages,
-    _batches,
+    *LAYOUT_RULES,
     _group,
     *OPTIMIZER_RULES,
     _positions,
     _recomputation,
-    _token_budget,
     _hardware,
     _formats,
     _quantize,

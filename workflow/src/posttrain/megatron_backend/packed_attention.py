@@ -50,5 +50,5 @@ class PackedAttention(MegatronModule):
         """
         assert attention_mask is None, "packed attention makes its own mask"
         assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
-        blocks = zip(*(packed_seq_params.split(row) for row in (query, key, value)), strict=True)
-        return packed_seq_params.join([attend(*block, None, self.softmax_scale) for block in blocks]).flatten(1)
+        blocks = zip(*map(packed_seq_params.split, (query, key, value)), strict=True)
+        return packed_seq_params.join([attend(q, k, v, None, self.softmax_scale) for q, k, v in blocks]).flatten(1)

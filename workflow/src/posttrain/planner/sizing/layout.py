@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
-from posttrain.config.rules import check_consistency
+from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.schema import Config, Parallel
 from posttrain.errors import Problem
 from posttrain.planner.sizing.activations import fullest_micro_batch
@@ -30,8 +30,6 @@ from posttrain.planner.sizing.memory_phases import capacity_gib, fullest_phase
 
 # The largest size of context parallelism that is tried: of a response of 32,768 tokens a rank has 2,048 then.
 LARGEST_CONTEXT = 16
-# Problems of a layout; what else a configuration may lack is no reason to change the layout.
-LAYOUT_KEYS = ("parallel", "training.global_batch_size", "trainer.max_tokens_per_gpu")
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def propose_layouts(config: Config, pinned: Mapping[str, int] | None = None) -> 
         pinned: Sizes that must stay, by their keys in the section `parallel`.
     """
     served = engine_memory(config)
-    valid = (variant for variant in _variants(config, pinned or {}) if not layout_problems(variant))
+    valid = (variant for variant in _variants(config, pinned or {}) if _is_valid(variant))
     return sorted((assess_layout(variant, served) for variant in valid), key=_rank)
 
 
@@ -130,9 +128,13 @@ def assess_layout(config: Config, served: EngineMemory, assumptions: Assumptions
     )
 
 
-def layout_problems(config: Config) -> list[Problem]:
-    """Return the rules that a configuration's layout violates."""
-    return [problem for problem in check_consistency(config) if problem.key.startswith(LAYOUT_KEYS)]
+def layout_problems(config: Config) -> Iterator[Problem]:
+    """Yield the rules that a configuration's layout violates."""
+    return (problem for rule in LAYOUT_RULES for problem in rule(config))
+
+
+def _is_valid(config: Config) -> bool:
+    return next(layout_problems(config), None) is None
 
 
 def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
@@ -140,7 +142,7 @@ def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) ->
     capacity, served = capacity_gib(config), None
     for variant in _variants(config, pinned or {}):
         is_held = all(stage.total_gib <= capacity for stage in iterate_stages(variant))
-        if is_held and not layout_problems(variant):
+        if is_held and _is_valid(variant):
             served = served or engine_memory(config)
             if assess_layout(variant, served).fits:
                 return True
@@ -149,13 +151,13 @@ def some_layout_fits(config: Config, pinned: Mapping[str, int] | None = None) ->
 
 def some_layout_is_valid(config: Config, pinned: Mapping[str, int] | None = None) -> bool:
     """Tell whether `propose_layouts` has any."""
-    return any(not layout_problems(variant) for variant in _variants(config, pinned or {}))
+    return any(map(_is_valid, _variants(config, pinned or {})))
 
 
 def nearly_valid(config: Config, pinned: Mapping[str, int] | None = None) -> Config:
     """Return the configuration under the layout that violates the fewest rules."""
     variants = _variants(config, pinned or {}, any_batch=True)
-    return min(variants, key=lambda variant: len(layout_problems(variant)), default=config)
+    return min(variants, key=lambda variant: len([*layout_problems(variant)]), default=config)
 
 
 def _rank(proposal: LayoutProposal) -> tuple[Any, ...]:
