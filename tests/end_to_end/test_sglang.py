@@ -23,7 +23,7 @@ from tests.support.workflow_runs import FAST, WorkflowFolder
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 
 # Of one rank.
-GLOO_GROUPS = 22
+GLOO_GROUPS = 25
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

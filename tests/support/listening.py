@@ -170,7 +170,7 @@ def assert_all_known(found: Sequence[Listener], num_silent: int, addresses: str 
     require("users", "" if IS_ROOT else "another user needs root")
     _fail_for([at for at in found if not is_known(at)])
     assert any(_is_engine(at) and at.heard.startswith("HTTP/1.1 401") for at in found), "no engine was tried in time"
-    assert len(silent_sockets(found)) == num_silent, silent_sockets(found)
+    assert len(silent_sockets(found)) == num_silent, [at.program for at in silent_sockets(found)]
     page = (ROOT / "docs" / "threat-model.md").read_text()
     assert not [name for name in KNOWN if f"| {name} |" not in page]
 
