@@ -67,10 +67,20 @@ def farthest(config: Any, checkpoint: Path, sequences: list[torch.Tensor]) -> tu
         return "", 0.0
     expected = torch.load(checkpoint.with_name(f"{checkpoint.name}.pt"))
     assert expected.keys() == ours.keys()
-    off = {n: float((ours[n] - g).abs().max() / g.abs().max().clamp_min(1e-12)) for n, g in expected.items()}
-    off = {name: value for name, value in off.items() if not name.endswith("e_score_correction_bias")}
+    expected = {name: g for name, g in expected.items() if not name.endswith("e_score_correction_bias")}
+    off = {name: float((ours[name] - g).abs().max()) / scale(expected, name) for name, g in expected.items()}
     worst = max(off, key=off.__getitem__)
     return worst, off[worst]
+
+
+def scale(gradients: dict[str, torch.Tensor], name: str) -> float:
+    """Return a tensor's largest absolute gradient; a bias of keys is measured with the weight that it belongs to.
+
+    A softmax does not feel what is added to all keys alike: the gradient of such a bias is what is left of sums that
+    cancel, and their rounding is that of the weight's.
+    """
+    names = [name, name.replace("k_proj.bias", "k_proj.weight")]
+    return max(float(gradients[each].abs().max()) for each in names) or 1e-12
 
 
 def build(config: Any) -> Any:

@@ -42,7 +42,7 @@ def made(tmp_path_factory):
             from posttrain.megatron_backend.model import build_policy
             from posttrain.megatron_backend.weights import HubWeights
 
-            tensors = make_random_checkpoint(root / family, FAMILIES[family], seed=7)
+            tensors = make_random_checkpoint(root / family, FAMILIES[family], seed=2)
             config = test_config(FAMILIES[family])
             initialize_single_rank(config)
             policy = build_policy(config)
