@@ -8,8 +8,8 @@ Shapes: B sequences of a block, S the longest of them, T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,11 +28,13 @@ class PackedSequences(PackedSeqParams):
         position_ids: [T] int64, position of each token in its own sequence.
         places: [T] int64, place of each token in the blocks laid end to end; None where the row is that already.
         blocks: (B, S) of each block.
+        kept_keys: Number of a layer -> what it lets each block attend to, for the layers that take it over.
     """
 
     position_ids: torch.Tensor = None  # type: ignore[assignment]
     places: torch.Tensor | None = None
     blocks: tuple[tuple[int, int], ...] = ()
+    kept_keys: dict[int, Sequence[Callable[[int, int], torch.Tensor]]] = field(default_factory=dict)
 
     @staticmethod
     def from_boundaries(cu_seqlens: torch.Tensor) -> PackedSequences:
