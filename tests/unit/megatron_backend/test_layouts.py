@@ -1,4 +1,4 @@
-"""Two ranks compute what one rank computes: tensor, expert, pipeline and data parallelism over gloo."""
+"""Two ranks compute what one rank computes: tensor, expert, pipeline, context and data parallelism over gloo."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ LAYOUTS = {
     "tensor_and_expert": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    "context": {"context_parallel_size": 2},
     "data": {},
 }
 TWO_RANKS = [name for name in LAYOUTS if name != "one_rank"]
