@@ -51,16 +51,12 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Its trainer has the layers of some families, its attention takes whole sequences, and a launcher starts processes
-    where it can.
+    Its trainer has the layers of some families, and a launcher starts processes where it can.
     """
     yield from check_convertible(config)
     yield from _family(config)
     yield from _parts(config)
     yield from check_launcher(config)
-    if (size := config.parallel.context_parallel_size) > 1:
-        allowed = "1 to train with this version"
-        yield Problem("parallel.context_parallel_size", str(size), allowed, "plan it, or train a smaller model")
     yield from check_started_engines(config)
 
 
