@@ -39,6 +39,7 @@ LAYOUTS = {
     "tensor": {"tensor_model_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    "context": {"context_parallel_size": 2},
     "data": {},
 }
 

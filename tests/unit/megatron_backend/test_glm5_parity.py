@@ -48,7 +48,7 @@ def test_a_sequence_shorter_than_topk_is_dense(policy, reference) -> None:
 def test_packed_equals_separate(policy, sequences, monkeypatch, worth, num_blocks) -> None:
     separate = torch.cat([run_packed(policy, [sequence]) for sequence in sequences])
     monkeypatch.setattr(packed, "SCORES_PER_CALL", worth)
-    assert len(PackedSequences.from_boundaries(boundaries(sequences)).blocks) == num_blocks
+    assert len(PackedSequences.from_boundaries(boundaries(sequences)).queries.blocks) == num_blocks
     assert (run_packed(policy, sequences) - separate).abs().max() <= 2e-6
 
 

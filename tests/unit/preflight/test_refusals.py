@@ -86,14 +86,18 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
     [
         (
             {"model": "glm5", "site": SLURM},
-            "set='parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 engine.num_engines=2 "
-            "rollout.max_response_tokens=16384'",
+            "set='engine.pd.num_prefill_engines=0 engine.num_engines=2'",
         ),
-        # What the user has set stays, but what has to be less.
+        # What the user has set stays, but what has to be less: activations of a row as long do not fit.
         (
-            {"model": "glm5", "site": SLURM, "set": "rollout.max_response_tokens=30000 training.seed=1"},
-            "set='training.seed=1 parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 "
-            "engine.num_engines=2 rollout.max_response_tokens=15000'",
+            {
+                "model": "glm5",
+                "site": SLURM,
+                "set": "hardware.memory_gib_per_gpu=138 rollout.max_prompt_tokens=16000 "
+                "rollout.max_response_tokens=32000",
+            },
+            "set='hardware.memory_gib_per_gpu=138 rollout.max_prompt_tokens=16000 "
+            "engine.pd.num_prefill_engines=0 engine.num_engines=2 rollout.max_response_tokens=16000'",
         ),
         ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
         (

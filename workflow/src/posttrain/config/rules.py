@@ -46,14 +46,11 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Its attention takes whole sequences, and a launcher starts processes where it can.
+    Groups of experts are ranked in one way, and a launcher starts processes where it can.
     """
     yield from check_convertible(config)
     yield from _groups_of_experts(config)
     yield from check_launcher(config)
-    if (size := config.parallel.context_parallel_size) > 1:
-        allowed = "1 to train with this version"
-        yield Problem("parallel.context_parallel_size", str(size), allowed, "plan it, or train a smaller model")
     yield from check_started_engines(config)
 
 

@@ -94,10 +94,8 @@ def _needs_site(config: Config) -> bool:
 
 
 def _changes(config: Config) -> Iterator[dict[str, object]]:
-    """Yield what may be changed, the least first: no parallelism over sequences, no prefill apart, short responses."""
+    """Yield what may be changed, the least first: no prefill apart, short responses."""
     changes: dict[str, object] = {}
-    if config.parallel.context_parallel_size > 1:
-        changes["parallel.context_parallel_size"] = 1
     if config.engine.pd.num_prefill_engines:
         changes["engine.pd.num_prefill_engines"] = 0
         changes["engine.num_engines"] = max(world_size(config) // config.engine.gpus_per_engine, 1)

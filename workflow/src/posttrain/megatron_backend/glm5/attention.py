@@ -52,7 +52,7 @@ class SparseCoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, N, D_qk], N heads of this rank.
+            query: [T, N, D_qk], N heads of this rank; of its own tokens, where ranks share a row.
             key: [T, N, D_qk].
             value: [T, N, D_v].
             x: [T or T / TP, 1, H] input of the attention, split under sequence parallelism.
@@ -65,18 +65,15 @@ class SparseCoreAttention(MegatronModule):
         """
         selectors = self._selectors(x, q_latent, sequences, frequencies)
         topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
-        rows = (sequences.split(row) for row in (query, key, value))
-        outputs = [
-            attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk)
-            for q, k, v, select in zip(*rows, selectors, strict=True)
-        ]
-        return sequences.join(outputs).flatten(1)
+        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
+        outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
+        return sequences.queries.join(outputs).flatten(1)
 
     def _selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
     ) -> Sequence[Selector | None]:
         if sequences.max_seqlen_q <= self.config.dsa_indexer_topk:
-            return [None] * len(sequences.blocks)
+            return [None] * len(sequences.spans)
         if self.indexer is None:
             return sequences.kept_keys[self.chooser]
         angles = frequencies[sequences.position_ids]

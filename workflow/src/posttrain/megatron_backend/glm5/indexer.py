@@ -58,15 +58,17 @@ class Indexer(MegatronModule):
         keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), cos, sin).squeeze(1)
         # The head weights decide between close scores: they are computed in fp32, as the reference does.
         weights = F.linear(x.float(), self.linear_weights_proj.weight.float()) * self.num_heads**-0.5
-        blocks = zip(*(sequences.split(t) for t in (queries, keys, weights)), strict=True)
-        return [partial(self._select, *block) for block in blocks]
+        by_block = sequences.queries.split(queries), sequences.gather_keys(keys), sequences.queries.split(weights)
+        return [partial(self._select, *block) for block in zip(*by_block, strict=True)]
 
     @torch.no_grad()
     def _select(
         self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, first: int, end: int
     ) -> torch.Tensor:
         visible = causal_mask(first, end - first, end, keys.device)
-        scores = index_scores(queries[:, first:end], keys[:, :end], weights[:, first:end])
+        before = keys.shape[1] - queries.shape[1]
+        chunk = slice(first - before, end - before)
+        scores = index_scores(queries[:, chunk], keys[:, :end], weights[:, chunk])
         return select_topk(scores, visible, self.topk)
 
     def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -304,6 +304,12 @@ def _layout(config: Config) -> list[Flag]:
     tensor, pipeline = f"parallel.{names[0]}", f"parallel.{names[1]}"
     return [
         *(_key(config, name, f"parallel.{name}") for name in names),
+        flag(
+            "cp_comm_type",
+            "all_gather" if parallel.context_parallel_size > 1 else None,
+            "parallel.context_parallel_size",
+            reason="keys and values of a layer are gathered: one exchange a layer, whatever the lengths of a row",
+        ),
         flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
         flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
         flag(
