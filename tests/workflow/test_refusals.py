@@ -14,7 +14,6 @@ from tests.support.workflow_runs import run_snakemake
 REFUSAL = "this version cannot run what is asked for:"
 RED = "\x1b[31m"
 CANNOT = {
-    "family": ("model=deepseek_v3.2", "nearest that it can train: model=qwen3_0.6b or model=qwen3_4b or model=tiny"),
     "several nodes": (
         "model=glm5",
         "nearest that it can train: site=NAME, of a site with launcher slurm or kubernetes",

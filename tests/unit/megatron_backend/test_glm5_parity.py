@@ -193,17 +193,13 @@ def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
 
 
 @torch.no_grad()
-def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences) -> None:
+def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences, monkeypatch) -> None:
     indexers = [layer.self_attention.core_attention.indexer for layer in policy.model.decoder.layers]
     for indexer in indexers:
-        indexer.topk = 64
+        monkeypatch.setattr(indexer, "topk", 64)
     sparse = run_packed(policy, sequences)
-    for layer in policy.model.decoder.layers:
-        layer.self_attention.core_attention.indexer = None
+    monkeypatch.setattr(policy.model.config, "dsa_indexer_topk", 64)
     dense = run_packed(policy, sequences)
-    for layer, indexer in zip(policy.model.decoder.layers, indexers, strict=True):
-        layer.self_attention.core_attention.indexer = indexer
-        indexer.topk = policy.model.config.dsa_indexer_topk
     assert (sparse - dense).abs().max() <= 1e-6
 
 

@@ -8,8 +8,8 @@ Shapes: B sequences of a block, S the longest of them, T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
@@ -69,6 +69,7 @@ class PackedSequences(PackedSeqParams):
         spans: For each block of queries (block of keys, how many of them end with the block's last query).
         own: [T_own] int64, which of the row's tokens are this rank's; None: all.
         order: [T] int64, place of each of the row's tokens where one rank's are behind the other's; None: as they are.
+        kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
     """
 
     position_ids: torch.Tensor = None  # type: ignore[assignment]
@@ -77,6 +78,7 @@ class PackedSequences(PackedSeqParams):
     spans: tuple[tuple[int, int], ...] = ()
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    kept_keys: dict[int, Sequence[Callable[[int, int], torch.Tensor]]] = field(default_factory=dict)
 
     @staticmethod
     def from_boundaries(cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1) -> PackedSequences:

@@ -10,7 +10,7 @@ the lower position wins.
 
 Source: DeepSeek-V3.2 technical report (arXiv 2512.02556), section 2.1, equations 1 and 2; GLM-5 differs in the rotary
 layout of the indexer (interleaved, rotary part first). The Hadamard rotation of DeepSeek's kernels is left out: it is
-orthogonal and cancels in q . k.
+orthogonal and cancels in q . k. In GLM-5.2 a layer without an indexer takes over the choice of one before it.
 
 Shapes: B sequences, S longest sequence, C queries of a chunk, N attention heads, K kept keys.
 """
@@ -28,6 +28,41 @@ CACHED_SCORES = 2**18
 
 # Positions of (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
 Selector = Callable[[int, int], torch.Tensor]
+
+
+class KeptKeys:
+    """A choice that later layers take over: made once, then held as one bit per pair of a query and a key it may see.
+
+    Args:
+        select: Makes the choice.
+    """
+
+    def __init__(self, select: Selector):
+        self._select = select
+        self._bits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, first: int, end: int) -> torch.Tensor:
+        """Return the kept keys of these queries, as `Selector` does."""
+        if (first, end) not in self._bits:
+            keep = self._select(first, end)
+            self._bits[first, end] = pack_bits(keep)
+            return keep
+        return unpack_bits(self._bits[first, end], end)
+
+
+def pack_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Return [..., S] bool as [..., ceil(S / 8)] uint8."""
+    octets = F.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (octets * _places(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(octets: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [..., size] bool of `pack_bits`."""
+    return (octets.unsqueeze(-1) & _places(octets.device)).bool().flatten(-2)[..., :size]
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def index_scores(queries: torch.Tensor, keys: torch.Tensor, head_weights: torch.Tensor) -> torch.Tensor:

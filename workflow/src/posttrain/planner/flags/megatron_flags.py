@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from posttrain.config.families import FAMILIES
+from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.planner.flags.flag import Flag, flag
 
@@ -70,6 +70,17 @@ def indexer_flags(config: Config) -> list[Flag]:
             flag("dsa_indexer_n_heads", arch.index_n_heads, f"{ARCHITECTURE}.index_n_heads"),
             flag("dsa_indexer_head_dim", arch.index_head_dim, f"{ARCHITECTURE}.index_head_dim"),
             flag("dsa_indexer_topk", arch.index_topk, f"{ARCHITECTURE}.index_topk"),
+            flag("dsa_indexer_topk_freq", arch.index_topk_freq, f"{ARCHITECTURE}.index_topk_freq"),
+            flag(
+                "dsa_indexer_skip_topk_offset",
+                arch.index_skip_topk_offset,
+                f"{ARCHITECTURE}.index_skip_topk_offset",
+            ),
+            flag(
+                "dsa_indexer_rope_interleaved",
+                family_of(arch).indexer_interleaved,
+                f"{ARCHITECTURE}.model_type",
+            ),
         ]
     return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
 
