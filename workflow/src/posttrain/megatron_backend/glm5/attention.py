@@ -66,7 +66,7 @@ class SparseCoreAttention(MegatronModule):
         selectors = self._selectors(x, q_latent, sequences, frequencies)
         topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
         blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
-        outputs = [attend_in_chunks(*block, topk, self.softmax_scale, chunk) for block in blocks]
+        outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
         return sequences.queries.join(outputs).flatten(1)
 
     def _selectors(

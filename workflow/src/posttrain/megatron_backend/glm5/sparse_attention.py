@@ -18,6 +18,7 @@ Shapes: B sequences, S longest sequence, C queries of a chunk, N attention heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -130,18 +131,18 @@ def attend(
     # The kernel for CPUs wants values as wide as keys.
     value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     if keep is not None:
         bias = query.new_zeros(keep.shape).masked_fill_(~keep, float("-inf")).unsqueeze(1)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, **options)
+        output = fused(query, key, value, attn_mask=bias)
     elif query.shape[2] == key.shape[2]:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        output = fused(query, key, value, is_causal=True)
     elif query.device.type == "cpu":
         bias = _reversed_causal_bias(query, key.shape[2])
-        output = F.scaled_dot_product_attention(query.flip(2), key, value, attn_mask=bias, **options).flip(2)
+        output = fused(query.flip(2), key, value, attn_mask=bias).flip(2)
     else:
         bias = causal_lower_right(query.shape[2], key.shape[2])
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, **options)
+        output = fused(query, key, value, attn_mask=bias)
     return output.transpose(1, 2)[..., :width]
 
 
