@@ -46,7 +46,7 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Groups of experts are ranked in one way, and a launcher starts processes where it can.
+    Experts are grouped as Megatron does it, and a launcher starts processes where it can.
     """
     yield from check_convertible(config)
     yield from _groups_of_experts(config)

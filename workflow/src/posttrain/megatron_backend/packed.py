@@ -69,7 +69,7 @@ class PackedSequences(PackedSeqParams):
         spans: For each block of queries (block of keys, how many of them end with the block's last query).
         own: [T_own] int64, which of the row's tokens are this rank's; None: all.
         order: [T] int64, place of each of the row's tokens where one rank's are behind the other's; None: as they are.
-        kept_keys: Number of a layer -> what it lets each block attend to, for the layers that take it over.
+        kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
     """
 
     position_ids: torch.Tensor = None  # type: ignore[assignment]

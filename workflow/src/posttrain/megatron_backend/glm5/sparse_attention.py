@@ -131,18 +131,18 @@ def attend(
     # The kernel for CPUs wants values as wide as keys.
     value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     if keep is not None:
         bias = query.new_zeros(keep.shape).masked_fill_(~keep, float("-inf")).unsqueeze(1)
-        output = attention(query, key, value, attn_mask=bias)
+        output = fused(query, key, value, attn_mask=bias)
     elif query.shape[2] == key.shape[2]:
-        output = attention(query, key, value, is_causal=True)
+        output = fused(query, key, value, is_causal=True)
     elif query.device.type == "cpu":
         bias = _reversed_causal_bias(query, key.shape[2])
-        output = attention(query.flip(2), key, value, attn_mask=bias).flip(2)
+        output = fused(query.flip(2), key, value, attn_mask=bias).flip(2)
     else:
         bias = causal_lower_right(query.shape[2], key.shape[2])
-        output = attention(query, key, value, attn_mask=bias)
+        output = fused(query, key, value, attn_mask=bias)
     return output.transpose(1, 2)[..., :width]
 
 

@@ -25,6 +25,9 @@ QUIET_THREADS = flag(
 _OVERLAP_PARAM_GATHER = flag(
     "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
 )
+_CONTEXT_EXCHANGE = flag(
+    "cp_comm_type", "all_gather", "parallel.context_parallel_size", reason="as our own attention does it"
+)
 
 
 def megatron_flags(config: Config) -> dict[str, list[Flag]]:
@@ -304,12 +307,7 @@ def _layout(config: Config) -> list[Flag]:
     tensor, pipeline = f"parallel.{names[0]}", f"parallel.{names[1]}"
     return [
         *(_key(config, name, f"parallel.{name}") for name in names),
-        flag(
-            "cp_comm_type",
-            "all_gather" if parallel.context_parallel_size > 1 else None,
-            "parallel.context_parallel_size",
-            reason="keys and values of a layer are gathered: one exchange a layer, whatever the lengths of a row",
-        ),
+        *([_CONTEXT_EXCHANGE] if parallel.context_parallel_size > 1 else []),
         flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
         flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
         flag(
