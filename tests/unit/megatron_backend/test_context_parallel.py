@@ -68,11 +68,13 @@ def test_updates_in_products_of_layouts_are_those_of_one_rank(one, checkpoint) -
 
 
 @pytest.mark.faults("slow")
+@pytest.mark.timeout(1800)
 def test_every_gradient_is_that_of_one_rank(sequences, tmp_path) -> None:
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.weights import HubWeights
 
-    families = {"sparse": TRAINED} | FAMILIES
+    chosen = ("qwen3", "qwen3_moe", "moonlight", "yarn", "shared_choice")
+    families = {"sparse": TRAINED} | {name: FAMILIES[name] for name in chosen}
     for family, arch in families.items():
         tensors = make_random_checkpoint(tmp_path / family, arch, seed=2)
         config = test_config(arch)
@@ -85,7 +87,7 @@ def test_every_gradient_is_that_of_one_rank(sequences, tmp_path) -> None:
     architectures = {family: dataclasses.asdict(arch) for family, arch in families.items()}
     layouts = {name.replace("context and expert", "expert"): layout for name, layout in LAYOUTS.items()}
     request = {"root": str(ROOT), "folder": str(tmp_path), "architectures": architectures, "layouts": layouts}
-    outputs = run_ranks(ROOT / "tests/support/family_gradients.py", 4, json.dumps(request), timeout=900)
+    outputs = run_ranks(ROOT / "tests/support/family_gradients.py", 4, json.dumps(request), timeout=1500)
     found = json.loads(outputs[0].splitlines()[-1])
     with_experts = sum(arch.n_routed_experts > 0 for arch in families.values())
     assert len(found) == len(families) * (len(layouts) - 1) + with_experts
