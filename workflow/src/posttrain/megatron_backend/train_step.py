@@ -169,31 +169,28 @@ def _forward_step(
     tokens, targets, mask = (row.cut(t.to(device))[None] for t in (packed.tokens, packed.targets, packed.loss_mask))
     output = model(tokens, row.position_ids[None], None, labels=targets, loss_mask=mask, packed_seq_params=row)
     if training is None or objective is None:
-        return output, partial(_keep, row=row)
-    return output, partial(_loss, row=row, batch=training.tokens, objective=objective, is_first=is_first)
+        return output, _keep
+    return output, partial(_loss, batch=training.tokens, objective=objective, is_first=is_first)
 
 
-def _keep(answers: torch.Tensor, row: PackedSequences, non_loss_data: bool) -> torch.Tensor:
+def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
     assert non_loss_data
-    return row.whole(answers[0])
+    return answers[0]
 
 
 def _loss(
-    answers: torch.Tensor, row: PackedSequences, batch: TokenBatch, objective: Objective, is_first: bool = False
+    answers: torch.Tensor, batch: TokenBatch, objective: Objective, is_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Return the weighted loss, a token count of zero (nothing is divided behind it), log-probabilities and report.
 
     Args:
-        answers: [2, T_own], what the model says of each response token of this rank: its log-probability, and the
-            entropy at its place. Ranks that share a row all compute its whole loss, of which each then differentiates
-            its own tokens' part: an objective may join tokens of a sequence.
-        row: How it is shared.
+        answers: [2, T], what the model says of each response token: its log-probability, and the entropy at its place.
         batch: What the objective wants to know of them.
         objective: Whose loss it is.
         is_first: See `_run_schedule`.
     """
     batch = batch.to(answers.device)
-    logprobs, entropies = row.whole(answers.T).T
+    logprobs, entropies = answers
     if is_first and objective.needs.old_logprobs and batch.old_logprobs is None:
         batch = replace(batch, old_logprobs=logprobs.detach())
     losses, statistics = objective.token_losses(logprobs, batch)

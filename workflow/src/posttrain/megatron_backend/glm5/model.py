@@ -21,7 +21,8 @@ class LogprobModel(GPTModel):
     """GPTModel whose last stage returns [2, T] fp32: log-probability of each label, and entropy at its place.
 
     Only the first has a gradient. Where a `loss_mask` [1, T] is given, both are 0 where it is. Without labels the last
-    stage returns logits.
+    stage returns logits. Context-parallel ranks each read their own tokens of a row, and all answer for the whole of
+    it: an objective may join tokens of a sequence.
 
     Args:
         log_probs_chunk_size: Tokens whose logits exist at a time.
@@ -51,7 +52,7 @@ class LogprobModel(GPTModel):
             self._shard(),
         )
         result = torch.zeros(2, labels.shape[1], device=labels.device)
-        return result.index_copy(1, asked, torch.stack(answers))
+        return kwargs["packed_seq_params"].whole(result.index_copy(1, asked, torch.stack(answers)).T).T
 
     def _output_weight(self) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
