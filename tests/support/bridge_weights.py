@@ -156,9 +156,11 @@ def convert(folder: Path, output: Path) -> None:
 
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider(load_weights=False)
+    # What needs no GPU and no kernels; names do not depend on it.
     provider.use_cpu_initialization, provider.perform_initialization = True, False
     provider.gradient_accumulation_fusion = False
     provider.moe_token_dispatcher_type, provider.moe_shared_expert_overlap = "allgather", False
+    # The bridge leaves out GLM-5's MTP layers unless it is told; its map has their names.
     provider.mtp_num_layers = getattr(bridge.hf_pretrained.config, "num_nextn_predict_layers", 0) or None
     if provider.multi_latent_attention:
         provider.transformer_layer_spec = partial(with_norms_apart, provider.transformer_layer_spec)
