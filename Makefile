@@ -2,6 +2,12 @@
 # The first of these that runs and is 3.11 or 3.12; `make PYTHON=/path/to/python` chooses another.
 IS_RIGHT := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_RIGHT)' 2>/dev/null && echo $$p && break; done)
+# What needs 3.12 itself takes the first of these that is one; `make PYTHON312=/path/to/python3.12` chooses another.
+IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+PYTHON312 ?= $(shell for p in $(PYTHON) python3.12 ~/.pyenv/versions/3.12*/bin/python; do \
+	$$p -c '$(IS_312)' 2>/dev/null && echo $$p && break; done)
+NEEDS_312 = @test -n '$(PYTHON312)' && $(PYTHON312) -c '$(IS_312)' \
+	|| { echo "Python 3.12 is needed and not found: make PYTHON312=/path/to/python3.12 $@"; exit 1; }
 VENV := .venv
 BIN := $(VENV)/bin
 # The workflow's own interpreter goes first, so that rules find it.
@@ -11,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-bridge env-python312 env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +43,14 @@ env-sglang: ## a real SGLang server on CPU, in an environment of its own
 
 env-fake-cuda: env ## a CUDA build of torch that finds devices where there are none (6 GB)
 	envs/fake-cuda/install.sh .envs/fake-cuda $(VENV)
+
+env-bridge: env-python312 ## megatron-bridge, which conversions are compared with, in front of that of Python 3.12
+	envs/bridge/install.sh .envs/bridge .envs/python312/.venv
+
+env-python312: ## a clone with an environment of Python 3.12, where the demo runs once more (up to 6 GB)
+	$(NEEDS_312)
+	test -d .envs/python312 || git clone --quiet . .envs/python312
+	$(MAKE) -C .envs/python312 PYTHON=$(PYTHON312) env
 
 env-network: ## what simulated nodes with networks of their own need (Debian, as root)
 	apt-get install --yes --no-install-recommends iproute2 sshfs socat openssh-sftp-server
@@ -68,8 +82,14 @@ endif
 test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+ifneq (,$(findstring bridge,$(REQUIRE)))
+test-faults: env-bridge
+endif
+ifneq (,$(findstring python312,$(REQUIRE)))
+test-faults: env-python312
+endif
 test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/support/fault_parts.py); goes on where it was interrupted
-	REQUIRE=sglang pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
+	REQUIRE='sglang $(REQUIRE)' pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
 
 lint: env
 	ruff check .

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 
@@ -122,13 +123,20 @@ def run(policy: Any, sequences: list[torch.Tensor]) -> None:
 
 
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run over sequences that are padded where ranks share them; padding is not asked for."""
+    from megatron.core import parallel_state
+
     from posttrain.megatron_backend.packed import PackedSequences
 
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     sequences, labels = zip(*next(batches), strict=True)
-    boundaries = torch.tensor([0, *(len(sequence) for sequence in sequences)]).cumsum(0).int()
-    packed = PackedSequences.from_boundaries(boundaries)
-    tokens, labels = torch.cat(sequences)[None], torch.cat(labels)[None]
-    output = model(tokens, packed.position_ids[None], None, labels=labels, packed_seq_params=packed)
+    padding = [-len(sequence) % (2 * size if size > 1 else 1) for sequence in sequences]
+    boundaries = torch.tensor([0, *(len(s) + behind for s, behind in zip(sequences, padding, strict=True))])
+    row = PackedSequences.from_boundaries(boundaries.cumsum(0).int(), rank, size)
+    given = zip(sequences, labels, (torch.ones_like(sequence) for sequence in sequences), strict=True)
+    padded = [torch.stack([F.pad(t, (0, behind)) for t in ts]) for ts, behind in zip(given, padding, strict=True)]
+    tokens, labels, mask = row.cut(torch.cat(padded, dim=1).T).T[:, None]
+    output = model(tokens, row.position_ids[None], None, labels=labels, loss_mask=mask, packed_seq_params=row)
     return output, summed
 
 

@@ -25,6 +25,8 @@ PARTS = {
     "nodes": "nodes of a SLURM lost, slowed down, without disk",
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
     "cuda": "what a first run on GPUs meets, on fake CUDA (`make env-fake-cuda`)",
+    "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
+    "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",
 }

@@ -80,6 +80,7 @@ def measure(config: Config) -> dict[str, object]:
         "activations": saved.num_bytes,
         "save_staging": staged_by_a_save(policy),
         "batch": dataclasses.asdict(MicroBatch(sum(lengths), len(lengths), max(lengths))),
+        "prompt_tokens": int((update.batches[0].loss_mask == 0).sum()),
     }
     shut_down()
     return result

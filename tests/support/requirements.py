@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium", "fake-cuda"}
+NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium", "fake-cuda", "bridge", "python312"}
 
 
 def require(name: str, reason: str) -> None:

@@ -14,7 +14,6 @@ from tests.support.workflow_runs import run_snakemake
 REFUSAL = "this version cannot run what is asked for:"
 RED = "\x1b[31m"
 CANNOT = {
-    "family": ("model=deepseek_v3.2", "nearest that it can train: model=qwen3_0.6b or model=qwen3_4b or model=tiny"),
     "several nodes": (
         "model=glm5",
         "nearest that it can train: site=NAME, of a site with launcher slurm or kubernetes",
@@ -57,10 +56,7 @@ def test_what_runs_is_not_refused(words: list[str], tmp_path: Path) -> None:
 
 def test_an_evaluation_over_several_nodes_is_refused_with_their_number(tmp_path: Path) -> None:
     """Plan, dry run and refusal show one number; the export does not need it."""
-    trainable = (
-        "set=parallel.context_parallel_size=1 engine.pd.num_prefill_engines=0 engine.num_engines=2 "
-        "rollout.max_response_tokens=16384"
-    )
+    trainable = "set=engine.pd.num_prefill_engines=0 engine.num_engines=2"
     config = ["--config", "model=glm5", "site=example_slurm", trainable]
     output = dry_run(tmp_path, *config)
     assert re.findall(r"held-out prompts, (\w+) training \((.*?)\)", output) == [

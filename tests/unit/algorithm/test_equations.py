@@ -125,6 +125,18 @@ def test_levels_by_hand(level: str, expected: list[float]) -> None:
     assert level == "token" or combined[[0, 4]].tolist() == pytest.approx([expected[0], 0.0])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_row_of_padding_has_a_gradient_of_zeros(level: str) -> None:
+    """A rank without a sample goes backward as well: in its layers wait others."""
+    from posttrain.algorithm.objective import TokenBatch
+    from posttrain.algorithm.parts import load_part
+
+    row, nothing = torch.ones(4, requires_grad=True), torch.zeros(4)
+    combined = load_part("level", level).combine(row, TokenBatch((4,), nothing > 0, nothing, nothing))
+    (gradient,) = torch.autograd.grad((combined * nothing).sum(), row)
+    assert gradient.tolist() == [0.0] * 4
+
+
 @pytest.mark.parametrize(
     ("clip", "ratio", "advantage", "loss", "is_clipped"),
     [

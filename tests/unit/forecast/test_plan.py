@@ -41,7 +41,7 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.keep_checkpoints"]["value"] == 2
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    untrainable = {"nodes", "parallel.context_parallel_size", "engine.pd.num_prefill_engines", "evaluate"}
+    untrainable = {"nodes", "engine.pd.num_prefill_engines", "evaluate"}
     assert not_trainable == (untrainable if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 

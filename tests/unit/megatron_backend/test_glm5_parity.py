@@ -48,7 +48,7 @@ def test_a_sequence_shorter_than_topk_is_dense(policy, reference) -> None:
 def test_packed_equals_separate(policy, sequences, monkeypatch, worth, num_blocks) -> None:
     separate = torch.cat([run_packed(policy, [sequence]) for sequence in sequences])
     monkeypatch.setattr(packed, "SCORES_PER_CALL", worth)
-    assert len(PackedSequences.from_boundaries(boundaries(sequences)).blocks) == num_blocks
+    assert len(PackedSequences.from_boundaries(boundaries(sequences)).queries.blocks) == num_blocks
     assert (run_packed(policy, sequences) - separate).abs().max() <= 2e-6
 
 
@@ -193,17 +193,13 @@ def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
 
 
 @torch.no_grad()
-def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences) -> None:
+def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences, monkeypatch) -> None:
     indexers = [layer.self_attention.core_attention.indexer for layer in policy.model.decoder.layers]
     for indexer in indexers:
-        indexer.topk = 64
+        monkeypatch.setattr(indexer, "topk", 64)
     sparse = run_packed(policy, sequences)
-    for layer in policy.model.decoder.layers:
-        layer.self_attention.core_attention.indexer = None
+    monkeypatch.setattr(policy.model.config, "dsa_indexer_topk", 64)
     dense = run_packed(policy, sequences)
-    for layer, indexer in zip(policy.model.decoder.layers, indexers, strict=True):
-        layer.self_attention.core_attention.indexer = indexer
-        indexer.topk = policy.model.config.dsa_indexer_topk
     assert (sparse - dense).abs().max() <= 1e-6
 
 

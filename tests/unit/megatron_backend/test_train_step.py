@@ -176,15 +176,17 @@ def test_statistics_equal_numpy(trained: Trained) -> None:
 def test_the_sums_of_a_micro_batch_by_hand() -> None:
     """Prompt (5, 9), response (7, 1, 3), padding; the log ratios of the response are -1, 0 and 1/4."""
     from posttrain.algorithm.objective import TokenBatch
+    from posttrain.megatron_backend.packed import PackedSequences
     from posttrain.megatron_backend.train_step import _loss, _names
 
+    row = PackedSequences.from_boundaries(torch.tensor([0, 5, 6]))
     old = torch.tensor([-1.0, -2.0, -1.5, -3.0, -1.0, -1.0])
     logprobs = old + torch.tensor([2.0, -1.0, 0.0, 0.25, 2.0, 2.0])
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     batch = TokenBatch((5, 1), mask > 0, -2 * mask, mask / 4, old)
     grpo = objective(clip_ratio_low=0.2, clip_ratio_high=0.28)
     entropies = torch.tensor([9.0, 0.5, 1.5, 0.25, 9.0, 9.0])
-    loss, _, (kept, sums) = _loss(torch.stack([logprobs, entropies]), batch, grpo)
+    loss, _, (kept, sums) = _loss(torch.stack([logprobs, entropies]), row, batch, grpo)
     assert torch.equal(kept, logprobs)
     # Advantage -2: the losses are 2 x 0.8 (clipped), 2 x 1 and 2 e^(1/4), each with a weight of 1/4.
     less, more = math.exp(-1), math.exp(0.25)
@@ -210,7 +212,7 @@ def test_the_sums_of_a_micro_batch_by_hand() -> None:
     assert len(named.keys() - expected.keys()) == 1 + 17
     assert sums.dtype == torch.float64
     logprobs[[0, 2]] = math.nan  # of a prompt's token and of a response's
-    assert _loss(torch.stack([logprobs, entropies]), batch, grpo)[2][1][_names(grpo).index("non_finite")] == 1
+    assert _loss(torch.stack([logprobs, entropies]), row, batch, grpo)[2][1][_names(grpo).index("non_finite")] == 1
 
 
 def test_the_first_update_on_a_rollout_needs_no_pass_before_it(make_policy) -> None:

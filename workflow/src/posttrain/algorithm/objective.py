@@ -74,8 +74,9 @@ class TokenBatch:
             [T]; 0 in sequences without response tokens.
         """
         rows = zip(values.split(self.lengths), self.is_response.split(self.lengths), strict=True)
-        # Row by row: on GPUs, torch's scattered sums depend on the order in which they arrive.
-        reduced = [reduce(row[mask]) if mask.any() else row.new_zeros([]) for row, mask in rows]
+        # Row by row: on GPUs, torch's scattered sums depend on the order in which they arrive. A sum of nothing is 0
+        # and has a gradient: that of a rank without a sample goes backward, too, for others wait for it.
+        reduced = [reduce(row[mask]) if mask.any() else row[mask].sum() for row, mask in rows]
         return torch.cat([value.expand(length) for value, length in zip(reduced, self.lengths, strict=True)])
 
 

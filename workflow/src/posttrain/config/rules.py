@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from posttrain.config.derived import layers_per_stage
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
@@ -23,10 +22,6 @@ NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
 # What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
 UNPINNED = "unpinned"
-# Families that `megatron_backend` has the layers of.
-TRAINABLE = ("glm_moe_dsa", "deepseek_v3", "glm4_moe", "qwen3", "qwen3_moe")
-# What `megatron_backend` lacks of them: dimensions that a model may have, and the only value that trains.
-UNTRAINED: Mapping[str, Any] = {"index_topk_freq": 1}
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
@@ -51,37 +46,21 @@ def check_convertible(config: Config) -> Problems:
 def check_trainable(config: Config) -> Problems:
     """Yield what can be planned but not trained by this version, with what it cannot even convert.
 
-    Its trainer has the layers of some families, its attention takes whole sequences, and a launcher starts processes
-    where it can.
+    Experts are grouped as Megatron does it, and a launcher starts processes where it can.
     """
     yield from check_convertible(config)
-    yield from _family(config)
-    yield from _parts(config)
+    yield from _groups_of_experts(config)
     yield from check_launcher(config)
-    if (size := config.parallel.context_parallel_size) > 1:
-        allowed = "1 to train with this version"
-        yield Problem("parallel.context_parallel_size", str(size), allowed, "plan it, or train a smaller model")
     yield from check_started_engines(config)
 
 
-def _family(config: Config) -> Problems:
-    model_type = config.model.architecture.model_type
-    if model_type not in TRAINABLE:
-        allowed = f"{' or '.join(TRAINABLE)} to train with this version"
-        yield Problem(
-            "model.architecture.model_type", model_type, allowed, "plan it, or take a model of these families"
-        )
-
-
-def _parts(config: Config) -> Problems:
-    arch = config.model.architecture
-    untrained = {name: value for name, value in UNTRAINED.items() if getattr(arch, name) != value}
+def _groups_of_experts(config: Config) -> Problems:
     # Groups are ranked by their best two experts; Megatron takes as many as a token chooses of each.
+    arch = config.model.architecture
     if arch.n_group > 1 and arch.num_experts_per_tok // arch.topk_group != 2:
-        untrained["topk_group"] = f"half of {arch.num_experts_per_tok} (num_experts_per_tok)"
-    for name, value in untrained.items():
-        allowed = f"{value} to train with this version"
-        yield Problem(f"model.architecture.{name}", str(getattr(arch, name)), allowed, "plan it, or take another model")
+        allowed = f"half of {arch.num_experts_per_tok} (num_experts_per_tok) to train with this version"
+        remedy = "plan it, or take another model"
+        yield Problem("model.architecture.topk_group", str(arch.topk_group), allowed, remedy)
 
 
 def _model_source(config: Config) -> Problems:

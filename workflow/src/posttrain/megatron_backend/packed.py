@@ -8,11 +8,13 @@ Shapes: B sequences of a block, S the longest of them, T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 # Scores (query times key) whose computation takes about as long as the calls that a block of its own needs.
 SCORES_PER_CALL = 128**2
@@ -20,52 +22,23 @@ SCORES_PER_CALL = 128**2
 SCORES_PER_BLOCK = 2**20
 
 
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """What attention needs to know about a packed row; Megatron hands it to every layer unchanged.
+@dataclass(frozen=True)
+class Spread:
+    """The way of a row's tokens to blocks, and back.
 
     Args:
-        position_ids: [T] int64, position of each token in its own sequence.
         places: [T] int64, place of each token in the blocks laid end to end; None where the row is that already.
         blocks: (B, S) of each block.
     """
 
-    position_ids: torch.Tensor = None  # type: ignore[assignment]
-    places: torch.Tensor | None = None
-    blocks: tuple[tuple[int, int], ...] = ()
+    places: torch.Tensor | None
+    blocks: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def from_boundaries(cu_seqlens: torch.Tensor) -> PackedSequences:
-        """Describe a row by its boundaries.
-
-        Args:
-            cu_seqlens: [number of sequences + 1] int32, their starts and the end of the last.
-
-        Example:
-            Boundaries (0, 3, 5): positions (0, 1, 2, 0, 1); one block of two sequences and three places each, which
-            the tokens take as (0, 1, 2, 3, 4).
-        """
-        lengths = torch.diff(cu_seqlens).tolist()
-        blocks = _blocks(lengths)
-        starts, end = [0] * len(lengths), 0
-        for members in blocks:
-            longest = lengths[members[0]]
-            for index in members:
-                starts[index], end = end, end + longest
-        positions = [torch.arange(length) for length in lengths]
-        places = torch.cat([start + position for start, position in zip(starts, positions, strict=True)])
-        in_order = end == len(places) and bool((torch.diff(places) == 1).all())
-        longest = max(lengths)
-        return PackedSequences(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            position_ids=torch.cat(positions).to(cu_seqlens.device),
-            places=None if in_order else places.to(cu_seqlens.device),
-            blocks=tuple((len(members), lengths[members[0]]) for members in blocks),
-        )
+    def to(places: torch.Tensor, blocks: Sequence[tuple[int, int]], device: torch.device) -> Spread:
+        """Return the way to such places; where they follow each other nothing has to be moved."""
+        in_order = sum(size * longest for size, longest in blocks) == len(places) and bool((places.diff() == 1).all())
+        return Spread(None if in_order else places.to(device), tuple(blocks))
 
     def split(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Spread `row` [T, ...] over blocks [B, S, ...] whose missing places are zero."""
@@ -79,6 +52,134 @@ class PackedSequences(PackedSeqParams):
         """Collect the tokens of blocks [B, S, ...] into a row [T, ...]."""
         row = torch.cat([block.flatten(0, 1) for block in blocks])
         return row if self.places is None else row.index_select(0, self.places)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What attention needs to know about a packed row; Megatron hands it to every layer unchanged.
+
+    Context-parallel ranks share a row: each sequence is cut into two chunks a rank, of which rank r has those that are
+    the r-th from the beginning and from the end; so all ranks have about as many scores. A rank has the queries of its
+    own tokens; keys are gathered from all.
+
+    Args:
+        position_ids: [T_own] int64, position of each of this rank's tokens in its own sequence.
+        queries: The way of this rank's tokens to blocks, each of one chunk of some sequences.
+        keys: The way of all ranks' tokens, one rank behind the other, to blocks of whole sequences.
+        spans: For each block of queries (block of keys, how many of them end with the block's last query).
+        own: [T_own] int64, which of the row's tokens are this rank's; None: all.
+        order: [T] int64, place of each of the row's tokens where one rank's are behind the other's; None: as they are.
+        kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
+    """
+
+    position_ids: torch.Tensor = None  # type: ignore[assignment]
+    queries: Spread = None  # type: ignore[assignment]
+    keys: Spread = None  # type: ignore[assignment]
+    spans: tuple[tuple[int, int], ...] = ()
+    own: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    kept_keys: dict[int, Sequence[Callable[[int, int], torch.Tensor]]] = field(default_factory=dict)
+
+    @staticmethod
+    def from_boundaries(cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1) -> PackedSequences:
+        """Describe a row by its boundaries.
+
+        Args:
+            cu_seqlens: [number of sequences + 1] int32, their starts and the end of the last. Where ranks share the
+                row, each sequence has a multiple of twice as many tokens.
+            rank: This one of the ranks that share the row.
+            num_ranks: How many do.
+
+        Example:
+            Boundaries (0, 3, 5): positions (0, 1, 2, 0, 1); one block of two sequences and three places each, which
+            the tokens take as (0, 1, 2, 3, 4). Boundaries (0, 8), rank 0 of 2: positions (0, 1, 6, 7), of which the
+            first two see the first two keys, and the others eight.
+        """
+        device, lengths = cu_seqlens.device, cu_seqlens.diff().cpu().long()
+        num_chunks = 2 * num_ranks if num_ranks > 1 else 1
+        assert not (lengths % num_chunks).any(), "ranks that share a row have as many tokens of each sequence"
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        position = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        chunk = position // (lengths // num_chunks)[sequence]
+        owner = torch.minimum(chunk, num_chunks - 1 - chunk)
+        own, by_rank = (owner == rank).nonzero().squeeze(1), owner.argsort(stable=True)
+
+        members = _blocks(lengths.tolist())
+        starts, blocks, _ = _lay_out(lengths, members, 1, [0])
+        keys = Spread.to((starts[0, sequence] + position)[by_rank], blocks, device)
+        starts, blocks, spans = _lay_out(lengths, members, num_chunks, sorted({rank, num_chunks - 1 - rank}))
+        places = starts[(chunk >= num_ranks).long(), sequence] + position
+        longest, is_shared = int(lengths.max()), num_ranks > 1
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            # Transformer Engine asks for them where ranks share the row; padding counts as a sequence's own tokens.
+            cu_seqlens_q_padded=cu_seqlens if is_shared else None,
+            cu_seqlens_kv_padded=cu_seqlens if is_shared else None,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            position_ids=position[own].to(device),
+            queries=Spread.to(places[own], blocks, device),
+            keys=keys,
+            spans=tuple(spans),
+            own=own.to(device) if is_shared else None,
+            order=by_rank.argsort().to(device) if is_shared else None,
+        )
+
+    def cut(self, row: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [T_own, ...] of a row [T, ...]."""
+        return row if self.own is None else row[self.own]
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the row [T, ...] of which each rank has its tokens [T_own, ...]; collective.
+
+        All ranks have to compute the same of it: its gradient on each is that of all.
+        """
+        return own if self.order is None else _gather(own, is_used_alike=True).index_select(0, self.order)
+
+    def gather_keys(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return for each block of queries [B, C, ...] its keys [B, S, ...]; collective.
+
+        The last query and the last key have the same position; so query c may see the keys up to S - C + c.
+
+        Args:
+            own: [T_own, ...], keys, or values, of this rank's tokens.
+        """
+        blocks = self.keys.split(own if self.order is None else _gather(own, is_used_alike=False))
+        return [blocks[index][:, :end] for index, end in self.spans]
+
+
+def _gather(own: torch.Tensor, is_used_alike: bool) -> torch.Tensor:
+    """Return the tokens of all context-parallel ranks, one behind the other; gradients go to whom they belong."""
+    group = parallel_state.get_context_parallel_group()
+    return gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=not is_used_alike, group=group)
+
+
+def _lay_out(
+    lengths: torch.Tensor, members: Sequence[Sequence[int]], num_chunks: int, chosen: Sequence[int]
+) -> tuple[torch.Tensor, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Give the tokens of some chunks places in blocks, each from a first position to a last that its sequences share.
+
+    Args:
+        lengths: [number of sequences] int64.
+        members: Sequences of each group, the longest first.
+        num_chunks: Of equal length, of each sequence.
+        chosen: Chunks that get blocks, in this order in each group.
+
+    Returns:
+        [chosen, sequences] the place of position 0, (B, S) of the blocks, (group, last position + 1) of the blocks.
+    """
+    starts, blocks, spans, end = torch.zeros(len(chosen), len(lengths), dtype=torch.int64), [], [], 0
+    for group, sequences in enumerate(members):
+        shortest, longest = (int(lengths[sequences[place]]) // num_chunks for place in (-1, 0))
+        for row, chunk in enumerate(chosen):
+            first, last = chunk * shortest, (chunk + 1) * longest
+            starts[row, sequences] = end - first + torch.arange(len(sequences)) * (last - first)
+            blocks.append((len(sequences), last - first))
+            spans.append((group, last))
+            end += len(sequences) * (last - first)
+    return starts, blocks, spans
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:

@@ -39,7 +39,7 @@ class PackedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, N, D], N heads of this rank.
+            query: [T, N, D], N heads of this rank; of its own tokens, where ranks share a row.
             key: [T, G, D], G heads that divide N.
             value: [T, G, D_v].
             attention_mask: Has to be None: causality inside each sequence is implied.
@@ -50,5 +50,6 @@ class PackedAttention(MegatronModule):
         """
         assert attention_mask is None, "packed attention makes its own mask"
         assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
-        blocks = zip(*map(packed_seq_params.split, (query, key, value)), strict=True)
-        return packed_seq_params.join([attend(q, k, v, None, self.softmax_scale) for q, k, v in blocks]).flatten(1)
+        sequences = packed_seq_params
+        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), strict=True)
+        return sequences.queries.join([attend(q, k, v, None, self.softmax_scale) for q, k, v in blocks]).flatten(1)

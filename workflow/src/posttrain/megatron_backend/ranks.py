@@ -19,9 +19,9 @@ def data_parallel_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 
 
-def is_first_of_tensor_parallel() -> bool:
+def speaks_for_its_samples() -> bool:
     """Tell whether this rank speaks for the ranks that hold the same samples."""
-    return parallel_state.get_tensor_model_parallel_rank() == 0
+    return parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
 
 
 def sum_over_data_parallel(values: torch.Tensor) -> None:

@@ -164,37 +164,36 @@ def _forward_step(
     is_first: bool,
 ) -> tuple[torch.Tensor, Callable]:
     packed, training = next(batches)
-    output = model(
-        packed.tokens[None].to(device),
-        packed.position_ids[None].to(device),
-        None,
-        labels=packed.targets[None].to(device),
-        loss_mask=packed.loss_mask[None].to(device),
-        packed_seq_params=PackedSequences.from_boundaries(packed.cu_seqlens.to(device)),
-    )
+    ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    row = PackedSequences.from_boundaries(packed.cu_seqlens.to(device), *ranks)
+    tokens, targets, mask = (row.cut(t.to(device))[None] for t in (packed.tokens, packed.targets, packed.loss_mask))
+    output = model(tokens, row.position_ids[None], None, labels=targets, loss_mask=mask, packed_seq_params=row)
     if training is None or objective is None:
-        return output, _keep
-    return output, partial(_loss, batch=training.tokens, objective=objective, is_first=is_first)
+        return output, partial(_keep, row=row)
+    return output, partial(_loss, row=row, batch=training.tokens, objective=objective, is_first=is_first)
 
 
-def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+def _keep(answers: torch.Tensor, row: PackedSequences, non_loss_data: bool) -> torch.Tensor:
     assert non_loss_data
-    return answers[0]
+    return row.whole(answers[0])
 
 
 def _loss(
-    answers: torch.Tensor, batch: TokenBatch, objective: Objective, is_first: bool = False
+    answers: torch.Tensor, row: PackedSequences, batch: TokenBatch, objective: Objective, is_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Return the weighted loss, a token count of zero (nothing is divided behind it), log-probabilities and report.
 
     Args:
-        answers: [2, T], what the model says of each response token: its log-probability, and the entropy at its place.
+        answers: [2, T_own], what the model says of each response token of this rank: its log-probability, and the
+            entropy at its place. Ranks that share a row all compute its whole loss, of which each then differentiates
+            its own tokens' part: an objective may join tokens of a sequence.
+        row: How it is shared.
         batch: What the objective wants to know of them.
         objective: Whose loss it is.
         is_first: See `_run_schedule`.
     """
     batch = batch.to(answers.device)
-    logprobs, entropies = answers
+    logprobs, entropies = row.whole(answers.T).T
     if is_first and objective.needs.old_logprobs and batch.old_logprobs is None:
         batch = replace(batch, old_logprobs=logprobs.detach())
     losses, statistics = objective.token_losses(logprobs, batch)
@@ -242,8 +241,8 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
     total, largest = rows.sum(0), rows.amax(0)
     if torch.cuda.is_available():
         total, largest, is_largest = total.cuda(), largest.cuda(), is_largest.cuda()
-    # Tensor-parallel ranks report the same; a data-parallel group therefore counts every token once.
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # Tensor- and context-parallel ranks report the same; a data-parallel group therefore counts every token once.
+    group = parallel_state.get_data_parallel_group()
     dist.all_reduce(total, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = torch.where(is_largest, largest, total)

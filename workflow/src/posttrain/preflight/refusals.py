@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.artifacts import Paths
 from posttrain.config.derived import world_size
-from posttrain.config.rules import TRAINABLE, UNPINNED, check_convertible, check_trainable
+from posttrain.config.rules import UNPINNED, check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.job_needs import SERVING, check_served
@@ -80,8 +80,6 @@ def nearest_request(workflow: Mapping[str, Any], config_dir: Path, config: Confi
     """
     if not [*check_trainable(config), *find_problems(config)]:
         return ""  # Something else is wrong: a key of W&B, an evaluation.
-    if config.model.architecture.model_type not in TRAINABLE:
-        return " or ".join(f"model={name}" for name in _trainable_models(workflow, config_dir))
     # What only the user knows takes a stand-in's place in the trial, and stays a blank in the answer.
     stands_in = {"site.launcher": "slurm", "site.node_names": "[]"} if _needs_site(config) else {}
     stands_in |= {"model.source.revision": "a" * 40} if config.model.source.revision == UNPINNED else {}
@@ -95,17 +93,9 @@ def _needs_site(config: Config) -> bool:
     return config.nodes > 1 and config.site.launcher == "local"
 
 
-def _trainable_models(workflow: Mapping[str, Any], config_dir: Path) -> list[str]:
-    """Return the models that can take this one's place with nothing else changed."""
-    names = sorted(path.stem for path in (config_dir / "models").glob("*.yaml"))
-    return [name for name in names if _is_trainable({**workflow, "model": name}, {}, config_dir)]
-
-
 def _changes(config: Config) -> Iterator[dict[str, object]]:
-    """Yield what may be changed, the least first: no parallelism over sequences, no prefill apart, short responses."""
+    """Yield what may be changed, the least first: no prefill apart, short responses."""
     changes: dict[str, object] = {}
-    if config.parallel.context_parallel_size > 1:
-        changes["parallel.context_parallel_size"] = 1
     if config.engine.pd.num_prefill_engines:
         changes["engine.pd.num_prefill_engines"] = 0
         changes["engine.num_engines"] = max(world_size(config) // config.engine.gpus_per_engine, 1)

@@ -15,7 +15,7 @@ from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_tensors
-from posttrain.megatron_backend.ranks import is_first_of_tensor_parallel
+from posttrain.megatron_backend.ranks import speaks_for_its_samples
 from posttrain.megatron_backend.train_step import compute_logprobs
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.rank_progress import leave_last_words
@@ -79,8 +79,8 @@ class EngineComparison:
 def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
     """Compare log-probabilities with those of the engine over all response tokens of all ranks."""
     own, engine = [torch.empty(0)], [torch.empty(0)]
-    # Tensor-parallel ranks hold the same values: one of them reports.
-    for update, rows in zip(updates, logprobs, strict=True) if is_first_of_tensor_parallel() else ():
+    # Ranks with the same samples hold the same values: one of them reports.
+    for update, rows in zip(updates, logprobs, strict=True) if speaks_for_its_samples() else ():
         for batch, row in zip(update.batches, rows, strict=False):
             for index, values in batch.response_values(row.cpu()).items():
                 own.append(values)

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.transformer.experimental_attention_variant.dsa import source_dsa_compute_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.megatron_backend.glm5.indexer import Indexer, gather_sequence
-from posttrain.megatron_backend.glm5.sparse_attention import Selector, attend_in_chunks
+from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys, Selector, attend_in_chunks
 from posttrain.megatron_backend.latent_attention import LatentAttention
 from posttrain.megatron_backend.packed import PackedSequences
 
@@ -26,13 +28,16 @@ class SparseCoreAttention(MegatronModule):
     Args:
         config: Megatron's configuration.
         softmax_scale: Factor on the dot products.
-        layer_number: From 1; unused, part of Megatron's interface as are the rest.
+        layer_number: From 1; a layer without an indexer keeps the keys that one before it has chosen.
     """
 
-    def __init__(self, config: MLATransformerConfig, softmax_scale: float, layer_number: int = 0, **_: Any):
+    def __init__(self, config: MLATransformerConfig, softmax_scale: float, layer_number: int, **_: Any):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        self.indexer = Indexer(config) if config.dsa_indexer_topk else None
+        frequency, offset = config.dsa_indexer_topk_freq, config.dsa_indexer_skip_topk_offset
+        self.chooser = source_dsa_compute_layer(layer_number, offset, frequency)
+        self.indexer = Indexer(config) if self.chooser == layer_number else None
+        self.is_shared = frequency > 1
 
     def forward(
         self,
@@ -47,7 +52,7 @@ class SparseCoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, N, D_qk], N heads of this rank.
+            query: [T, N, D_qk], N heads of this rank; of its own tokens, where ranks share a row.
             key: [T, N, D_qk].
             value: [T, N, D_v].
             x: [T or T / TP, 1, H] input of the attention, split under sequence parallelism.
@@ -59,23 +64,25 @@ class SparseCoreAttention(MegatronModule):
             [T, N * D_v].
         """
         selectors = self._selectors(x, q_latent, sequences, frequencies)
-        topk, chunk = self.indexer.topk if self.indexer else 0, self.config.attention_chunk_tokens
-        rows = (sequences.split(row) for row in (query, key, value))
-        outputs = [
-            attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk)
-            for q, k, v, select in zip(*rows, selectors, strict=True)
-        ]
-        return sequences.join(outputs).flatten(1)
+        topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
+        blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
+        outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
+        return sequences.queries.join(outputs).flatten(1)
 
     def _selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
     ) -> Sequence[Selector | None]:
-        if self.indexer is None or sequences.max_seqlen_q <= self.indexer.topk:
-            return [None] * len(sequences.blocks)
+        if sequences.max_seqlen_q <= self.config.dsa_indexer_topk:
+            return [None] * len(sequences.spans)
+        if self.indexer is None:
+            return sequences.kept_keys[self.chooser]
         angles = frequencies[sequences.position_ids]
         x = gather_sequence(x.squeeze(1), self.config)
         q_latent = gather_sequence(q_latent, self.config)
-        return self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
+        selectors = self.indexer.make_selectors(x, q_latent, angles.cos(), angles.sin(), sequences)
+        if self.is_shared:
+            sequences.kept_keys[self.chooser] = selectors = [KeptKeys(select) for select in selectors]
+        return selectors
 
 
 class Glm5SelfAttention(LatentAttention):
@@ -106,6 +113,13 @@ class Glm5SelfAttention(LatentAttention):
         query, key, value, q_latent, _ = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params
         )
-        frequencies = self.rotary_pos_emb.get_freqs_non_repeated(packed_seq_params.max_seqlen_q)
+        frequencies = self._frequencies(packed_seq_params.max_seqlen_q)
         context = self.core_attention(query, key, value, hidden_states, q_latent, packed_seq_params, frequencies)
         return self.linear_proj(context.unsqueeze(1))
+
+    def _frequencies(self, length: int) -> torch.Tensor:
+        """Return the rotary angles [length, rope / 2] by position, those of YaRN where it scales them."""
+        if not isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
+            return self.rotary_pos_emb.get_freqs_non_repeated(length)
+        angles, _ = self.rotary_pos_emb.get_emb(length)
+        return angles[:, 0, 0, : angles.shape[-1] // 2]

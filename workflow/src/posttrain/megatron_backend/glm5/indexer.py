@@ -32,6 +32,7 @@ class Indexer(MegatronModule):
         self.num_heads = config.dsa_indexer_n_heads
         self.head_dim = config.dsa_indexer_head_dim
         self.topk = config.dsa_indexer_topk
+        self.is_interleaved = config.dsa_indexer_rope_interleaved
         dtype = config.params_dtype
         self.linear_wq_b = FrozenLinear(config.q_lora_rank, self.num_heads * self.head_dim, dtype)
         self.linear_wk = FrozenLinear(config.hidden_size, self.head_dim, dtype)
@@ -57,24 +58,26 @@ class Indexer(MegatronModule):
         keys = self._rotate(self.k_norm(self.linear_wk(x)).unsqueeze(1), cos, sin).squeeze(1)
         # The head weights decide between close scores: they are computed in fp32, as the reference does.
         weights = F.linear(x.float(), self.linear_weights_proj.weight.float()) * self.num_heads**-0.5
-        blocks = zip(*(sequences.split(t) for t in (queries, keys, weights)), strict=True)
-        return [partial(self._select, *block) for block in blocks]
+        by_block = sequences.queries.split(queries), sequences.gather_keys(keys), sequences.queries.split(weights)
+        return [partial(self._select, *block) for block in zip(*by_block, strict=True)]
 
     @torch.no_grad()
     def _select(
         self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, first: int, end: int
     ) -> torch.Tensor:
         visible = causal_mask(first, end - first, end, keys.device)
-        scores = index_scores(queries[:, first:end], keys[:, :end], weights[:, first:end])
+        before = keys.shape[1] - queries.shape[1]
+        chunk = slice(first - before, end - before)
+        scores = index_scores(queries[:, chunk], keys[:, :end], weights[:, chunk])
         return select_topk(scores, visible, self.topk)
 
     def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary position to the first part of each head [T, n, head_dim]: GLM-5 puts it first, in pairs."""
+        """Apply rotary position to the first part of each head [T, n, head_dim]: in pairs (GLM-5) or in halves."""
         width = 2 * cos.shape[-1]
         rotary, plain = heads[..., :width], heads[..., width:]
-        even, odd = rotary[..., 0::2], rotary[..., 1::2]
-        cos, sin = cos.unsqueeze(1).to(heads.dtype), sin.unsqueeze(1).to(heads.dtype)
-        return torch.cat([even * cos - odd * sin, odd * cos + even * sin, plain], dim=-1)
+        pairs = (rotary[..., 0::2], rotary[..., 1::2]) if self.is_interleaved else rotary.chunk(2, dim=-1)
+        (real, imaginary), cos, sin = pairs, cos.unsqueeze(1).to(heads.dtype), sin.unsqueeze(1).to(heads.dtype)
+        return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, plain], dim=-1)
 
 
 def gather_sequence(t: torch.Tensor, config: MLATransformerConfig) -> torch.Tensor:

@@ -10,7 +10,7 @@ the lower position wins.
 
 Source: DeepSeek-V3.2 technical report (arXiv 2512.02556), section 2.1, equations 1 and 2; GLM-5 differs in the rotary
 layout of the indexer (interleaved, rotary part first). The Hadamard rotation of DeepSeek's kernels is left out: it is
-orthogonal and cancels in q . k.
+orthogonal and cancels in q . k. In GLM-5.2 a layer without an indexer takes over the choice of one before it.
 
 Shapes: B sequences, S longest sequence, C queries of a chunk, N attention heads, K kept keys.
 """
@@ -18,15 +18,52 @@ Shapes: B sequences, S longest sequence, C queries of a chunk, N attention heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 # Scores of a chunk in FP32 that lie in a core's cache, with as many again of each of some indexer heads.
 CACHED_SCORES = 2**18
 
-# (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
+# Positions of (first query, last query + 1) -> kept keys [B or 1, C, last query + 1] bool
 Selector = Callable[[int, int], torch.Tensor]
+
+
+class KeptKeys:
+    """A choice that later layers take over: made once, then held as one bit per pair of a query and a key it may see.
+
+    Args:
+        select: Makes the choice.
+    """
+
+    def __init__(self, select: Selector):
+        self._select = select
+        self._bits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, first: int, end: int) -> torch.Tensor:
+        """Return the kept keys of these queries, as `Selector` does."""
+        if (first, end) not in self._bits:
+            keep = self._select(first, end)
+            self._bits[first, end] = pack_bits(keep)
+            return keep
+        return unpack_bits(self._bits[first, end], end)
+
+
+def pack_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Return [..., S] bool as [..., ceil(S / 8)] uint8."""
+    octets = F.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (octets * _places(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(octets: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [..., size] bool of `pack_bits`."""
+    return (octets.unsqueeze(-1) & _places(octets.device)).bool().flatten(-2)[..., :size]
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def index_scores(queries: torch.Tensor, keys: torch.Tensor, head_weights: torch.Tensor) -> torch.Tensor:
@@ -83,7 +120,8 @@ def attend(
         query: [B, C, N, D_qk].
         key: [B, S, G, D_qk], where G divides N and each head of keys serves N / G of queries.
         value: [B, S, G, D_v].
-        keep: [B or 1, C, S] bool, at least one key per query; None: query s sees the keys 0 ... s, and C is S.
+        keep: [B or 1, C, S] bool, at least one key per query; None: the last query sees all keys, the one before it
+            all but the last, and so on.
         scale: Factor on the dot products; None: one over the root of D_qk.
 
     Returns:
@@ -93,13 +131,30 @@ def attend(
     # The kernel for CPUs wants values as wide as keys.
     value = F.pad(value, (0, key.shape[-1] - width)) if key.shape[-1] > width else value
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    if keep is None:
-        grouped = query.shape[1] != key.shape[1]
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    else:
+    fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    if keep is not None:
         bias = query.new_zeros(keep.shape).masked_fill_(~keep, float("-inf")).unsqueeze(1)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+        output = fused(query, key, value, attn_mask=bias)
+    elif query.shape[2] == key.shape[2]:
+        output = fused(query, key, value, is_causal=True)
+    elif query.device.type == "cpu":
+        bias = _reversed_causal_bias(query, key.shape[2])
+        output = fused(query.flip(2), key, value, attn_mask=bias).flip(2)
+    else:
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+        output = fused(query, key, value, attn_mask=bias)
     return output.transpose(1, 2)[..., :width]
+
+
+def _reversed_causal_bias(query: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return the bias [1, 1, C, S] for the last queries [B, N, C, D] in reversed order, which is C + S numbers.
+
+    Each query then sees one key less than the one before it: the rows are one row, looked at from place to place.
+    torch would hold the whole of it (`causal_lower_right`) where its kernels are not those of a GPU.
+    """
+    row = query.new_zeros(num_keys + query.shape[2] - 1)
+    row[num_keys:] = float("-inf")
+    return row.unfold(0, num_keys, 1)[None, None]
 
 
 def attend_in_chunks(
@@ -114,27 +169,30 @@ def attend_in_chunks(
     """Run attention for some queries of each sequence at a time, so that masks of [C, S] exist instead of [S, S].
 
     Args:
-        query: [B, S, N, D_qk].
+        query: [B, Q, N, D_qk], the last Q queries.
         key: [B, S, N, D_qk].
         value: [B, S, N, D_v].
         select: Tells which keys each query of a chunk attends to; None: all before it.
-        num_dense: The first queries, of which each attends to all keys before it whatever their scores.
+        num_dense: The first positions, of which each attends to all keys before it whatever their scores.
         scale: Factor on the dot products.
         chunk_tokens: Most queries of a chunk, of each sequence.
 
     Returns:
-        [B, S, N, D_v].
+        [B, Q, N, D_v].
     """
-    longest = query.shape[1]
+    longest, before = key.shape[1], key.shape[1] - query.shape[1]
     if select is None or num_dense >= longest:
         return attend(query, key, value, None, scale)
     step = queries_at_a_time(longest, chunk_tokens, query.device)
     # A few are not worth a call of their own.
-    first = num_dense if num_dense >= step else 0
-    parts = [attend(query[:, :first], key[:, :first], value[:, :first], None, scale)] if first else []
+    first = num_dense if num_dense - before >= step else before
+    parts = []
+    if first > before:
+        parts.append(attend(query[:, : first - before], key[:, :first], value[:, :first], None, scale))
     for start in range(first, longest, step):
         end = min(start + step, longest)
-        parts.append(attend(query[:, start:end], key[:, :end], value[:, :end], select(start, end), scale))
+        chunk = query[:, start - before : end - before]
+        parts.append(attend(chunk, key[:, :end], value[:, :end], select(start, end), scale))
     return torch.cat(parts, dim=1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from posttrain.config.families import FAMILIES
+from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.planner.flags.flag import Flag, flag
 
@@ -24,6 +24,9 @@ QUIET_THREADS = flag(
 
 _OVERLAP_PARAM_GATHER = flag(
     "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
+)
+_CONTEXT_EXCHANGE = flag(
+    "cp_comm_type", "all_gather", "parallel.context_parallel_size", reason="as our own attention does it"
 )
 
 
@@ -67,6 +70,17 @@ def indexer_flags(config: Config) -> list[Flag]:
             flag("dsa_indexer_n_heads", arch.index_n_heads, f"{ARCHITECTURE}.index_n_heads"),
             flag("dsa_indexer_head_dim", arch.index_head_dim, f"{ARCHITECTURE}.index_head_dim"),
             flag("dsa_indexer_topk", arch.index_topk, f"{ARCHITECTURE}.index_topk"),
+            flag("dsa_indexer_topk_freq", arch.index_topk_freq, f"{ARCHITECTURE}.index_topk_freq"),
+            flag(
+                "dsa_indexer_skip_topk_offset",
+                arch.index_skip_topk_offset,
+                f"{ARCHITECTURE}.index_skip_topk_offset",
+            ),
+            flag(
+                "dsa_indexer_rope_interleaved",
+                family_of(arch).indexer_interleaved,
+                f"{ARCHITECTURE}.model_type",
+            ),
         ]
     return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
 
@@ -293,6 +307,7 @@ def _layout(config: Config) -> list[Flag]:
     tensor, pipeline = f"parallel.{names[0]}", f"parallel.{names[1]}"
     return [
         *(_key(config, name, f"parallel.{name}") for name in names),
+        *([_CONTEXT_EXCHANGE] if parallel.context_parallel_size > 1 else []),
         flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
         flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
         flag(

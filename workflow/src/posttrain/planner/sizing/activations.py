@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from posttrain.config.derived import token_budget
+from posttrain.config.families import chooses_keys
 from posttrain.config.schema import Architecture, Config, Trainer
 from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.planner.sizing.memory import BYTES, largest_weights, layer_kinds
@@ -138,6 +139,7 @@ def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, ex
         inputs, whole = min(trainer.recompute_num_layers, len(layers)), list(layers)[trainer.recompute_num_layers :]
     places = INT64 * row.t if whole else 0
     saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) for index in whole) + places
+    saved += row.shared_choice() * sum(chooses_keys(config.model.architecture, index) for index in layers)
     saved += row.first_edge() if stage == 0 else 0
     return int(saved + (row.last_edge() if stage == config.parallel.pipeline_model_parallel_size - 1 else 0))
 
@@ -211,6 +213,10 @@ class _Row:
         """
         per_score = 2 * FP32 * self.arch.index_n_heads + 2 * FP32 + INT64 + 4
         return self._is_selected() * per_score * self._chunk_queries() * self._batch.longest
+
+    def shared_choice(self) -> float:
+        """Return what a layer's choice of keys takes that later layers take over, one bit a pair (`KeptKeys`)."""
+        return self._masked_scores() / 8 if self.arch.index_topk_freq > 1 else 0.0
 
     def logprob_chunk(self) -> float:
         """Return the logits of a chunk in FP32, which become their gradient, and the matrix's gradient in FP32.

@@ -1,0 +1,104 @@
+"""One rank of four: the product's own updates of a sparse model where ranks share sequences, in some layouts.
+
+Prints JSON: layout -> log-probabilities before by the samples' numbers, and what the updates said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from posttrain.config.schema import Config
+from posttrain.types import Prompt, Sample, SampleGroup
+
+# (prompt, response): odd; shorter than two chunks a rank; longer than the indexer's top-k.
+LENGTHS = ((1, 1), (2, 1), (9, 28), (41, 22), (1, 4), (16, 17))
+
+
+def make_groups(vocab_size: int) -> list[SampleGroup]:
+    """Return one group a length, of three samples."""
+    generator, groups = torch.Generator().manual_seed(11), []
+    for prompt_id, sizes in enumerate(LENGTHS):
+        samples = []
+        for place in range(3):
+            prompt, response = (
+                tuple(torch.randint(2, vocab_size, (size,), generator=generator).tolist()) for size in sizes
+            )
+            logprobs = (-4.0,) * len(response)
+            samples.append(Sample(prompt_id, place, prompt, response, logprobs, "stop", 0, float(place)))
+        groups.append(SampleGroup(Prompt(prompt_id, (), ""), tuple(samples)))
+    return groups
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    sys.path.insert(0, request["root"])
+    from tests.support.family_gradients import lay_out
+
+    found = {}
+    for layout, parallel in request["layouts"].items():
+        config = small_batches(parallel, request["ranks"])
+        lay_out(config)
+        found[layout] = updated(config, Path(request["checkpoint"]))
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def small_batches(parallel: dict[str, int], num_ranks: int) -> Config:
+    from tests.support.megatron_single import test_config
+    from tests.support.tiny_checkpoint import TRAINED
+
+    config = test_config(TRAINED, **parallel)
+    changes = {
+        # Every sample of more than 30 tokens is a micro-batch of its own.
+        "trainer": {"max_tokens_per_gpu": 60 // config.parallel.context_parallel_size},
+        "training": {"global_batch_size": len(LENGTHS) * 3},
+        "hardware": {"gpus_per_node": num_ranks},
+        # Joins tokens that different ranks have.
+        "algorithm": {"ratio_level": "sequence"},
+    }
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def updated(config: Config, checkpoint: Path) -> dict[str, object]:
+    """Make two updates as the trainer does, of which the second has other micro-batches."""
+    from megatron.core import parallel_state
+    from tests.support.megatron_layouts import flat, gathered_logprobs, update_on
+
+    from posttrain.algorithm.policy_gradient import PolicyGradient
+    from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.training.batch import make_updates
+
+    policy = build_policy(config)
+    weights = HubWeights(policy.model, config.model.architecture)
+    tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
+    weights.transform(lambda name, _: tensors[name].float())
+    policy.optimizer.reload_model_params()
+    objective = PolicyGradient(config.algorithm, 32)
+    groups = make_groups(config.model.architecture.vocab_size)
+    (update,) = make_updates(config, objective, groups, parallel_state.get_data_parallel_rank())
+    update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
+    first = flat(train_step.update(policy, objective, update.micro_batches(objective.needs), lr=1e-4, is_last=False))
+    # Three micro-batches: of two data-parallel ranks, one has nothing to do in its second.
+    last = flat(update_on(policy, objective, groups[-1:], is_last=True))
+    mine = make_updates(config, objective, groups[-1:], parallel_state.get_data_parallel_rank())[0].batches
+    everybody: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(everybody, sum(not batch.sample_indices for batch in mine))
+    shortest = min(length for batch in update.batches for length in batch.lengths)
+    said = {"first": first, "last": last, "empty": max(everybody), "shortest": shortest}
+    return said | {"logprobs": gathered_logprobs(update)}
+
+
+if __name__ == "__main__":
+    main()
