@@ -39,7 +39,7 @@ def make_groups(vocab_size: int) -> list[SampleGroup]:
 def main() -> None:
     request = json.loads(sys.argv[1])
     sys.path.insert(0, request["root"])
-    from tests.support.family_gradients import lay_out
+    from tests.support.family_updates import lay_out
 
     found = {}
     for layout, parallel in request["layouts"].items():

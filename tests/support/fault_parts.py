@@ -19,6 +19,8 @@ from tests.support.workflow_runs import ROOT
 PARTS = {
     "kills": "SIGKILL in every rule, 20 times each",
     "training": "SIGKILL of the driver, the supervisor, trainer and engines; results that are full",
+    "families": "SIGKILL of the ranks of every family in every phase of a step",
+    "layouts": "every family in every product of layouts on two and four ranks",
     "images": "power cuts in every step and in training",
     "bits": "flipped bits in everything that receipts name",
     "answers": "every target after a changed key of every section",

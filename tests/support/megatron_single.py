@@ -6,10 +6,13 @@ Megatron's parallel state and the CPU stand-ins belong to a process, so the sing
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from posttrain.config.schema import Architecture, Config
 from posttrain.engines.ports import choose_free_ports
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.planner.resolve import resolve
+from posttrain.rendezvous import FILE_VARIABLE
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 
@@ -94,3 +98,56 @@ def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 24
         ended = f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{output[-4000:]}"
         assert process.returncode == exit_code, ended
     return outputs
+
+
+def run_gangs(program: str, order: dict[str, object], timeout: float = 600) -> str:
+    """Run a program of `tests/support` that forks gangs of ranks; returns what it printed.
+
+    Args:
+        program: Its module's name.
+        order: Its only argument, as JSON.
+        timeout: Seconds for all gangs.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.support.{program}", json.dumps(order)],
+        cwd=CONFIG_DIR.parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+    return done.stdout
+
+
+def run_forked(num_ranks: int, meeting: Path, work: Callable[[], object]) -> None:
+    """Fork ranks and wait for their good end; see `fork_ranks`."""
+    endings = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in fork_ranks(num_ranks, meeting, work)]
+    assert not any(endings), f"{num_ranks} ranks ended with {endings}"
+
+
+def fork_ranks(num_ranks: int, meeting: Path, work: Callable[[], object]) -> list[int]:
+    """Fork ranks off a process that has no thread, and imports what they need; returns their process ids.
+
+    Args:
+        num_ranks: How many.
+        meeting: A file that does not exist, where they meet.
+        work: What each does; an error ends it with 1.
+    """
+    importlib.import_module("posttrain.training.assembly")
+    return [_fork_rank(rank, num_ranks, meeting, work) for rank in range(num_ranks)]
+
+
+def _fork_rank(rank: int, num_ranks: int, meeting: Path, work: Callable[[], object]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        os.environ[FILE_VARIABLE] = str(meeting)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

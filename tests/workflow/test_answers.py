@@ -165,6 +165,18 @@ def test_gc(tmp_path: Path) -> None:
     assert ("0 can be freed" in first, "1 can be freed" in second) == (True, True)
 
 
+def test_replay(tmp_path: Path) -> None:
+    """What it makes is held against a run in end_to_end/test_two_ranks.py; here it misses rollouts, and says which."""
+    paths = begin_run(tmp_path / "results", "old")
+    first = run_snakemake(tmp_path, "replay", "--cores", "1", "--config", "run=old")
+    rows = paths.metrics.read_text().splitlines(keepends=True)
+    paths.metrics.write_text("".join(rows[:4]))
+    second = run_snakemake(tmp_path, "replay", "--cores", "1", "--config", "run=old")
+    assert "step_000004: 0 of 16 groups are there" in first.stdout
+    assert "step_000002: 0 of 16 groups are there" in second.stdout
+    assert (first.returncode, second.returncode) == (1, 1)
+
+
 def test_snapshot(tmp_path: Path) -> None:
     made = make_run(tmp_path, num_steps=12)
     made.paths.train_done.unlink()

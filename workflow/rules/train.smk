@@ -87,3 +87,14 @@ rule attach:
         f"wait for the training of {RESOLVED.run} that goes on without its driver"
     shell:
         runs("attach", FROM_CONFIG)
+
+
+rule replay:
+    """Answers: whether the newest step, trained again on its stored rollout, gives the same bits."""
+    log:
+        PATHS.run_log("replay"),
+    localrule: True
+    message:
+        f"train the newest step of {RESOLVED.run} again"
+    shell:
+        runs("replay", FROM_CONFIG)

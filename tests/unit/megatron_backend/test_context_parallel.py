@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support import context_updates
-from tests.support.megatron_single import initialize_single_rank, run_ranks, test_config
-from tests.support.tiny_checkpoint import TRAINED, make_random_checkpoint
-from tests.unit.megatron_backend.test_family_parity import FAMILIES, gradients
+from tests.support.megatron_single import initialize_single_rank, run_ranks
 
 ROOT = Path(__file__).parents[3]
 PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}
@@ -65,30 +61,3 @@ def test_updates_in_products_of_layouts_are_those_of_one_rank(one, checkpoint) -
     for name, four in updates_of(checkpoint, *names).items():
         check(one, four)
         assert four["shortest"] == (8 if name == "context" else 4)
-
-
-@pytest.mark.faults("slow")
-@pytest.mark.timeout(1800)
-def test_every_gradient_is_that_of_one_rank(sequences, tmp_path) -> None:
-    from posttrain.megatron_backend.model import build_policy
-    from posttrain.megatron_backend.weights import HubWeights
-
-    chosen = ("qwen3", "qwen3_moe", "moonlight", "yarn", "shared_choice")
-    families = {"sparse": TRAINED} | {name: FAMILIES[name] for name in chosen}
-    for family, arch in families.items():
-        tensors = make_random_checkpoint(tmp_path / family, arch, seed=2)
-        config = test_config(arch)
-        initialize_single_rank(config)
-        policy = build_policy(config)
-        weights = HubWeights(policy.model, arch)
-        weights.transform(lambda name, _, tensors=tensors: tensors[name].float())
-        torch.save(gradients(policy, weights, sequences), tmp_path / f"{family}.pt")
-    torch.save(sequences, tmp_path / "sequences.pt")
-    architectures = {family: dataclasses.asdict(arch) for family, arch in families.items()}
-    layouts = {name.replace("context and expert", "expert"): layout for name, layout in LAYOUTS.items()}
-    request = {"root": str(ROOT), "folder": str(tmp_path), "architectures": architectures, "layouts": layouts}
-    outputs = run_ranks(ROOT / "tests/support/family_gradients.py", 4, json.dumps(request), timeout=1500)
-    found = json.loads(outputs[0].splitlines()[-1])
-    with_experts = sum(arch.n_routed_experts > 0 for arch in families.values())
-    assert len(found) == len(families) * (len(layouts) - 1) + with_experts
-    assert {case: off for case, off in found.items() if not off[1] <= 2e-6} == {}

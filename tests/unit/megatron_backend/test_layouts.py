@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.megatron_single import run_ranks
+from tests.support.megatron_single import run_gangs
 
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 
-ROOT = Path(__file__).parents[3]
 LAYOUTS = {
     "one_rank": {},
     "tensor": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -26,26 +25,26 @@ TWO_RANKS = [name for name in LAYOUTS if name != "one_rank"]
 
 @pytest.fixture(scope="module")
 def run_layout(checkpoint, tmp_path_factory: pytest.TempPathFactory):
-    finished: dict[str, dict] = {}
+    root = tmp_path_factory.mktemp("layouts")
+    requests = {
+        name: {
+            "checkpoint": str(checkpoint[0]),
+            "folder": str(root / name / "state"),
+            "parallel": LAYOUTS.get(name, {}),
+            "trainer": {"params_dtype": "bf16"} if name == "bf16" else {},
+            "ranks": 1 if name == "one_rank" else 2,
+            **({"other": str(root / "one_rank/state")} if name in TWO_RANKS else {}),
+        }
+        for name in (*LAYOUTS, "bf16")
+    }
+    for name in requests:
+        (root / name).mkdir()
+    run_gangs("megatron_layouts", {"requests": list(requests.values())})
 
     def run(name: str) -> dict:
-        if name not in finished:
-            ranks = 1 if name == "one_rank" else 2
-            folder = tmp_path_factory.mktemp(name) / "state"
-            request = {
-                "root": str(ROOT),
-                "checkpoint": str(checkpoint[0]),
-                "folder": str(folder),
-                "parallel": LAYOUTS.get(name, {}),
-                "trainer": {"params_dtype": "bf16"} if name == "bf16" else {},
-                "ranks": ranks,
-            }
-            if name in TWO_RANKS:
-                request["other"] = run("one_rank")["folder"]
-            outputs = run_ranks(ROOT / "tests/support/megatron_layouts.py", ranks, json.dumps(request))
-            by_rank = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-            finished[name] = {**by_rank[0], "folder": str(folder), "by_rank": by_rank}
-        return finished[name]
+        by_rank = [json.loads(path.read_text()) for path in sorted((root / name).glob("[01].json"))]
+        assert len(by_rank) == requests[name]["ranks"]
+        return {**by_rank[0], "folder": requests[name]["folder"], "by_rank": by_rank}
 
     return run
 
@@ -66,9 +65,6 @@ def test_two_ranks_equal_one(run_layout, name: str) -> None:
         assert rank["bad_buffers"] == one["bad_buffers"] == 1
         for key, value in one["second"].items():
             assert rank["second"][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
-    for tensor, (_, norm) in one["after"].items():
-        # Adam makes moves of gradients near zero, which are rounding, as large as any other.
-        assert two["after"][tensor][1] == pytest.approx(norm, rel=5e-6), tensor
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -79,8 +75,8 @@ def test_updates_of_different_numbers_of_micro_batches(run_layout, name: str) ->
     for expected, update in zip(one["uneven"], two["uneven"], strict=True):
         assert update["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
         assert update["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-    for tensor, (_, norm) in one["at_the_end"].items():
-        assert two["at_the_end"][tensor][1] == pytest.approx(norm, rel=1e-5), f"{tensor} has arrived"
+    for tensor, norm in one["at_the_end"].items():
+        assert two["at_the_end"][tensor] == pytest.approx(norm, rel=1e-5), f"{tensor} has arrived"
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

@@ -54,3 +54,13 @@ def test_only_steps_before_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
     store.forget_before(10)
     assert [store.read(step, 0) for step in (8, 9)] == [None, None]
     assert store.read(10, 0) == [group(10)]
+
+
+def test_a_step_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    store.write(2, 0, [group(1), group(2)])
+    store.write(2, 1, [group(3)])
+    assert store.read_step(2, 3) == [group(1), group(2), group(3)]
+    for step, num_groups in ((2, 4), (3, 3)):
+        with pytest.raises(CheckpointError, match=r"groups are there; logging\.keep_rollouts=true"):
+            store.read_step(step, num_groups)

@@ -26,13 +26,14 @@ COMMANDS = {
     "status": "where runs stand, and jobs in the queue; run=NAME shows one",
     "snapshot": "the report of a run as far as it is",
     "attach": "wait for training that goes on without its driver",
+    "replay": "train a step of run=NAME again on its stored rollout, and compare the bits",
     "preflight": "what is wrong with the nodes that this job has; `snakemake preflight` asks a scheduler for them",
     "verify": "prove where every byte of a run came from",
     "verify-store": "prove where every byte of the checkpoints came from, before training",
     "gc": "what of the store no run needs",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
-LOOKS = ("status", "snapshot", "attach", "gc")
+LOOKS = ("status", "snapshot", "attach", "gc", "replay")
 _SIZES_ONLY: tuple[str, dict[str, Any]] = (
     "--sizes-only",
     {"action": "store_true", "help": "compare names and sizes, read no content"},
@@ -43,6 +44,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "check": ("--output", {"type": Path, "help": "JSON with the findings, written when all is well"}),
     "verify": _SIZES_ONLY,
     "verify-store": _SIZES_ONLY,
+    "replay": ("--step", {"type": int, "help": "its number, from 1; by default the newest"}),
     "gc": ("--delete", {"action": "store_true", "help": "delete what is unused, as gc=delete does"}),
 }
 DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."

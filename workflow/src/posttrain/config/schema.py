@@ -351,6 +351,9 @@ class Logging:
     wandb_entity: str = _doc("W&B team or user; empty: yours", "")
     wandb_group: str = _doc("W&B group that the run belongs to", "")
     wandb_tags: list[str] = _doc("W&B tags of the run", [])
+    keep_rollouts: bool = _doc(
+        "Keep the rollouts of finished steps, so that `posttrain replay` can train on them again", False
+    )
     profile_steps: list[str] = _doc(
         "Numbers of the steps, from 1, that PyTorch's profiler traces on rank 0 into the run's folder `traces`", []
     )

@@ -28,7 +28,8 @@ def parse_arguments() -> argparse.Namespace:
         torch_dist=(Path, "initial weights"),
         model_folder=(Path, "checkpoint with the tokenizer"),
         dataset=Path,
-        engine={"action": "append", "required": True, "help": "URL of an engine; repeated for several"},
+        engine={"action": "append", "help": "URL of an engine; repeated for several. None: rollouts are on disk"},
+        until={"type": int, "default": 0, "help": "the step to end after; by default the run's last"},
         finished={"type": int, "help": "finished steps of the checkpoint to load; by default the newest"},
         lease_folder={"type": Path, "help": "lease to check before each commit"},
         epoch={"type": int, "help": "epoch of that lease"},
@@ -38,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Join the other ranks and train to the end."""
     arguments = parse_arguments()
-    secret = take_secret()
+    secret = take_secret() if arguments.engine else ""
     from posttrain.config.load import load_resolved
 
     config = load_resolved(arguments.config)
@@ -53,12 +54,12 @@ def main() -> None:
         torch_dist=arguments.torch_dist,
         model_folder=arguments.model_folder,
         dataset=arguments.dataset,
-        engine_urls=arguments.engine,
+        engine_urls=arguments.engine or (),
         engine_secret=secret,
         may_commit=may_commit,
         finished=arguments.finished,
     ) as run:
-        is_done = train(run)
+        is_done = train(run, arguments.until)
     if not is_done:
         sys.exit(early_end.SAVED_EXIT_CODE)
 

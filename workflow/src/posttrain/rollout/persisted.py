@@ -41,6 +41,20 @@ class RolloutStore:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not a rollout ({error}); delete it and run again") from error
 
+    def read_step(self, step: int, num_groups: int) -> list[SampleGroup]:
+        """Return all groups of a step.
+
+        Raises:
+            CheckpointError: Some are not there, or damaged.
+        """
+        folder = self._path(step, 0).parent
+        chunks = [self.read(step, number) or [] for number, _ in enumerate(folder.glob("chunk_*.json"))]
+        groups = [group for chunk in chunks for group in chunk]
+        if len(groups) != num_groups:
+            remedy = "logging.keep_rollouts=true keeps those of steps to come"
+            raise CheckpointError(f"{folder}: {len(groups)} of {num_groups} groups are there; {remedy}")
+        return groups
+
     def write(self, step: int, chunk: int, groups: list[SampleGroup]) -> None:
         """Persist a finished chunk durably."""
         rows = [group.as_dict() for group in groups]

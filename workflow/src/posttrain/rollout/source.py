@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from posttrain.engines.client import EngineClient
 from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
 from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
+from posttrain.rollout.persisted import RolloutStore
 from posttrain.rollout.sharing import as_plain, from_plain
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,30 @@ class SynchronousSource:
             rollout = rollout or from_plain(shared)
         assert rollout is not None
         return rollout
+
+
+class StoredSource:
+    """Rollouts that are on disk, of which every rank reads all: no engine is asked.
+
+    Args:
+        store: Where they are.
+        num_groups: Of a step.
+    """
+
+    def __init__(self, store: RolloutStore, num_groups: int):
+        self._store, self._num_groups = store, num_groups
+
+    def wait_ready(self) -> None:
+        """Return at once."""
+
+    def collect(self, step: int) -> RolloutResult:
+        """See `RolloutSource`.
+
+        Raises:
+            CheckpointError: The step has no whole rollout.
+        """
+        groups = self._store.read_step(step, self._num_groups)
+        return RolloutResult(groups, num_replayed=len(groups), grader_timeouts=0)
 
 
 async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:

@@ -24,7 +24,7 @@ from posttrain.planner.sizing.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore
-from posttrain.rollout.source import SynchronousSource
+from posttrain.rollout.source import RolloutSource, StoredSource, SynchronousSource
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
@@ -55,7 +55,7 @@ def open_run(
         torch_dist: Initial weights.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
         dataset: Folder with `train.jsonl`.
-        engine_urls: Engines, ready or about to be.
+        engine_urls: Engines, ready or about to be; none where every rollout is on disk already.
         engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: See `CheckpointToLoad`.
@@ -73,25 +73,34 @@ def open_run(
         store = RolloutStore(run_folder / "rollouts")
         client, coordinator, sinks = None, None, None
         if dist.get_rank() == 0:
-            client = _open_client(config, engine_urls, engine_secret, runner, stack)
-            prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
-            graders = stack.enter_context(GraderPool())
-            coordinator = RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
+            if engine_urls:
+                client = _open_client(config, engine_urls, engine_secret, runner, stack)
+                prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
+                graders = stack.enter_context(GraderPool())
+                coordinator = RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
             last_step, experiment = to_load.finished or None, experiment_of(config)
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last_step, experiment))
         share = share_plain if dist.get_world_size() > 1 else None
-        writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, store.forget_before)
+        source: RolloutSource = StoredSource(store, config.rollout.rollout_batch_size)
+        if engine_urls:
+            source = SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, coordinator)
+        forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
+        writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=PolicyGradient(config.algorithm, config.rollout.max_response_tokens),
-            source=SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, coordinator),
+            source=source,
             comparison=EngineComparison(config, policy, weights),
             publisher=WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder),
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
             sinks=sinks,
             traces=run_folder / "traces",
         )
+
+
+def _keep_rollouts(finished: int) -> None:
+    """Delete none of them: `logging.keep_rollouts`."""
 
 
 def _open_client(

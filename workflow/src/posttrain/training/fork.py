@@ -42,18 +42,19 @@ def begin_fork(paths: Paths) -> Receipt:
             partial(check_epoch, lease.folder, lease.epoch),
         )
         if checkpoints.newest_step() != step:
-            _copy_metrics(parent.metrics, paths.metrics, step)
-            _take_checkpoint(parent.checkpoints / checkpoints.path(step).name, checkpoints, step)
+            copy_metrics(parent.metrics, paths.metrics, step)
+            take_checkpoint(parent.checkpoints / checkpoints.path(step).name, checkpoints, step)
     return _lineage_receipt(paths, checkpoints.path(step))
 
 
-def _copy_metrics(source: Path, target: Path, step: int) -> None:
+def copy_metrics(source: Path, target: Path, step: int) -> None:
     """Keep the rows of the steps that the fork does not do again, so that its curves begin where the parent's do."""
     rows = [row for row in read_rows(source) if row["step"] <= step]
     artifacts.write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
+def take_checkpoint(source: Path, checkpoints: CheckpointFolder, step: int) -> None:
+    """Give a run a checkpoint of another as its own: hard links, where the file system has them."""
     checkpoints.remove_leftovers()
     copied = 0
     for path in sorted(source.iterdir()):

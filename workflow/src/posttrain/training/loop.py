@@ -19,16 +19,17 @@ from posttrain.training.run import TrainingRun
 log = logging.getLogger(__name__)
 
 
-def train(run: TrainingRun) -> bool:
+def train(run: TrainingRun, until: int = 0) -> bool:
     """Train from the run's newest checkpoint to its last step, or until it is asked to end.
 
     Args:
         run: Policy, engines, data and files of this run.
+        until: End after this step; 0: after the run's last.
 
     Returns:
         Whether the last step is done.
     """
-    num_steps = run.config.training.num_steps
+    num_steps = until or run.config.training.num_steps
     finished = run.resume()
     with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
         bar.advance(finished)

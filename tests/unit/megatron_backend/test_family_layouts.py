@@ -1,0 +1,96 @@
+"""Every family in every layout computes what one rank does: losses, gradients, and the moves of three updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.family_updates import DIMENSIONS, num_ranks, products
+from tests.support.megatron_single import run_gangs
+from tests.support.tiny_checkpoint import ALL, TINY_YARN, TRAINED, make_random_checkpoint
+
+FAMILIES = {
+    **ALL,
+    "glm_moe_dsa": TRAINED,
+    # Keys wider than values; as in DeepSeek-V3 a token chooses twice as many experts as groups.
+    "deepseek_v3_yarn": dataclasses.replace(TINY_YARN, v_head_dim=12, num_experts_per_tok=4),
+}
+# In every change: one model of each `model_type`, and one whose layers share a choice of keys.
+ONE_EACH = ("glm_moe_dsa", "deepseek_v3_yarn", "glm4_moe", "qwen3", "qwen3_moe", "deepseek_v32", "glm_moe_dsa_sharing")
+# With one rank alone, each pair of dimensions in each of its four ways. Each family gets four of them.
+COVER = (
+    "tensor pipeline",
+    "tensor context",
+    "pipeline data expert",
+    "pipeline context",
+    "tensor data",
+    "context data expert",
+    "tensor expert",
+)
+LOSS, GRADIENT, MOVE = 1e-6, 2e-6, 2e-5
+
+
+def test_the_cover_has_every_pair() -> None:
+    layouts = [set(layout.split()) for layout in ("", *COVER)]
+    for pair in itertools.combinations((*DIMENSIONS, "expert"), 2):
+        assert {tuple(name in layout for name in pair) for layout in layouts} == set(
+            itertools.product((False, True), repeat=2)
+        ), pair
+
+
+def test_all_products_are_there() -> None:
+    dense, sparse = (list(products(has_experts)) for has_experts in (False, True))
+    pairs = [" ".join(pair) for pair in itertools.combinations(("tensor", "pipeline", "context", "data"), 2)]
+    assert dense == ["tensor", "pipeline", "context", "data", *pairs]
+    spread = [layout for layout in dense if layout != "pipeline"]
+    assert set(sparse) - set(dense) == {
+        *(f"{layout} expert" for layout in spread),
+        *("tensor context expert expert_tensor", "tensor data expert expert_tensor"),
+    }
+    assert {num_ranks(layout) for layout in sparse} == {2, 4}
+
+
+def test_layouts_that_cover_all_pairs(tmp_path: Path) -> None:
+    turns = {family: [COVER[(first + turn) % len(COVER)] for turn in range(4)] for first, family in enumerate(ONE_EACH)}
+    assert {layout for layouts in turns.values() for layout in layouts} == set(COVER)
+    # A model without experts has none to spread.
+    hold_against_one_rank(
+        tmp_path,
+        [
+            (layout if FAMILIES[family].n_routed_experts else layout.replace(" expert", ""), family)
+            for family, layouts in turns.items()
+            for layout in layouts
+        ],
+    )
+
+
+@pytest.mark.faults("layouts")
+def test_all_layouts(tmp_path: Path) -> None:
+    cases = [(layout, family) for family, arch in FAMILIES.items() for layout in products(arch.n_routed_experts > 0)]
+    hold_against_one_rank(tmp_path, cases)
+
+
+def hold_against_one_rank(folder: Path, cases: list[tuple[str, str]]) -> None:
+    families = {family: FAMILIES[family] for _, family in cases}
+    for family, arch in families.items():
+        make_random_checkpoint(folder / family / "hf", arch, seed=2)
+        (folder / family / "architecture.json").write_text(json.dumps(dataclasses.asdict(arch)))
+    run_gangs(
+        "family_updates",
+        {"folder": str(folder), "cases": [*(("", family) for family in families), *cases]},
+        timeout=3000,
+    )
+    found = {
+        case: off for ranks in (2, 4) for case, off in json.loads((folder / f"found{ranks}.json").read_text()).items()
+    }
+    assert len(found) == len(set(cases))
+    print(*(f"{case}: {off}" for case, off in found.items()), sep="\n")
+    assert {case: off for case, off in found.items() if not is_near(off)} == {}
+
+
+def is_near(off: dict) -> bool:
+    largest = max(off["loss"], off["grad_norm"])
+    return largest <= LOSS and off["gradient"][1] <= GRADIENT and off["move"][1] <= MOVE

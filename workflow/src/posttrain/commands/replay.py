@@ -1,0 +1,19 @@
+"""Train a step of a run again, on its stored rollout and without engines, and compare the bits."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Paths
+from posttrain.errors import CheckpointError
+from posttrain.launch.replay import replay
+
+
+def main(paths: Paths, step: int | None) -> None:
+    """Say what was trained again; fail by naming whatever has other bits."""
+    done = replay(paths, step)
+    if done.differences:
+        listed = "\n  ".join(done.differences)
+        raise CheckpointError(f"trained again, other bits than {paths.run} has:\n  {listed}")
+    compared = (
+        f"{done.num_tensors} tensors of weights and optimizer" if done.num_tensors else "no checkpoint to compare"
+    )
+    print(f"steps {done.steps[0]} to {done.steps[-1]} trained again: the same metrics, {compared}", flush=True)
