@@ -28,10 +28,10 @@ DIMENSIONS = {
     "data": "",
 }
 NUM_UPDATES = 3
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-3
 # Of Adam, a hundredth of typical gradients. It divides each by its own size: those that are rounding alone would move
 # as far as any other, in each layout elsewhere.
-EPSILON = 1e-5
+EPSILON = 1e-4
 
 
 def products(has_experts: bool, most_ranks: int = 4) -> Iterator[str]:
