@@ -29,7 +29,7 @@ DIMENSIONS = {
 }
 NUM_UPDATES = 3
 LEARNING_RATE = 3e-3
-# Of Adam, a hundredth of typical gradients. It divides each by its own size: those that are rounding alone would move
+# Of Adam, near typical gradients. It divides each by its own size: those that are rounding alone would move
 # as far as any other, in each layout elsewhere.
 EPSILON = 1e-4
 
