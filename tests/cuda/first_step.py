@@ -58,10 +58,10 @@ def gradient_of(config) -> dict[str, object]:
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
     row = torch.ones(6)
     batch = TokenBatch((6,), row > 0, row, row, row, row)
-    logprobs = torch.ones(6, device="cuda:0", requires_grad=True)
-    loss, _, sums = _loss(logprobs, batch, objective)
+    answers = torch.ones(2, 6, device="cuda:0", requires_grad=True)
+    loss, _, (_, sums) = _loss(answers, batch, objective)
     loss.backward()
-    return {"gradient": logprobs.grad.device.type, "sums": sums.device.type}
+    return {"gradient": answers.grad.device.type, "sums": sums.device.type}
 
 
 if __name__ == "__main__":

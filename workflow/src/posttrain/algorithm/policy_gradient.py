@@ -128,7 +128,8 @@ def _movement(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TokenBa
     """Return how far each token has moved since the rollout, in FP64."""
     now = logprobs.double()
     ratio = (now - old_logprobs).exp()
-    bins, parts = torch.bucketize(ratio, ratio.new_tensor(RATIO_EDGES)), _parts_of_responses(batch)
+    edges = torch.tensor(RATIO_EDGES, dtype=ratio.dtype).to(ratio.device)
+    bins, parts = torch.bucketize(ratio, edges), _parts_of_responses(batch)
     return {
         **{name: (parts == part) & (bins == place) for (part, place), name in RATIO_HISTOGRAM.items()},
         "importance_ratio_mean": ratio,
