@@ -12,10 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-
 from posttrain.artifacts import Paths, write_text
-from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.config.load import dump_resolved, load_resolved
 from posttrain.errors import ConfigError, Problem
 from posttrain.launch.ranks import Rendezvous, running_ranks
@@ -131,6 +128,11 @@ def _differing_metrics(wrote: Mapping[str, float], again: Mapping[str, float]) -
 
 def _differing_tensors(wrote: Path, again: Path, step: int) -> tuple[int, list[str]]:
     """Return how many tensors were compared, and those that differ; none where either has no checkpoint."""
+    # The driver's small environment has no torch, and only a run's own machine compares.
+    import torch
+
+    from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
+
     folders = [CheckpointFolder(folder, 1).path(step) for folder in (wrote, again)]
     if not all(folder.exists() for folder in folders):
         return 0, []
