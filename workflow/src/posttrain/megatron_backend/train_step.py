@@ -211,9 +211,10 @@ def _report(
     trained = batch.is_response
     values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
     for name in _statistics(objective):
-        mine = statistics[name][trained].double()
-        # A row of padding alone has none.
-        values.append(mine.sum() if _is_mean(name) else mine.max() if len(mine) else mine.new_tensor(-math.inf))
+        if _is_mean(name):
+            values.append(statistics[name][trained].double().sum())
+        else:  # of a row of padding alone: -inf; nobody asks a device how many there are
+            values.append(statistics[name].double().masked_fill(~trained, -math.inf).max())
     return torch.stack([value.double() for value in values])
 
 
