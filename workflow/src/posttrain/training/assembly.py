@@ -24,7 +24,7 @@ from posttrain.planner.sizing.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore
-from posttrain.rollout.source import RolloutSource, StoredSource, SynchronousSource
+from posttrain.rollout.source import StoredSource, SynchronousSource
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
@@ -75,15 +75,12 @@ def open_run(
         if dist.get_rank() == 0:
             if engine_urls:
                 client = _open_client(config, engine_urls, engine_secret, runner, stack)
-                prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
-                graders = stack.enter_context(GraderPool())
-                coordinator = RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
+                coordinator = _open_coordinator(config, model_folder, dataset, client, store, stack)
             last_step, experiment = to_load.finished or None, experiment_of(config)
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last_step, experiment))
         share = share_plain if dist.get_world_size() > 1 else None
-        source: RolloutSource = StoredSource(store, config.rollout.rollout_batch_size)
-        if engine_urls:
-            source = SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, coordinator)
+        stored, wait = StoredSource(store, config.rollout.rollout_batch_size), config.engine.start_timeout_seconds
+        source = SynchronousSource(runner, share, wait, client, coordinator) if engine_urls else stored
         forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
         writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
         yield TrainingRun(
@@ -101,6 +98,14 @@ def open_run(
 
 def _keep_rollouts(finished: int) -> None:
     """Delete none of them: `logging.keep_rollouts`."""
+
+
+def _open_coordinator(
+    config: Config, model_folder: Path, dataset: Path, client: EngineClient, store: RolloutStore, stack: ExitStack
+) -> RolloutCoordinator:
+    prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
+    graders = stack.enter_context(GraderPool())
+    return RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
 
 
 def _open_client(
