@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
 from posttrain.megatron_backend.messages import read_messages_by_list
+from posttrain.megatron_backend.packed_rotary import rotate_packed_rows_at_once
 from posttrain.rendezvous import join_ranks
 
 # torch's limit stands behind `launch.hang_timeout_seconds`: that names the rank that is behind, this ends all nameless.
@@ -64,6 +65,7 @@ def initialize(config: Config) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     read_messages_by_list()
+    rotate_packed_rows_at_once()
     seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
     parallel = config.parallel
