@@ -16,11 +16,8 @@ from posttrain.planner.flags.flag import Flag, flag
 ARCHITECTURE, FAMILY = "model.architecture", "the model family"
 # Linux's name of the interface on which a machine talks to itself.
 LOOPBACK = "lo"
-QUIET_THREADS = flag(
-    "OMP_WAIT_POLICY",
-    "PASSIVE",
-    reason="trainer and engine share the cores: a thread that spins while it waits takes the core the other needs",
-)
+# glibc gives what is freed at the end of the heap back to the system, and every step faults it in anew.
+KEPT_BYTES, OWN_MAPPING_BYTES = 2**28, 2**25
 
 _OVERLAP_PARAM_GATHER = flag(
     "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
@@ -59,9 +56,8 @@ def model_flags(config: Config) -> list[Flag]:
 def indexer_flags(config: Config) -> list[Flag]:
     """Return what is set on the model's settings after they are built.
 
-    Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer, which
-    refuses packed sequences and context parallelism; our layer reads the sizes from the same fields.
-    `attention_chunk_tokens` is ours alone.
+    Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
+    stays: docs/decisions/024); our layer reads the sizes from the same fields. `attention_chunk_tokens` is ours alone.
     """
     arch = config.model.architecture
     sizes = []
@@ -128,6 +124,20 @@ def optimizer_flags(config: Config) -> list[Flag]:
     ]
 
 
+def thread_and_memory_environment(config: Config) -> list[Flag]:
+    """Return what trainer and engine are told of the cores and the host memory that they share."""
+    spinning = "a thread that spins while it waits takes the core the other needs"
+    flags = [flag("OMP_WAIT_POLICY", "PASSIVE", reason=f"trainer and engine share the cores: {spinning}")]
+    if _on_cuda(config):
+        return flags
+    kept = "memory that a step frees is the next one's, not the system's"
+    return [
+        *flags,
+        flag("MALLOC_TRIM_THRESHOLD_", KEPT_BYTES, "hardware.device", reason=kept),
+        flag("MALLOC_MMAP_THRESHOLD_", OWN_MAPPING_BYTES, "hardware.device", reason=kept),
+    ]
+
+
 def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
     """Return the variables that every trainer rank gets besides its place among the ranks.
 
@@ -135,7 +145,7 @@ def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
         config: The resolved configuration.
         num_nodes: That the ranks are on; 0: as many as the configuration says.
     """
-    flags = [QUIET_THREADS]
+    flags = thread_and_memory_environment(config)
     if _on_cuda(config):
         segments = "rows differ in length from micro-batch to micro-batch, and leave holes in memory"
         flags.append(flag("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "hardware.device", reason=segments))

@@ -19,7 +19,11 @@ from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
 from posttrain.planner.flags.flag import Flag, flag
-from posttrain.planner.flags.megatron_flags import QUIET_THREADS, network_flags, site_environment
+from posttrain.planner.flags.megatron_flags import (
+    network_flags,
+    site_environment,
+    thread_and_memory_environment,
+)
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
 RECIPE = "the recipe"
@@ -162,7 +166,7 @@ def sglang_flags(config: Config, role: str = UNIFIED, engine_index: int = 0) -> 
 def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     """Return the variables of an engine's environment."""
     flags = [
-        QUIET_THREADS,
+        *thread_and_memory_environment(config),
         flag("HF_HUB_OFFLINE", 1, reason="an engine's model is a folder; it needs nothing from the network"),
         flag("TOKENIZERS_PARALLELISM", "false", reason="its threads do not survive a fork"),
     ]
