@@ -6,7 +6,7 @@ H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -76,7 +76,8 @@ class SampleGroup:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the group as plain JSON types."""
-        return asdict(self)
+        # `asdict` would look into every token of millions.
+        return {"prompt": dict(vars(self.prompt)), "samples": [dict(vars(sample)) for sample in self.samples]}
 
     @staticmethod
     def from_dict(row: dict[str, Any]) -> SampleGroup:

@@ -145,8 +145,13 @@ def _parts_of_responses(batch: TokenBatch) -> torch.Tensor:
     Example:
         A response of 5 tokens in 4 parts: 0, 0, 1, 2, 3.
     """
-    rows = batch.is_response.split(batch.lengths)
-    return torch.cat([(row.cumsum(0) - 1) * NUM_PARTS // row.sum().clamp(min=1) for row in rows])
+    is_response = batch.is_response
+    lengths = torch.tensor(batch.lengths).to(is_response.device)
+    sequence = torch.arange(len(lengths), device=lengths.device)
+    sequence = sequence.repeat_interleave(lengths, output_size=len(is_response))
+    counts = torch.zeros_like(lengths).index_add(0, sequence, is_response.long())
+    place = is_response.cumsum(0) - 1 - (counts.cumsum(0) - counts)[sequence]
+    return place * NUM_PARTS // counts.clamp(min=1)[sequence]
 
 
 def _check_groups(groups: Sequence[SampleGroup]) -> None:
