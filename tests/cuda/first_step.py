@@ -39,11 +39,16 @@ def model_of(config) -> dict[str, object]:
     model = build_model(config)
     # The other ranks' answers do not come.
     weights.gather_plain = lambda mine: [json.loads(json.dumps(mine))]
+    norms = {name: part for name, part in model.named_modules() if "layernorm" in name and hasattr(part, "weight")}
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     return {
         "names": weights.HubWeights(model, config.model.architecture).names,
         "devices": sorted({parameter.device.type for parameter in model.parameters()}),
         "extra_states": sum("_extra_state" in key for key in model.sharded_state_dict()),
+        "norms": sorted({type(norm).__module__ for norm in norms.values()}),
+        "latent_eps": sorted(
+            {norm.eps for name, norm in norms.items() if name.endswith((".q_layernorm", ".kv_layernorm"))}
+        ),
         "experts": sorted({type(layer.experts).__name__ for layer in layers}),
         "dispatchers": sorted({type(layer.token_dispatcher).__name__ for layer in layers}),
     }
@@ -57,7 +62,7 @@ def gradient_of(config) -> dict[str, object]:
 
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
     row = torch.ones(6)
-    batch = TokenBatch((6,), row > 0, row, row, row, row)
+    batch = TokenBatch((4, 2), row > 0, row, row, row, row)
     answers = torch.ones(2, 6, device="cuda:0", requires_grad=True)
     loss, _, (_, sums) = _loss(answers, batch, objective)
     loss.backward()

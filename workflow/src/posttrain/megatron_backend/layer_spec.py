@@ -6,8 +6,11 @@ indexer needs the normalised latent itself, and parameter names stay the same on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -25,8 +28,9 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from posttrain.megatron_backend.arguments import LATENT_NORM_EPS
 from posttrain.megatron_backend.glm5.attention import Glm5SelfAttention, SparseCoreAttention
-from posttrain.megatron_backend.glm5.norm import LatentRMSNorm, RMSNorm
+from posttrain.megatron_backend.glm5.norm import RMSNorm
 from posttrain.megatron_backend.glm5.router import OneExpertRouter
 from posttrain.megatron_backend.latent_attention import LatentAttention
 from posttrain.megatron_backend.packed_attention import PackedAttention
@@ -41,18 +45,21 @@ def block_spec(config: TransformerConfig, use_transformer_engine: bool) -> Trans
 
     Args:
         config: Megatron's configuration.
-        use_transformer_engine: Linear layers, experts and dense attention of Transformer Engine (CUDA) instead of
-            Megatron's own and ours.
+        use_transformer_engine: Linear layers, experts, norms and dense attention of Transformer Engine (CUDA) instead
+            of Megatron's own and ours.
     """
     backend = TESpecProvider() if use_transformer_engine else _Local()
     first = get_transformer_layer_offset(config)
     stage = range(first, first + get_num_layers_to_build(config))
     layers = [_layer_spec(config, backend, _has_experts(config, i)) for i in stage]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm(rms_norm=True))
 
 
 class _Local(LocalSpecProvider):
-    """Megatron's own modules, and our attention."""
+    """Megatron's own modules, and our norm and attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
 
     def core_attention(self) -> type:
         return PackedAttention
@@ -65,14 +72,14 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _layer_spec(config: TransformerConfig, backend: BackendSpecProvider, is_moe: bool) -> ModuleSpec:
-    is_latent = config.multi_latent_attention
+    is_latent, norm = config.multi_latent_attention, backend.layer_norm(rms_norm=True)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=(_latent_attention if is_latent else _grouped_attention)(config, backend),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=_moe_spec(config, backend) if is_moe else _dense_mlp_spec(backend),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if is_latent else ATTENTION_NORM | ({} if is_moe else MLP_NORM),
@@ -81,7 +88,7 @@ def _layer_spec(config: TransformerConfig, backend: BackendSpecProvider, is_moe:
 
 
 def _grouped_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    norm = RMSNorm if config.qk_layernorm else None
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -97,9 +104,10 @@ def _grouped_attention(config: TransformerConfig, backend: BackendSpecProvider) 
 
 def _latent_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
     column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
+    norm = partial(_latent_norm, backend.layer_norm(rms_norm=True))
     query: dict[str, Any] = {"linear_q_proj": column, "q_layernorm": None}
     if config.q_lora_rank is not None:
-        query = {"linear_q_down_proj": column, "linear_q_up_proj": column, "q_layernorm": LatentRMSNorm}
+        query = {"linear_q_down_proj": column, "linear_q_up_proj": column, "q_layernorm": norm}
     is_sparse = config.dsa_indexer_topk
     return ModuleSpec(
         module=Glm5SelfAttention if is_sparse else LatentAttention,
@@ -110,9 +118,16 @@ def _latent_attention(config: TransformerConfig, backend: BackendSpecProvider) -
             linear_kv_up_proj=column,
             core_attention=SparseCoreAttention if is_sparse else backend.core_attention(),
             linear_proj=row,
-            kv_layernorm=LatentRMSNorm,
+            kv_layernorm=norm,
         ),
     )
+
+
+def _latent_norm(
+    norm: Callable[..., torch.nn.Module], config: TransformerConfig, hidden_size: int, **_: Any
+) -> torch.nn.Module:
+    """Build a norm of MLA's latents, whose epsilon is not the layers'."""
+    return norm(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
 
 
 def _dense_mlp_spec(backend: BackendSpecProvider) -> ModuleSpec:

@@ -1,4 +1,4 @@
-"""RMSNorm that works under sequence parallelism, and with a fixed epsilon for the two latents of MLA."""
+"""RMSNorm that works under sequence parallelism, where Transformer Engine's is not there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-from posttrain.megatron_backend.arguments import LATENT_NORM_EPS
 
 
 class RMSNorm(torch.nn.Module):
@@ -32,10 +30,3 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x` [..., hidden_size]; the statistics are taken in FP32."""
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
-
-
-class LatentRMSNorm(RMSNorm):
-    """RMSNorm of the query and key-value latents: its epsilon is not the layers'."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 0.0, **_: Any):
-        super().__init__(config, hidden_size, eps=LATENT_NORM_EPS)
