@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.begun_runs import begin_run, paths_of
 
+from posttrain.artifacts.lease import Lease, LeaseHeldError
 from posttrain.commands.replay import main
 from posttrain.config.load import dump_resolved
 from posttrain.errors import CheckpointError, ConfigError
@@ -22,6 +23,13 @@ def test_what_cannot_be_trained_again_is_refused(tmp_path: Path) -> None:
         main(paths, None)
     paths.config.write_text(dump_resolved(paths.resolved))
     with pytest.raises(CheckpointError, match="step_000004: 0 of 16 groups are there"):
+        main(paths, None)
+    assert not (paths.train / "replay").exists()
+
+
+def test_a_run_that_somebody_trains_is_refused(tmp_path: Path) -> None:
+    paths = begin_run(tmp_path, "old")
+    with Lease(paths.train, paths.lease), pytest.raises(LeaseHeldError, match="is being written by process"):
         main(paths, None)
     assert not (paths.train / "replay").exists()
 

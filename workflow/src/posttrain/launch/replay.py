@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
+from posttrain.artifacts.lease import Lease
 from posttrain.config.load import dump_resolved, load_resolved
 from posttrain.errors import ConfigError, Problem
 from posttrain.launch.ranks import Rendezvous, running_ranks
@@ -52,12 +53,17 @@ def replay(paths: Paths, last: int | None = None) -> Replay:
     Raises:
         ConfigError: The run cannot be trained again here.
         CheckpointError: Its checkpoint or a rollout is damaged, or not there.
+        LeaseHeldError: Somebody trains the run, or a step of it again.
         RuntimeError: A rank failed.
     """
     if not paths.config.exists():
         remedy = "`posttrain status` lists the runs"
         raise ConfigError([Problem("run", paths.resolved.run, f"a run in {paths.run.parent}", remedy)])
-    paths = Paths(dataclasses.replace(paths.resolved, config=load_resolved(paths.config)))
+    with Lease(paths.train, paths.lease):
+        return _replay(Paths(dataclasses.replace(paths.resolved, config=load_resolved(paths.config))), last)
+
+
+def _replay(paths: Paths, last: int | None) -> Replay:
     config, rows = paths.resolved.config, {int(row["step"]): row for row in read_rows(paths.metrics)}
     last = max(rows, default=0) if last is None else last
     if last not in rows:
