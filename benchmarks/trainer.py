@@ -1,8 +1,8 @@
 """Claims about an update's speed: the same rollout to the same updated weights, beside TRL and a plain loop.
 
 Ours, TRL at its fastest, and a loop over transformers' model with samples sorted by length make updates in turn, each
-in a process of its own with the same threads, precision and allocator; the others wait meanwhile. TRL's micro-batch and
-checkpointing are what one round of each setting finds fastest. Tokens are those of responses, padding is none of them.
+in a process of its own with the same threads, precision and allocator; the others wait meanwhile. TRL's micro-batch
+and checkpointing are what a round or two of each setting find fastest. Tokens are those of responses, not padding.
 Run from the repository's root, on a machine that does nothing else:
 
     python -m benchmarks.trainer --model moe
@@ -90,12 +90,13 @@ class Side:
 
 
 def fastest_trl(model: str, lengths: tuple[int, ...]) -> Task:
-    """Return TRL's settings with the fastest second update."""
-    seconds = {}
+    """Return TRL's settings with the fastest update of two; hopeless ones get one."""
+    seconds: dict[Task, float] = {}
     for task in [Task("trl", model, lengths, size, again) for size in (1, 2, 4, 8, 16) for again in (False, True)]:
         side = Side(task)
-        side.update()
         seconds[task] = side.update()["seconds"]
+        if seconds[task] < 2 * min(seconds.values()):
+            seconds[task] = min(seconds[task], side.update()["seconds"])
         side.end()
         print(f"TRL, {task.micro_batch:2} a micro-batch, checkpointing {task.checkpointing}: {seconds[task]:.1f} s")
     return min(seconds, key=lambda task: seconds[task])

@@ -133,7 +133,7 @@ class Clock:
 
 
 def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The trainer's own update, log-probabilities before it included where it asks for them."""
+    """The trainer's own first update on a rollout, which gives the log-probabilities before it, too."""
     from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.model import build_policy
@@ -165,8 +165,8 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> No
 
     def update() -> float:
         (planned,) = make_updates(config, objective, groups, dp_rank=0)
-        planned = planned.with_old_logprobs(train_step.compute_logprobs(policy, planned.batches))
-        return train_step.update(policy, objective, planned.micro_batches(objective.needs), LR).grad_norm
+        batches = planned.micro_batches(objective.needs)
+        return train_step.update(policy, objective, batches, LR, look=lambda _: None).grad_norm
 
     serve(update)
 

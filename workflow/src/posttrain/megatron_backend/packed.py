@@ -54,7 +54,7 @@ class Spread:
         return row if self.places is None else row.index_select(0, self.places)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """What attention needs to know about a packed row; Megatron hands it to every layer unchanged.
 
@@ -72,9 +72,9 @@ class PackedSequences(PackedSeqParams):
         kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
     """
 
-    position_ids: torch.Tensor = None  # type: ignore[assignment]
-    queries: Spread = None  # type: ignore[assignment]
-    keys: Spread = None  # type: ignore[assignment]
+    position_ids: torch.Tensor
+    queries: Spread
+    keys: Spread
     spans: tuple[tuple[int, int], ...] = ()
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
