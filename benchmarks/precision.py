@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.packed_rows import gradients_by_hub_name, run_packed
 from tests.support.tiny_checkpoint import FAMILIES, make_random_checkpoint
-from tests.unit.megatron_backend.test_glm5_parity import gradients_by_hub_name, run_packed
 
 from posttrain.config.schema import Architecture
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.packed_rows import gradients_by_hub_name, run_packed
 from tests.support.tiny_checkpoint import FAMILIES as SMALL
 from tests.support.tiny_checkpoint import (
     TINY,
@@ -18,7 +19,6 @@ from tests.support.tiny_checkpoint import (
     VARIANTS,
     make_random_checkpoint,
 )
-from tests.unit.megatron_backend.test_glm5_parity import gradients_by_hub_name, run_packed
 
 FAMILIES = {
     **{name: arch for name, arch in SMALL.items() if arch is not TINY},

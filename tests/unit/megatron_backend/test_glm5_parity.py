@@ -9,23 +9,13 @@ import pytest
 import torch
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import test_config
+from tests.support.packed_rows import boundaries, gradients_by_hub_name, run_packed
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.megatron_backend import packed
 from posttrain.megatron_backend.packed import PackedSequences
 
 pytestmark = pytest.mark.usefixtures("policy")
-
-
-def boundaries(sequences: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0).int()
-
-
-def run_packed(policy, sequences: list[torch.Tensor], labels: torch.Tensor | None = None) -> torch.Tensor:
-    row = PackedSequences.from_boundaries(boundaries(sequences))
-    tokens = torch.cat(sequences)[None]
-    output = policy.wrapped(tokens, row.position_ids[None], None, labels=labels, packed_seq_params=row)
-    return output.squeeze() if labels is None else output[0]
 
 
 @torch.no_grad()
@@ -90,18 +80,6 @@ def gradients_of_both(policy, reference, sequences) -> tuple[dict[str, torch.Ten
     theirs = dict(named for name, grad in gradients for named in by_hub_name(name, grad))
     assert set(theirs) <= set(ours)
     return ours, theirs
-
-
-def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
-    """Read the gradients through the same table as the weights, by putting them in the weights' place for a moment."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    originals = [p.data.clone() for p in trained]
-    for parameter in trained:
-        parameter.data.copy_(parameter.main_grad)
-    named = {name: tensor.clone().float() for name, tensor in weights.gather(dtype=torch.float32)}
-    for parameter, original in zip(trained, originals, strict=True):
-        parameter.data.copy_(original)
-    return named
 
 
 @torch.no_grad()
