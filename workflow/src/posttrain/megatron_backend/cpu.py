@@ -35,6 +35,7 @@ def enable_cpu() -> None:
     _replace_random_state()
     _redirect_factories()
     _keep_split_sizes_plain()
+    _exchange_parts_of_any_size()
     _provide_fused_adam()
     _accept_cpu_parameters()
     _enabled = True
@@ -131,6 +132,36 @@ def _keep_split_sizes_plain() -> None:
         return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _exchange_parts_of_any_size() -> None:
+    """Ranks that share an expert hold tokens of different numbers; gloo gathers and scatters parts of one size only.
+
+    What it does take in parts of any size is the all-to-all.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(part: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, use_global_buffer)
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        sent = part.repeat(group.size(), *[1] * (part.dim() - 1))
+        torch.distributed.all_to_all_single(whole, sent, sizes, [len(part)] * group.size(), group)
+        return whole
+
+    def add_up_parts(whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, use_global_buffer)
+        own = sizes[group.rank()]
+        parts = whole.new_empty(group.size(), own, *whole.shape[1:])
+        received = [own] * group.size()
+        torch.distributed.all_to_all_single(parts.flatten(0, 1), whole.contiguous(), received, sizes, group)
+        return parts.sum(0)
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = add_up_parts
 
 
 class FusedAdam(torch.optim.Optimizer):
