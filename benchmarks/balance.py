@@ -3,7 +3,8 @@
     python -m benchmarks.balance
 
 Lengths are log-normal, as answers to mathematical problems have them. A sample's work is not the packer's formula: it
-is what torch counts (`FlopCounterMode`) in the forward pass of transformers' Qwen3-4B at that length.
+is what torch counts (`FlopCounterMode`) in the forward pass of transformers' Qwen3-4B at that length, whose attention
+multiplies what a causal kernel does: a block of queries with the keys up to its end.
 Beside ours: the largest differencing method with equally many samples a rank, by tokens and by verl's estimate of work.
 
 Sources: Karmarkar and Karp, The differencing method of set partitioning (1982); verl, utils/seqlen_balancing.py.
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from benchmarks.claims import report
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.batching.packing import pack
 from posttrain.config.derived import token_budget
@@ -30,6 +31,8 @@ from posttrain.training.batch import sample_costs
 
 BATCH, RANKS, SEEDS = 512, (8, 16, 32, 64), range(5)
 PROMPT_TOKENS = 128
+# Queries of a block of a flash kernel.
+BLOCK = 128
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 
 
@@ -101,6 +104,29 @@ def architecture(name: str) -> Architecture:
     return resolve({"model": name, "site": "local"}, CONFIG_DIR).config.model.architecture
 
 
+def attend_by_blocks(
+    _layer: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention of query [1, H, S, D] over keys and values [1, G, S, D], as [1, S, H, D]."""
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    blocks = []
+    for start in range(0, query.shape[2], BLOCK):
+        end = min(start + BLOCK, query.shape[2])
+        scores = query[:, :, start:end] @ key[:, :, :end].transpose(2, 3) * scaling
+        hidden = torch.ones(end - start, end, dtype=torch.bool, device=query.device).triu(start + 1)
+        blocks.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, :, :end])
+    return torch.cat(blocks, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("causal_blocks", attend_by_blocks)
+
+
 @functools.cache
 def model(name: str) -> Qwen3ForCausalLM:
     """Return one layer and the ends of a model in config/models, without memory for the weights."""
@@ -115,7 +141,7 @@ def model(name: str) -> Qwen3ForCausalLM:
     )
     values = {size: getattr(arch, size) for size in sizes}
     with torch.device("meta"):
-        return Qwen3ForCausalLM(Qwen3Config(**values, num_hidden_layers=1, attn_implementation="eager"))
+        return Qwen3ForCausalLM(Qwen3Config(**values, num_hidden_layers=1, attn_implementation="causal_blocks"))
 
 
 @functools.cache
