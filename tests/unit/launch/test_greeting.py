@@ -260,7 +260,9 @@ def test_a_process_without_file_descriptors_lets_in_when_it_has_some(
         try:
             host, _, port = head.reception.address.rpartition(":")
             late.connect((host, int(port)))
-            time.sleep(0.3)
+            deadline = time.monotonic() + 30
+            while "Too many open files" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "a connection from somebody was refused" in caplog.text
