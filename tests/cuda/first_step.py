@@ -41,7 +41,9 @@ def model_of(config) -> dict[str, object]:
     weights.gather_plain = lambda mine: [json.loads(json.dumps(mine))]
     norms = {name: part for name, part in model.named_modules() if "layernorm" in name and hasattr(part, "weight")}
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    fused = [getattr(module, "fuse_wgrad_accumulation", None) for module in model.modules()]
     return {
+        "fused": sorted({bool(value) for value in fused if value is not None}),
         "names": weights.HubWeights(model, config.model.architecture).names,
         "devices": sorted({parameter.device.type for parameter in model.parameters()}),
         "extra_states": sum("_extra_state" in key for key in model.sharded_state_dict()),

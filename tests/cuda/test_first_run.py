@@ -25,6 +25,7 @@ def test_a_first_step_finds_everything_on_the_device(choice: dict[str, str]) -> 
     assert found["experts"] == ["TEGroupedMLP"]
     assert found["norms"] == ["transformer_engine.pytorch.module.rmsnorm"]
     assert found["latent_eps"] == [1e-6]
+    assert found["fused"] == [True]
     assert found["extra_states"] > 0, "or weights are told from them without proof"
     assert found["dispatchers"] == ["MoEAlltoAllTokenDispatcher"]
     names = set(expected_tensors(resolve({"site": "local", **choice}, CONFIG_DIR).config.model.architecture))

@@ -55,8 +55,11 @@ def provide_transformer_engine() -> None:
     class Compiled(ModuleType):
         """Has whatever is asked of it; classes stay classes, so that they may stand in annotations."""
 
-        class DType(enum.Enum):
+        class DType(enum.IntEnum):
             kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = range(8)
+
+        class NVTE_Fused_Attn_Backend(enum.IntEnum):
+            NVTE_No_Backend, NVTE_F16_arbitrary_seqlen, NVTE_FP8 = -1, 1, 2
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -53,7 +54,10 @@ def build_model(config: Config) -> LogprobModel:
         log_probs_chunk_size=config.trainer.log_probs_chunk_size,
         temperature=config.rollout.temperature,
     )
-    return model if config.hardware.device == "cpu" else model.cuda()
+    if config.hardware.device == "cpu":
+        return model
+    _fuse_gradient_accumulation(model)
+    return model.cuda()
 
 
 def build_policy(config: Config) -> Policy:
@@ -71,3 +75,13 @@ def build_policy(config: Config) -> Policy:
     settings.no_sync_func = wrapped.no_sync
     optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped])
     return Policy(config, model, wrapped, optimizer, ExpertLoad(model))
+
+
+def _fuse_gradient_accumulation(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's products of weight gradients add to Megatron's FP32 buffers themselves.
+
+    Megatron's flag for it would ask for Apex's kernel as well, for an output layer whose product is ours.
+    """
+    for part in model.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True  # type: ignore[assignment]
