@@ -66,6 +66,14 @@ def test_a_rule_is_complete(name: str) -> None:
     assert bool(has_output) == bool(has_benchmark)
 
 
+@pytest.mark.parametrize("name", ["evaluate", "render_report"])
+def test_what_vouches_for_an_output_is_deleted_before_it(name: str) -> None:
+    """Snakemake deletes outputs in their order when a job that was killed starts anew, and may be killed meanwhile."""
+    outputs = re.search(r"^\s*output:\n(.*?)^\s*log:$", RULES[name], re.MULTILINE | re.DOTALL)
+    assert outputs
+    assert re.findall(r"^\s*(\w+)=", outputs[1], re.MULTILINE)[0] == "receipt"
+
+
 # The picture leaves out the target, the configuration's own files, and the file that joins the nodes' copies.
 NOT_DRAWN = {"all", "resolve_config", "stage_all_nodes"}
 RECIPES = [path.stem.rpartition("_") for path in sorted((ROOT / "config" / "nodes").glob("*.yaml"))]

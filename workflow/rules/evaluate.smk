@@ -13,7 +13,9 @@ rule evaluate:
         dataset=receipt_of(PATHS.dataset),
         run=lambda wildcards: may_run(),
     output:
-        report(PATHS.evaluation("{when}"), category="Evaluation", labels={"training": "{when}"}),
+        # Snakemake deletes what a killed job had made in this order: what vouches for the result goes before it.
+        receipt=receipt_of(PATHS.evaluation("{when}")),
+        result=report(PATHS.evaluation("{when}"), category="Evaluation", labels={"training": "{when}"}),
     log:
         PATHS.run_log("evaluate", ".{when}"),
     benchmark:
@@ -34,7 +36,7 @@ rule evaluate:
             FROM_CONFIG,
             "--checkpoint {params.checkpoint:q}",
             "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}",
-            "--when {wildcards.when} --output {output:q}",
+            "--when {wildcards.when} --output {output.result:q}",
             where=ON_ONE_NODE,
         )
 

@@ -10,6 +10,8 @@ rule render_report:
         before=PATHS.evaluation("before"),
         after=PATHS.evaluation("after"),
     output:
+        # The first to go; see `evaluate`.
+        receipt=receipt_of(PATHS.run / "report.html"),
         summary=report(PATHS.summary, category="Run", labels={"what": "summary"}),
         report=report(PATHS.run / "report.html", category="Run", labels={"what": "report"}),
     log:
