@@ -4,14 +4,16 @@
 
 Each side runs in a process of its own, twice: over a few tokens, so that libraries have their working memory, then as
 it is measured. Counted is the peak of the resident memory above what is resident before, less the gradients of hidden
-states and matrix; in the unit of one chunk of logits. Beside ours: the plain formula, and Liger's and Apple's kernels
-where they run; what cannot run is named with its reason.
+states and matrix; in the unit of one chunk of logits. Beside ours: the plain formula, Liger's kernel and Apple's, which
+this project does not install (`pip install --no-deps liger-kernel cut-cross-entropy triton`). Without a GPU Liger's
+runs in Triton's interpreter, for few tokens; Apple's has a formula for torch's compiler instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,8 +27,9 @@ from posttrain.algorithm.logprobs import chunked_logprobs
 
 VOCABULARY, HIDDEN, CHUNK = 154_880, 256, 1_024
 CHUNK_BYTES = CHUNK * VOCABULARY * 4
-# The plain formula holds three tensors of all logits: of more tokens, they are more than 24 GiB.
-MOST_TOKENS = {"naive": 2 * CHUNK}
+# What holds all logits would need more than 24 GiB; an interpreter would need days.
+ON_CPU = {} if torch.cuda.is_available() else {"liger": 16, "cut_cross_entropy": 2 * CHUNK}
+MOST_TOKENS = {"naive": 2 * CHUNK} | ON_CPU
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -49,10 +52,11 @@ def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def cut_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the same by Apple's Triton kernel."""
+    """Return the same by Apple's Triton kernel, or by its formula for torch's compiler."""
     from cut_cross_entropy import linear_cross_entropy
 
-    return linear_cross_entropy(hidden, weight, targets, reduction="sum", impl="cce")
+    kernel = "cce" if hidden.is_cuda else "torch_compile"
+    return linear_cross_entropy(hidden, weight, targets, reduction="sum", impl=kernel)
 
 
 SIDES: dict[str, Loss] = {side.__name__: side for side in (ours, naive, liger, cut_cross_entropy)}
@@ -67,7 +71,8 @@ def main() -> None:
     for name in SIDES:
         tokens = min(arguments.tokens, MOST_TOKENS.get(name, arguments.tokens))
         command = [sys.executable, "-m", "benchmarks.loss_memory", "--side", name, "--tokens", str(tokens)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = os.environ | ({"TRITON_INTERPRET": "1"} if ON_CPU else {})
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode:
             print(f"{name}: did not run: {ended.stderr.strip().splitlines()[-1]}")
             continue
