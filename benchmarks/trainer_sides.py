@@ -158,7 +158,7 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> No
     initialize_single_rank(config)
     torch.set_num_threads(config.trainer.num_threads)
     policy = build_policy(config)
-    HubWeights(policy.model, config.model.architecture).transform(lambda name, _: tensors[name].float())
+    HubWeights(policy.chunks, config.model.architecture).transform(lambda name, _: tensors[name].float())
     assert policy.optimizer is not None
     policy.optimizer.reload_model_params()
     objective, groups = PolicyGradient(config.algorithm, LONGEST), rollout(task)

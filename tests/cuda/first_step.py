@@ -36,7 +36,7 @@ def model_of(config) -> dict[str, object]:
     from posttrain.megatron_backend.model import build_model
 
     initialize(config)
-    model = build_model(config)
+    (model,) = build_model(config)
     # The other ranks' answers do not come.
     weights.gather_plain = lambda mine: [json.loads(json.dumps(mine))]
     norms = {name: part for name, part in model.named_modules() if "layernorm" in name and hasattr(part, "weight")}
@@ -44,7 +44,7 @@ def model_of(config) -> dict[str, object]:
     fused = [getattr(module, "fuse_wgrad_accumulation", None) for module in model.modules()]
     return {
         "fused": sorted({bool(value) for value in fused if value is not None}),
-        "names": weights.HubWeights(model, config.model.architecture).names,
+        "names": weights.HubWeights([model], config.model.architecture).names,
         "devices": sorted({parameter.device.type for parameter in model.parameters()}),
         "extra_states": sum("_extra_state" in key for key in model.sharded_state_dict()),
         "norms": sorted({type(norm).__module__ for norm in norms.values()}),

@@ -81,7 +81,7 @@ def updated(config: Config, checkpoint: Path) -> dict[str, object]:
     from posttrain.training.batch import make_updates
 
     policy = build_policy(config)
-    weights = HubWeights(policy.model, config.model.architecture)
+    weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     weights.transform(lambda name, _: tensors[name].float())
     policy.optimizer.reload_model_params()

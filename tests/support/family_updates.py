@@ -137,7 +137,7 @@ def measure(config: Any, checkpoint: Path) -> dict[str, Any]:
     from posttrain.training.batch import make_updates
 
     policy, objective = build_policy(config), SupervisedFineTuning("token_mean", 32)
-    weights = HubWeights(policy.model, config.model.architecture)
+    weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     weights.transform(lambda name, _: tensors[name].float())
     assert policy.optimizer is not None
@@ -169,17 +169,17 @@ def reduced_gradients(policy: Any, weights: Any) -> dict[str, torch.Tensor]:
 
     It is read through the table of the weights, whose places it takes meanwhile.
     """
-    for buffer in (*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers):
+    for buffer in policy.buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    held = [parameter.data.clone() for parameter in policy.model.parameters()]
-    for parameter in policy.model.parameters():
+    held = [parameter.data.clone() for parameter in policy.parameters()]
+    for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data.copy_(parameter.main_grad)
     gathered = whole(weights)
-    for parameter, value in zip(policy.model.parameters(), held, strict=True):
+    for parameter, value in zip(policy.parameters(), held, strict=True):
         parameter.data.copy_(value)
     return {name: value for name, value in gathered.items() if not name.endswith("e_score_correction_bias")}
 

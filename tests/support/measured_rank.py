@@ -61,7 +61,7 @@ def measure(config: Config) -> dict[str, object]:
     initialize(config)
     policy = build_policy(config)
     generator = torch.Generator().manual_seed(1)
-    for parameter in policy.model.parameters():
+    for parameter in policy.parameters():
         parameter.data.normal_(0, 0.05, generator=generator)
     policy.optimizer.reload_model_params()
     groups = make_groups(config.model.architecture.vocab_size)
@@ -70,11 +70,11 @@ def measure(config: Config) -> dict[str, object]:
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     saved = _SavedTensors(policy)
     train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-4)
-    buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
+    buffers = policy.buffers
     lengths = (update.batches[0].cu_seqlens[1:] - update.batches[0].cu_seqlens[:-1]).tolist()
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "weights": storage_bytes([*policy.model.parameters(), *policy.model.buffers()]),
+        "weights": storage_bytes([*policy.parameters(), *policy.chunks[0].buffers()]),
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": storage_bytes(optimizer_tensors(policy.optimizer)),
         "activations": saved.num_bytes,
@@ -91,19 +91,19 @@ class _SavedTensors:
 
     def __init__(self, policy) -> None:
         self.num_bytes = 0
-        self._weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
         self._seen: dict[int, torch.Tensor] = {}
-        forward = policy.wrapped.forward
+        forward = policy.wrapped[0].forward
 
         def first_forward(*args, **kwargs):
-            policy.wrapped.forward = forward
+            policy.wrapped[0].forward = forward
             with saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 output = forward(*args, **kwargs)
             self.num_bytes = storage_bytes(self._seen.values())
             self._seen.clear()
             return output
 
-        policy.wrapped.forward = first_forward
+        policy.wrapped[0].forward = first_forward
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         place = tensor.untyped_storage().data_ptr()

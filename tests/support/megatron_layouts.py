@@ -77,7 +77,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
     initialize(config)
     policy = build_policy(config)
-    weights = HubWeights(policy.model, config.model.architecture)
+    weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     weights.transform(lambda name, _: tensors[name].float())
     policy.optimizer.reload_model_params()
@@ -95,7 +95,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     dist.barrier()
     held = [tensor.clone() for tensor in optimizer_tensors(policy.optimizer)]
     differences = differences_to_megatron(policy, folder)
-    for tensor in (*policy.model.parameters(), *optimizer_tensors(policy.optimizer)):
+    for tensor in (*policy.parameters(), *optimizer_tensors(policy.optimizer)):
         tensor.data.fill_(7.0)
     restored_step = load_training_state(policy, folder)
     restored = dict(weights.gather(dtype=torch.float32))
@@ -157,7 +157,7 @@ def balanced(config, tensors, objective, groups) -> dict[str, object]:
 
     optimizer = dataclasses.replace(config.optimizer, moe_aux_loss_coeff=10.0, router_bias_update_rate=0.01)
     policy = build_policy(dataclasses.replace(config, optimizer=optimizer))
-    weights = HubWeights(policy.model, config.model.architecture)
+    weights = HubWeights(policy.chunks, config.model.architecture)
     weights.transform(lambda name, _: tensors[name].float())
     policy.optimizer.reload_model_params()
     statistics = update_on(policy, objective, groups, is_last=True)
@@ -179,7 +179,7 @@ def count_bad_gradients(policy) -> int:
     from posttrain.megatron_backend.train_step import _count_non_finite_gradients
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        last = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers][-1]
+        last = policy.buffers[-1]
         last.grad_data[-1] = math.nan
     return _count_non_finite_gradients(policy)
 
@@ -214,7 +214,7 @@ def differences_to_megatron(policy, folder: Path) -> list[str]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}
     metadata["chained_optim_avoid_prefix"] = True
-    gathered = policy.optimizer.sharded_state_dict(sharded_weights(policy.model), metadata=metadata)
+    gathered = policy.optimizer.sharded_state_dict(sharded_weights(policy.chunks), metadata=metadata)
     apply_factories(gathered)
     tensors, _ = extract_matching_values(gathered, lambda value: isinstance(value, ShardedTensor))
     reader, different, num_keys = TorchDistReader(folder), [], 0

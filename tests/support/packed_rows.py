@@ -14,13 +14,13 @@ def boundaries(sequences: list[torch.Tensor]) -> torch.Tensor:
 def run_packed(policy, sequences: list[torch.Tensor], labels: torch.Tensor | None = None) -> torch.Tensor:
     row = PackedSequences.from_boundaries(boundaries(sequences))
     tokens = torch.cat(sequences)[None]
-    output = policy.wrapped(tokens, row.position_ids[None], None, labels=labels, packed_seq_params=row)
+    output = policy.wrapped[0](tokens, row.position_ids[None], None, labels=labels, packed_seq_params=row)
     return output.squeeze() if labels is None else output[0]
 
 
 def gradients_by_hub_name(policy, weights) -> dict[str, torch.Tensor]:
     """Read the gradients through the same table as the weights, by putting them in the weights' place for a moment."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    trained = [p for p in policy.parameters() if p.requires_grad]
     originals = [p.data.clone() for p in trained]
     for parameter in trained:
         parameter.data.copy_(parameter.main_grad)

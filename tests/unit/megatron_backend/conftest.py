@@ -26,7 +26,7 @@ def make_policy(checkpoint):
 
         initialize_single_rank(config)
         policy = build_policy(config)
-        weights = HubWeights(policy.model, config.model.architecture)
+        weights = HubWeights(policy.chunks, config.model.architecture)
         weights.transform(lambda name, _: checkpoint[1][name].float())
         policy.optimizer.reload_model_params()
         return policy

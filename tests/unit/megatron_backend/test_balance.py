@@ -37,7 +37,7 @@ def counted(config, lengths) -> dict[int, int]:
     from posttrain.megatron_backend.model import build_model
 
     initialize_single_rank(config)
-    layers, hidden = build_model(config).decoder.layers, config.model.architecture.hidden_size
+    layers, hidden = build_model(config)[0].decoder.layers, config.model.architecture.hidden_size
     for parameter in layers.parameters():
         parameter.data.normal_(0, 0.05)
     # A dense layer first, then layers with experts.

@@ -62,7 +62,7 @@ def payload(tmp_path: Path) -> Iterator[Payload]:
 
 def test_the_doors_are_open_for_what_we_wrote(policy, saved, converted):
     assert load_training_state(policy, saved) == 6
-    load_weights(policy.model, converted)
+    load_weights(policy.chunks, converted)
 
 
 def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
@@ -79,8 +79,8 @@ def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
     policy = build_policy(config)
     assert load_training_state(policy, folder) == 2
     assert count_steps(policy.optimizer) == 4, "two updates a step"
-    loaded = {name: weight for name, weight in policy.model.state_dict().items() if weight is not None}
-    weights = {weight: name for name, weight in policy.model.named_parameters()}
+    loaded = {name: weight for name, weight in policy.chunks[0].state_dict().items() if weight is not None}
+    weights = {weight: name for name, weight in policy.chunks[0].named_parameters()}
     for part in policy.optimizer.chained_optimizers:
         for weight in part.model_param_group_index_map:
             for kind, values in part._get_main_param_and_optimizer_states(weight).items():
@@ -106,7 +106,7 @@ def test_no_payload_runs(policy, request, tmp_path, payload, kind, plant, reason
     folder = tmp_path / "planted"
     shutil.copytree(request.getfixturevalue(kind), folder)
     PLANTS[plant](folder, payload)
-    load = load_training_state if kind == "saved" else lambda policy, folder: load_weights(policy.model, folder)
+    load = load_training_state if kind == "saved" else lambda policy, folder: load_weights(policy.chunks, folder)
     if (kind, plant) == ("converted", "common"):
         load(policy, folder)  # nothing of it is needed: it is not opened
     else:

@@ -28,7 +28,7 @@ def balanced_config(**optimizer):
 def routers_of(policy):
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return [module for module in policy.model.modules() if isinstance(module, TopKRouter)]
+    return [module for module in policy.chunks[0].modules() if isinstance(module, TopKRouter)]
 
 
 def chosen(router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +120,8 @@ def test_norms_and_biases_decay_by_choice(make_policy) -> None:
 
     for choice, factor in ((False, 1.0), (True, 1 - 0.1 * 0.5)):
         policy = make_policy(balanced_config(decay_norms_and_biases=choice, weight_decay=0.5))
-        policy.wrapped.zero_grad_buffer()
-        named = dict(policy.model.named_parameters())
+        policy.wrapped[0].zero_grad_buffer()
+        named = dict(policy.chunks[0].named_parameters())
         norm, matrix = named["decoder.final_layernorm.weight"], named["output_layer.weight"]
         before = norm.detach().clone(), matrix.detach().clone()
         _apply(policy, lr=0.1)

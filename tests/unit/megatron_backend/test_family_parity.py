@@ -47,7 +47,7 @@ def made(tmp_path_factory):
             config = test_config(FAMILIES[family])
             initialize_single_rank(config)
             policy = build_policy(config)
-            weights = HubWeights(policy.model, config.model.architecture)
+            weights = HubWeights(policy.chunks, config.model.architecture)
             weights.transform(lambda name, _: tensors[name].float())
             known[family] = root / family, policy, weights
         return known[family]
@@ -62,7 +62,7 @@ def labels_of(sequences) -> torch.Tensor:
 def gradients(policy, weights, sequences) -> dict[str, torch.Tensor]:
     """Return the gradients of the sum of log-probabilities by Hub name."""
     labels = labels_of(sequences)
-    policy.wrapped.zero_grad_buffer()
+    policy.wrapped[0].zero_grad_buffer()
     run_packed(policy, sequences, labels[None]).sum().backward()
     return gradients_by_hub_name(policy, weights)
 

@@ -69,13 +69,13 @@ def gradients_of_both(policy, reference, sequences) -> tuple[dict[str, torch.Ten
     from posttrain.megatron_backend.weights import HubWeights
 
     labels = torch.cat(sequences).roll(-1)
-    policy.wrapped.zero_grad_buffer()
+    policy.wrapped[0].zero_grad_buffer()
     run_packed(policy, sequences, labels[None]).sum().backward()
     reference.zero_grad()
     logits = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
     torch.log_softmax(logits, -1).gather(1, labels[:, None]).sum().backward()
 
-    ours = gradients_by_hub_name(policy, HubWeights(policy.model, policy.config.model.architecture))
+    ours = gradients_by_hub_name(policy, HubWeights(policy.chunks, policy.config.model.architecture))
     gradients = ((name, p.grad) for name, p in reference.named_parameters() if p.grad is not None)
     theirs = dict(named for name, grad in gradients for named in by_hub_name(name, grad))
     assert set(theirs) <= set(ours)
@@ -105,7 +105,7 @@ def recorded_selections(policy, sequences) -> list[list[torch.Tensor]]:
     for sequence in sequences:
         layers: list[torch.Tensor] = []
         with pytest.MonkeyPatch.context() as patch:
-            for layer in policy.model.decoder.layers:
+            for layer in policy.chunks[0].decoder.layers:
                 core = layer.self_attention.core_attention
                 patch.setattr(core, "_selectors", recording(core._selectors, layers))
             run_packed(policy, [sequence])
@@ -160,7 +160,7 @@ def full_scores(indexer, args) -> torch.Tensor:
 @torch.no_grad()
 def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
     """With the latent's norm weight ignored the keys differ: the fixture's norm weights make the mistake visible."""
-    layer = policy.model.decoder.layers[1].self_attention
+    layer = policy.chunks[0].decoder.layers[1].self_attention
     weight = layer.q_layernorm.weight.data.clone()
     right = recorded_selections(policy, sequences)[2][1]
     original = layer.core_attention._selectors
@@ -172,11 +172,11 @@ def test_indexer_uses_the_normalised_latent(policy, sequences) -> None:
 
 @torch.no_grad()
 def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, sequences, monkeypatch) -> None:
-    indexers = [layer.self_attention.core_attention.indexer for layer in policy.model.decoder.layers]
+    indexers = [layer.self_attention.core_attention.indexer for layer in policy.chunks[0].decoder.layers]
     for indexer in indexers:
         monkeypatch.setattr(indexer, "topk", 64)
     sparse = run_packed(policy, sequences)
-    monkeypatch.setattr(policy.model.config, "dsa_indexer_topk", 64)
+    monkeypatch.setattr(policy.settings, "dsa_indexer_topk", 64)
     dense = run_packed(policy, sequences)
     assert (sparse - dense).abs().max() <= 1e-6
 
@@ -186,7 +186,7 @@ def test_sparse_path_equals_dense_path_when_topk_covers_the_sequence(policy, seq
 @torch.no_grad()
 def test_attention_chunks_change_nothing(policy, sequences, monkeypatch, chunk) -> None:
     whole = run_packed(policy, sequences)
-    monkeypatch.setattr(policy.model.config, "attention_chunk_tokens", chunk)
+    monkeypatch.setattr(policy.settings, "attention_chunk_tokens", chunk)
     assert (whole - run_packed(policy, sequences)).abs().max() <= 2e-6
 
 
@@ -196,7 +196,7 @@ def test_log_probability_chunks_change_nothing(policy, sequences) -> None:
     whole = run_packed(policy, sequences, labels)
     expected = torch.log_softmax(run_packed(policy, sequences), -1).gather(1, labels[0][:, None])[:, 0]
     for chunk in (1, 7):
-        policy.model.log_probs_chunk_size = chunk
+        policy.chunks[0].log_probs_chunk_size = chunk
         assert (run_packed(policy, sequences, labels) - whole).abs().max() <= 1e-6
-    policy.model.log_probs_chunk_size = policy.config.trainer.log_probs_chunk_size
+    policy.chunks[0].log_probs_chunk_size = policy.config.trainer.log_probs_chunk_size
     assert (whole - expected).abs().max() <= 1e-6

@@ -11,8 +11,8 @@ import pytest
 def test_one_gradient_that_is_not_finite_is_found(policy, value: float) -> None:
     from posttrain.megatron_backend.train_step import _count_non_finite_gradients
 
-    policy.wrapped.zero_grad_buffer()
+    policy.wrapped[0].zero_grad_buffer()
     assert _count_non_finite_gradients(policy) == 0
-    policy.wrapped.buffers[0].grad_data[-1] = value
+    policy.wrapped[0].buffers[0].grad_data[-1] = value
     assert _count_non_finite_gradients(policy) == 1
-    policy.wrapped.zero_grad_buffer()
+    policy.wrapped[0].zero_grad_buffer()

@@ -80,7 +80,7 @@ def apply(policy, update, lr: float):
 def weights_of(policy) -> dict[str, torch.Tensor]:
     from posttrain.megatron_backend.weights import HubWeights
 
-    return dict(HubWeights(policy.model, TRAINED).gather(dtype=torch.float32))
+    return dict(HubWeights(policy.chunks, TRAINED).gather(dtype=torch.float32))
 
 
 def updates_of(policy, step: int):
@@ -362,15 +362,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(distur
     from posttrain.megatron_backend import train_step
 
     policy, good, bad = disturbed
-    policy.wrapped.eval()
+    policy.wrapped[0].eval()
     before = weights_of(policy)
     with pytest.raises(RuntimeError, match=r"^1 non-finite values in log-probabilities or gradients; the weights are"):
         train_step.update(policy, objective_of(policy), bad, LR)
     after = weights_of(policy)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert policy.wrapped.training, "every pass recomputes as training does"
+    assert policy.wrapped[0].training, "every pass recomputes as training does"
     # A weight that is no number: every log-probability is none, and no gradient.
-    weight = policy.model.output_layer.weight
+    weight = policy.chunks[0].output_layer.weight
     weight.data[7, 3] = math.nan
     num_tokens = sum(int(batch.packed.loss_mask.sum()) for batch in good)
     with pytest.raises(RuntimeError, match=f"^{num_tokens + 1} non-finite values"):

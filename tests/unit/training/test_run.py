@@ -46,18 +46,18 @@ class _Parts:
         training = dataclasses.replace(config.training, num_steps=5)
         config = dataclasses.replace(config, trainer=trainer, training=training)
         policy = make_policy(config)
-        self.weights = HubWeights(policy.model, config.model.architecture)
+        self.weights = HubWeights(policy.chunks, config.model.architecture)
         comparison = EngineComparison(config, policy, self.weights)
         nothing: dict[str, Any] = dict.fromkeys(("source", "publisher", "state", "sinks", "traces"))
         self.run = TrainingRun(config, policy, objective_of(policy), comparison=comparison, **nothing)
         self.updates = make_updates(config, self.run.objective, rollout(0), dp_rank=0)
-        self.num_passes, forward = 0, policy.wrapped.forward
+        self.num_passes, forward = 0, policy.wrapped[0].forward
 
         def counting(*args, **kwargs):
             self.num_passes += 1
             return forward(*args, **kwargs)
 
-        policy.wrapped.forward = counting
+        policy.wrapped[0].forward = counting
 
     def passes(self, step: int) -> tuple[list[int], Mismatch]:
         """Run a step on the same rollout; return passes of its three phases, and what was compared."""

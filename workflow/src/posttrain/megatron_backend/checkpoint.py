@@ -11,7 +11,7 @@ which may run in another thread for as long as nobody changes the state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,19 @@ from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
 
 
-def load_weights(model: LogprobModel, folder: Path) -> None:
+def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
     """Fill the model from a torch_dist folder, whatever layout and precision it was written in.
 
     Args:
-        model: This rank's stage.
+        chunks: This rank's part of the model.
         folder: A converted or a training checkpoint.
 
     Raises:
         CheckpointError: When a weight is missing or has another shape.
     """
-    wanted = sharded_weights(model)
+    wanted = sharded_weights(chunks)
     loaded = _load({"model": wanted}, folder)["model"]
-    _fill(model, loaded)
+    _fill(chunks, loaded)
 
 
 def prepare_save(policy: Policy, step: int, folder: Path, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
@@ -110,7 +110,7 @@ def load_training_state(policy: Policy, folder: Path) -> int:
     allocate_state(policy.optimizer)
     # The pieces of the optimizer's state are views of it: the load fills them where they are.
     state = _load(_training_state(policy), folder)
-    _fill(policy.model, state["model"])
+    _fill(policy.chunks, state["model"])
     restore_state(policy.optimizer, counts["optimizer_steps"])
     return counts["step"]
 
@@ -246,16 +246,24 @@ def _on_host(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _training_state(policy: Policy) -> dict[str, Any]:
-    weights = sharded_weights(policy.model)
+    weights = sharded_weights(policy.chunks)
     return {"model": weights, "optimizer": sharded_state(policy.optimizer, weights)}
 
 
-def sharded_weights(model: LogprobModel) -> ShardedStateDict:
-    """Return the sharded weights; Transformer Engine's extra states (scales of FP8 training) are not part of them."""
+def sharded_weights(chunks: Sequence[LogprobModel]) -> ShardedStateDict:
+    """Return the sharded weights by "chunk.name"; a checkpoint names them by the layer's number in the whole model.
+
+    Transformer Engine's extra states (scales of FP8 training) are not part of them.
+    """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     # Layers that are all alike are tensors of their own, too, as in converted checkpoints.
-    state = model.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
-    return {key: value for key, value in state.items() if not _is_extra_state(key)}
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": True}
+    return {
+        f"{number}.{name}": value
+        for number, chunk in enumerate(chunks)
+        for name, value in chunk.sharded_state_dict(metadata=dict(metadata)).items()
+        if not _is_extra_state(name)
+    }
 
 
 def _is_extra_state(key: str) -> bool:
@@ -288,9 +296,9 @@ def _cause_of(error: BaseException) -> BaseException:
     return error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
 
 
-def _fill(model: LogprobModel, loaded: dict[str, Any]) -> None:
+def _fill(chunks: Sequence[LogprobModel], loaded: dict[str, Any]) -> None:
     """Copy loaded tensors into the model; nothing but extra states may be missing."""
-    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    missing, unexpected = torch.nn.ModuleList(chunks).load_state_dict(loaded, strict=False)
     missing = [key for key in missing if not _is_extra_state(key)]
     if missing or unexpected:
         raise CheckpointError(f"weights missing {missing[:5]}, unexpected {unexpected[:5]}")

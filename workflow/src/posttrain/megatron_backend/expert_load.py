@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ class ExpertLoad:
     """Counts the tokens that each expert sees in forward passes that are differentiated.
 
     Args:
-        model: This rank's stage, on its device. Its routers' counters of tokens, from which Megatron updates their
-            bias, become FP32: BF16 counts to 256.
+        chunks: This rank's part of the model, on its device. Its routers' counters of tokens, from which Megatron
+            updates their bias, become FP32: BF16 counts to 256.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, chunks: Iterable[torch.nn.Module]):
+        model = torch.nn.ModuleList(chunks)
         self._device = next(model.parameters()).device
         self._routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         for router in self._routers:

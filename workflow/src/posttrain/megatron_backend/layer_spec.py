@@ -40,18 +40,19 @@ ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def block_spec(config: TransformerConfig, use_transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's pipeline stage, dense or MoE by `moe_layer_freq`.
+def block_spec(config: TransformerConfig, use_transformer_engine: bool, chunk: int = 0) -> TransformerBlockSubmodules:
+    """Return the layers of a chunk of this rank's pipeline stage, dense or MoE by `moe_layer_freq`.
 
     Args:
         config: Megatron's configuration.
         use_transformer_engine: Linear layers, experts, norms and dense attention of Transformer Engine (CUDA) instead
             of Megatron's own and ours.
+        chunk: Its number on this rank.
     """
     backend = TESpecProvider() if use_transformer_engine else _Local()
-    first = get_transformer_layer_offset(config)
-    stage = range(first, first + get_num_layers_to_build(config))
-    layers = [_layer_spec(config, backend, _has_experts(config, i)) for i in stage]
+    first = get_transformer_layer_offset(config, chunk)
+    numbers = range(first, first + get_num_layers_to_build(config, chunk))
+    layers = [_layer_spec(config, backend, _has_experts(config, i)) for i in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm(rms_norm=True))
 
 

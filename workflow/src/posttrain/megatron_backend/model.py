@@ -1,14 +1,22 @@
-"""Builds what a rank trains: model, data-parallel wrapper, optimizer."""
+"""Builds what a rank trains: model, data-parallel wrapper, optimizer.
+
+A rank holds a list of chunks, runs of consecutive layers: one, or with interleaved pipeline stages several.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, transformer_config
@@ -23,34 +31,59 @@ class Policy:
 
     Args:
         config: The resolved configuration.
-        model: The bare model of this pipeline stage; its parameters are the wrapped one's.
+        chunks: The bare model of this pipeline stage, first chunk to last; its parameters are the wrapped ones.
         wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
         optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
         expert_load: Counts what the experts of this stage see.
     """
 
     config: Config
-    model: LogprobModel
-    wrapped: DistributedDataParallel
+    chunks: list[LogprobModel]
+    wrapped: list[DistributedDataParallel]
     optimizer: MegatronOptimizer | None
     expert_load: ExpertLoad
 
+    @property
+    def settings(self) -> TransformerConfig:
+        """Megatron's settings, which all chunks share."""
+        return self.chunks[0].config
 
-def build_model(config: Config) -> LogprobModel:
-    """Return this rank's stage of the model; its weights are not initialised, they come from a checkpoint."""
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def buffers(self) -> list[_ParamAndGradBuffer]:
+        """The buffers of weights and gradients, of each chunk those of its experts last."""
+        return [buffer for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of all chunks."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+
+def build_model(config: Config) -> list[LogprobModel]:
+    """Return this rank's chunks of the model; weights are not initialised, they come from a checkpoint."""
     settings = transformer_config(config)
+    return [_build_chunk(config, settings, 0)]
+
+
+def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> LogprobModel:
     arch = config.model.architecture
     model = LogprobModel(
         config=settings,
-        transformer_layer_spec=block_spec(settings, use_transformer_engine=config.hardware.device == "cuda"),
+        transformer_layer_spec=block_spec(settings, config.hardware.device == "cuda", number),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_percent=arch.partial_rotary_factor or 1.0,
         rotary_base=arch.rope_theta,
+        vp_stage=number,
         log_probs_chunk_size=config.trainer.log_probs_chunk_size,
         temperature=config.rollout.temperature,
     )
@@ -62,19 +95,35 @@ def build_model(config: Config) -> LogprobModel:
 
 def build_policy(config: Config) -> Policy:
     """Return model, data-parallel wrapper and optimizer of this rank."""
-    model = build_model(config)
-    settings = model.config
-    inner = Float16Module(settings, model) if settings.bf16 else model
-    wrapped = DistributedDataParallel(settings, ddp_config(config), inner)
+    chunks = build_model(config)
+    settings = chunks[0].config
+    # As Megatron's own training does: what later chunks exchange waits for nobody, so it travels in one piece.
+    wrapped = [
+        DistributedDataParallel(
+            settings,
+            ddp_config(config),
+            Float16Module(settings, chunk) if settings.bf16 else chunk,
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
     # The loss is already the sum over the global batch: gradients are added over ranks and divided by nothing.
     settings.finalize_model_grads_func = lambda chunks, _num_tokens, **kwargs: finalize_model_grads(
         chunks, None, **kwargs
     )
     settings.grad_scale_func = None
-    # Schedules ask for it, to leave gradients where they are until the last micro-batch.
-    settings.no_sync_func = wrapped.no_sync
-    optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped])
-    return Policy(config, model, wrapped, optimizer, ExpertLoad(model))
+    # Schedules ask for it, to leave gradients where they are until a chunk's last micro-batch.
+    settings.no_sync_func = partial(_no_sync, wrapped)
+    optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
+    return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks))
+
+
+@contextmanager
+def _no_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            stack.enter_context(chunk.no_sync())
+        yield
 
 
 def _fuse_gradient_accumulation(model: torch.nn.Module) -> None:

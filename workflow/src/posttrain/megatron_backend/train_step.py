@@ -98,7 +98,8 @@ def update(
         RuntimeError: When loss or gradients are not finite and `algorithm.non_finite` is "abort".
     """
     assert policy.optimizer is not None, "this policy cannot be trained"
-    policy.wrapped.zero_grad_buffer()
+    for chunk in policy.wrapped:
+        chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     _weigh_auxiliary_loss(policy, batches)
     biases = [bias.clone() for bias in policy.expert_load.biases]
@@ -118,7 +119,8 @@ def update(
         for bias, before in zip(policy.expert_load.biases, biases, strict=True):
             bias.copy_(before)  # Megatron moves it when it has the gradients
     if is_last:
-        policy.wrapped.start_param_sync(force_sync=True)
+        for chunk in policy.wrapped:
+            chunk.start_param_sync(force_sync=True)
     return UpdateStatistics(
         loss=sums["loss"],
         grad_norm=grad_norm,
@@ -142,12 +144,12 @@ def _run_schedule(
         objective: Whose loss is differentiated; None for the forward pass alone, which gives log-probabilities.
         is_first: The weights are those before the update: where old log-probabilities are missing, these are they.
     """
-    policy.wrapped.train()
-    device = next(policy.model.parameters()).device
+    for chunk in policy.wrapped:
+        chunk.train()
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, device=device, objective=objective, is_first=is_first),
-        data_iterator=iter(batches),
-        model=[policy.wrapped],
+        forward_step_func=partial(_forward_step, device=policy.device, objective=objective, is_first=is_first),
+        data_iterator=[iter(batches) for _ in policy.wrapped],
+        model=policy.wrapped,
         num_microbatches=len(batches),
         seq_length=max(len(packed.tokens) for packed, _ in batches),
         micro_batch_size=1,
@@ -258,18 +260,16 @@ def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch])
     Megatron multiplies it by the tokens of a micro-batch, and would divide gradients by all of them.
     """
     if coefficient := policy.config.optimizer.moe_aux_loss_coeff:
-        device = next(policy.model.parameters()).device
-        tokens = torch.tensor(float(sum(len(batch.packed.tokens) for batch in batches)), device=device)
+        tokens = torch.tensor(float(sum(len(batch.packed.tokens) for batch in batches)), device=policy.device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        policy.model.config.moe_aux_loss_coeff = coefficient / float(tokens)
+        policy.settings.moe_aux_loss_coeff = coefficient / float(tokens)
 
 
 def _count_non_finite_gradients(policy: Policy) -> int:
     """Return the number of gradient buffers, over all ranks, that hold a NaN or an infinity."""
-    buffers = [*policy.wrapped.buffers, *policy.wrapped.expert_parallel_buffers]
     # min and max carry a NaN along, and need no copy of the buffer as `isfinite(...).all()` would.
-    bad = sum(int(not torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all()) for buffer in buffers)
-    count = torch.tensor(float(bad), device=buffers[0].grad_data.device)
+    bad = sum(int(not torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all()) for buffer in policy.buffers)
+    count = torch.tensor(float(bad), device=policy.device)
     dist.all_reduce(count)
     return int(count)
 

@@ -7,7 +7,7 @@ parameter names tells which part of a whole is one Hub tensor. Nothing here know
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -48,12 +48,12 @@ class HubWeights:
     """Gathers and replaces the model's weights under Hub names; every method is collective.
 
     Args:
-        model: This rank's stage.
+        chunks: This rank's part of the model.
         architecture: Dimensions, for the table of names.
     """
 
-    def __init__(self, model: LogprobModel, architecture: Architecture):
-        self._local = _local_pieces(model)
+    def __init__(self, chunks: Sequence[LogprobModel], architecture: Architecture):
+        self._local = _local_pieces(chunks)
         self._pieces: dict[str, list[Piece]] = {}
         for key, offset, shape, rank, is_main in itertools.chain(*gather_plain([astuple(p) for p in self._local])):
             self._pieces.setdefault(key, []).append(Piece(key, tuple(offset), tuple(shape), rank, is_main))
@@ -150,9 +150,9 @@ class HubWeights:
                 local[in_piece] = chunk[in_chunk].to(local.dtype)
 
 
-def _local_pieces(model: LogprobModel) -> dict[Piece, torch.Tensor]:
+def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
     """Return this rank's parts as views into the parameters: writing to them changes the model."""
-    state = sharded_weights(model)
+    state = sharded_weights(chunks)
     apply_factories(state)
     pieces = {}
     for tensor in nested_values(state):

@@ -69,7 +69,7 @@ def open_run(
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
         policy = build_policy(config)
-        weights = HubWeights(policy.model, config.model.architecture)
+        weights = HubWeights(policy.chunks, config.model.architecture)
         store = RolloutStore(run_folder / "rollouts")
         client, coordinator, sinks = None, None, None
         if dist.get_rank() == 0:

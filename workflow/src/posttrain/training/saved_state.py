@@ -77,7 +77,7 @@ class SavedState:
             self._to_load.wait_checked()
             checkpoint.load_training_state(self._policy, self._to_load.folder)
         else:
-            checkpoint.load_weights(self._policy.model, self._torch_dist)
+            checkpoint.load_weights(self._policy.chunks, self._torch_dist)
             assert self._policy.optimizer is not None, "a policy that is trained has one"
             self._policy.optimizer.reload_model_params()
         return finished
