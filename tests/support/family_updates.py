@@ -55,7 +55,9 @@ def parallel(layout: str, arch: Any) -> dict[str, int]:
     """Return the sizes of a layout; stages differ where a model's layers do not divide."""
     words = layout.split()
     sizes = {DIMENSIONS[word]: 2 for word in words if DIMENSIONS.get(word)}
-    if "pipeline" in words:
+    if "interleaved" in words:
+        sizes["virtual_pipeline_model_parallel_size"] = 2
+    elif "pipeline" in words:
         sizes["num_layers_in_last_pipeline_stage"] = arch.num_hidden_layers - 2
     if "expert" in words:
         sizes["expert_model_parallel_size"] = 2

@@ -36,6 +36,14 @@ def test_by_hand(lengths, num_ranks, expected):
     assert pack(lengths, lengths, 10, num_ranks) == expected
 
 
+def test_a_schedule_that_takes_several_at_a_time_gets_a_multiple_of_them():
+    # Two bins would do; the room of four is used.
+    assert pack([5, 5, 5, 5], [5, 5, 5, 5], 10, multiple_of=4) == [[[0], [1], [2], [3]]]
+    # Three are needed, and the fourth is empty where no sequence is left for it.
+    assert pack([8, 8, 8], [8, 8, 8], 10, multiple_of=2) == [[[0], [1], [2], []]]
+    assert pack([8], [8], 10, num_ranks=2, multiple_of=2) == [[[0], []], [[], []]]
+
+
 def test_ranks_get_the_same_cost_not_the_same_tokens():
     # One sequence of 4 costs 16, as much as four of 2.
     lengths = [2, 2, 4, 2, 2]

@@ -74,6 +74,24 @@ VIOLATIONS = (
     ("glm5", "parallel.tensor_model_parallel_size=16", ["parallel.tensor_model_parallel_size"]),
     ("glm5", "parallel.expert_model_parallel_size=1", ["parallel.expert_tensor_parallel_size"]),
     ("glm5", "parallel.num_layers_in_last_pipeline_stage=17", ["parallel.num_layers_in_last_pipeline_stage"]),
+    # Chunks of one stage have nothing to interleave with; stages of 20 and 18 layers have none of four in common.
+    (
+        "qwen3_4b",
+        "parallel.virtual_pipeline_model_parallel_size=2",
+        ["parallel.virtual_pipeline_model_parallel_size"],
+    ),
+    ("glm5", "parallel.virtual_pipeline_model_parallel_size=4", ["parallel.virtual_pipeline_model_parallel_size"]),
+    # A chunk of a stage would begin with a layer that takes over what another one has chosen.
+    (
+        "glm5.2",
+        "parallel.virtual_pipeline_model_parallel_size=2",
+        ["parallel.num_layers_in_last_pipeline_stage"],
+    ),
+    (
+        "glm5",
+        "parallel.virtual_pipeline_model_parallel_size=2 trainer.recompute_num_layers=10",
+        ["trainer.recompute_num_layers"],
+    ),
     ("glm5", "training.global_batch_size=48", ["training.global_batch_size"]),
     # 64 samples divide by 2, but four data-parallel ranks cannot share two.
     ("glm5", "training.global_batch_size=2", ["training.global_batch_size"]),

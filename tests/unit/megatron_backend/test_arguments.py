@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import typing
 
 import pytest
@@ -11,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from tests.support.flag_cases import flag_cases
+from tests.support.megatron_single import test_config
+from tests.support.tiny_checkpoint import TRAINED
 
+from posttrain.config.derived import stage_chunks
 from posttrain.megatron_backend.arguments import OBJECTS, ddp_config, optimizer_config, transformer_config
 from posttrain.planner.flags import megatron_flags
 from posttrain.planner.flags.flag import as_mapping
@@ -39,6 +45,24 @@ def without_transformer_engine(monkeypatch):
         return [dataclasses.replace(item, value=off.get(item.name, item.value)) for item in table(config)]
 
     monkeypatch.setattr(megatron_flags, "model_flags", model_flags)
+
+
+@pytest.mark.parametrize(
+    ("layers", "last", "stages", "chunks"), [(8, 0, 2, 1), (7, 1, 3, 1), (8, 0, 2, 2), (8, 2, 2, 2), (16, 4, 4, 2)]
+)
+def test_megatron_cuts_layers_where_we_count_them(layers, last, stages, chunks):
+    """What is planned, staged and refused by the numbers of layers is what Megatron builds."""
+    config = test_config(
+        dataclasses.replace(TRAINED, num_hidden_layers=layers),
+        pipeline_model_parallel_size=stages,
+        num_layers_in_last_pipeline_stage=last,
+        virtual_pipeline_model_parallel_size=chunks,
+    )
+    settings, counted = transformer_config(config), stage_chunks(config)
+    for stage, chunk in itertools.product(range(stages), range(chunks)):
+        first = get_transformer_layer_offset(settings, chunk, stage)
+        assert counted[stage][chunk] == range(first, first + get_num_layers_to_build(settings, chunk, stage))
+    assert sorted(itertools.chain(*itertools.chain(*counted))) == list(range(layers))
 
 
 @pytest.mark.parametrize("reader", READERS)

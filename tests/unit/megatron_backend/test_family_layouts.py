@@ -18,6 +18,11 @@ FAMILIES = {
     # Keys wider than values; as in DeepSeek-V3 a token chooses twice as many experts as groups.
     "deepseek_v3_yarn": dataclasses.replace(TINY_YARN, v_head_dim=12, num_experts_per_tok=4),
 }
+# With layers for two stages of two chunks; where layers share a choice of keys, a chunk begins with one that chooses.
+DEEPER = {
+    f"{family}_deeper": dataclasses.replace(arch, num_hidden_layers=4 * arch.index_topk_freq)
+    for family, arch in FAMILIES.items()
+}
 # In every change: one model of each `model_type`, and one whose layers share a choice of keys.
 ONE_EACH = ("glm_moe_dsa", "deepseek_v3_yarn", "glm4_moe", "qwen3", "qwen3_moe", "deepseek_v32", "glm_moe_dsa_sharing")
 # With one rank alone, each pair of dimensions in each of its four ways. Each family gets four of them.
@@ -32,6 +37,12 @@ COVER = (
 )
 # Of the products beyond pairs, that whose experts' ranks exchange parts of different sizes.
 SHARED_EXPERTS = ("tensor data expert expert_tensor", "qwen3_moe")
+# Tied embeddings; experts; layers that share a choice of keys.
+INTERLEAVED = (
+    ("pipeline interleaved", "qwen3_deeper"),
+    ("pipeline data expert interleaved", "qwen3_moe_deeper"),
+    ("pipeline context interleaved", "glm_moe_dsa_sharing_deeper"),
+)
 LOSS, GRADIENT, MOVE = 1e-6, 2e-6, 2e-5
 
 
@@ -66,7 +77,7 @@ def test_layouts_that_cover_all_pairs(tmp_path: Path) -> None:
             for family, layouts in turns.items()
             for layout in layouts
         ]
-        + [SHARED_EXPERTS],
+        + [SHARED_EXPERTS, *INTERLEAVED],
     )
 
 
@@ -76,8 +87,19 @@ def test_all_layouts(tmp_path: Path) -> None:
     hold_against_one_rank(tmp_path, cases)
 
 
+@pytest.mark.faults("layouts")
+def test_all_interleaved_layouts(tmp_path: Path) -> None:
+    cases = [
+        (f"{layout} interleaved", family)
+        for family, arch in DEEPER.items()
+        for layout in products(arch.n_routed_experts > 0)
+        if "pipeline" in layout.split()
+    ]
+    hold_against_one_rank(tmp_path, cases)
+
+
 def hold_against_one_rank(folder: Path, cases: list[tuple[str, str]]) -> None:
-    families = {family: FAMILIES[family] for _, family in cases}
+    families = {family: (FAMILIES | DEEPER)[family] for _, family in cases}
     for family, arch in families.items():
         make_random_checkpoint(folder / family / "hf", arch, seed=3)
         (folder / family / "architecture.json").write_text(json.dumps(dataclasses.asdict(arch)))

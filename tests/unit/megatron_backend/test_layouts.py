@@ -17,6 +17,7 @@ LAYOUTS = {
     "tensor_and_expert": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
+    "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "context": {"context_parallel_size": 2},
     "data": {},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 from posttrain.config.schema import Config
@@ -91,6 +92,25 @@ def layers_per_stage(config: Config) -> list[int]:
     if stages == 1 or last == 0:
         return [layers // stages] * stages
     return [(layers - last) // (stages - 1)] * (stages - 1) + [last]
+
+
+def stage_chunks(config: Config) -> list[list[range]]:
+    """Return the decoder layers of each pipeline stage, first to last, by chunks of consecutive layers.
+
+    Example:
+        8 layers on 2 stages of 2 chunks: 0 to 1 and 4 to 5 on the first, 2 to 3 and 6 to 7 on the last.
+    """
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    sizes = [layers // chunks for layers in layers_per_stage(config)]
+    ends = list(accumulate(sizes))
+    turns = [turn * ends[-1] for turn in range(chunks)]
+    return [[range(turn + end - size, turn + end) for turn in turns] for size, end in zip(sizes, ends, strict=True)]
+
+
+def micro_batch_multiple(config: Config) -> int:
+    """Return of what a rank's micro-batches of an update are a multiple: interleaved, stages take so many in turn."""
+    parallel = config.parallel
+    return parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 def fp8_settings(config: Config) -> dict[str, Any]:

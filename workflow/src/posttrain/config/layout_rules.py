@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import chain
 
 from posttrain.config.derived import (
     data_parallel_size,
     layers_per_stage,
     model_parallel_size,
     rollout_samples_per_step,
+    stage_chunks,
     token_budget,
     world_size,
 )
@@ -86,7 +88,11 @@ def _experts(config: Config) -> Problems:
 def _stages(config: Config) -> Problems:
     parallel, num_layers = config.parallel, config.model.architecture.num_hidden_layers
     last, key = parallel.num_layers_in_last_pipeline_stage, "parallel.num_layers_in_last_pipeline_stage"
+    chunks, chunks_key = parallel.virtual_pipeline_model_parallel_size, "parallel.virtual_pipeline_model_parallel_size"
     if parallel.pipeline_model_parallel_size == 1:
+        if chunks > 1:
+            remedy = "leave it out, or raise parallel.pipeline_model_parallel_size"
+            yield Problem(chunks_key, str(chunks), "1 with one stage: chunks of several stages interleave", remedy)
         if last not in (0, num_layers):
             allowed = f"0, or all {num_layers} layers, in the only stage"
             yield Problem(key, str(last), allowed, "leave it out, or give the number of stages")
@@ -100,11 +106,15 @@ def _stages(config: Config) -> Problems:
             "change the last stage or the number of stages",
         )
         return
-    arch, firsts = config.model.architecture, list(accumulate(layers_per_stage(config)[:-1]))
+    if math.gcd(*layers_per_stage(config)) % chunks:
+        allowed = f"a divisor of each stage's layers ({', '.join(map(str, layers_per_stage(config)))})"
+        yield Problem(chunks_key, str(chunks), allowed, "change it, the last stage or the number of stages")
+        return
+    arch, (_, *firsts) = config.model.architecture, sorted(layers.start for layers in chain(*stage_chunks(config)))
     if arch.index_topk_freq > 1 and (wrong := [layer for layer in firsts if not chooses_keys(arch, layer)]):
         allowed = "so that stages begin with a layer that chooses keys: the choice of one before is not sent on"
         found = f"{last}: stages begin with layers {', '.join(map(str, wrong))}"
-        yield Problem(key, found, allowed, "change the last stage or the number of stages")
+        yield Problem(key, found, allowed, "change the last stage, the number of stages or of their chunks")
 
 
 def _batches(config: Config) -> Problems:

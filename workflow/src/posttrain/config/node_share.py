@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from posttrain.config.derived import layers_per_stage, world_size
+from posttrain.config.derived import stage_chunks, world_size
 from posttrain.config.schema import Config
 
 
@@ -45,12 +46,10 @@ def node_share(config: Config, node: int) -> NodeShare:
     for rank in range(node * per_node, (node + 1) * per_node):
         stage, place = divmod(rank, stage_ranks)
         held.setdefault(stage, set()).update(_experts_at(config, place))
-    counts = layers_per_stage(config)
+    chunks = stage_chunks(config)
     return NodeShare(
         experts_of_layer={
-            layer: frozenset(experts)
-            for stage, experts in held.items()
-            for layer in range(sum(counts[:stage]), sum(counts[: stage + 1]))
+            layer: frozenset(experts) for stage, experts in held.items() for layer in chain(*chunks[stage])
         },
         # A last stage whose output matrix is the embedding has a copy of it.
         has_embedding=0 in held or (stages - 1 in held and config.model.architecture.tie_word_embeddings),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 
-from posttrain.config.derived import layers_per_stage
+from posttrain.config.derived import stage_chunks
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.launch_rules import LAUNCH_RULES
@@ -122,9 +123,9 @@ def _positions(config: Config) -> Problems:
 
 
 def _recomputation(config: Config) -> Problems:
-    chunk, smallest = config.trainer.recompute_num_layers, min(layers_per_stage(config))
+    chunk, smallest = config.trainer.recompute_num_layers, min(map(len, chain(*stage_chunks(config))), default=0)
     if config.trainer.recompute_granularity == "full" and chunk > smallest > 0:
-        allowed = f"at most {smallest}, the layers of the smallest pipeline stage"
+        allowed = f"at most {smallest}, the layers of the smallest pipeline stage, or chunk of one"
         yield Problem("trainer.recompute_num_layers", str(chunk), allowed, "recompute fewer layers at a time")
 
 

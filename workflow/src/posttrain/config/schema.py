@@ -207,6 +207,9 @@ class Parallel:
     expert_model_parallel_size: int = _doc("Ranks that share a layer's experts", 1, minimum=1)
     expert_tensor_parallel_size: int = _doc("Ranks that share an expert's matrices", 1, minimum=1)
     num_layers_in_last_pipeline_stage: int = _doc("Layers of the last stage; 0 cuts evenly", 0, minimum=0)
+    virtual_pipeline_model_parallel_size: int = _doc(
+        "Chunks of layers on each stage, which interleave: the pipeline is idle for less, and sends more", 1, minimum=1
+    )
 
 
 @dataclass(frozen=True)

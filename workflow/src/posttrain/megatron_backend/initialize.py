@@ -68,10 +68,11 @@ def initialize(config: Config) -> None:
     rotate_packed_rows_at_once()
     seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
-    parallel = config.parallel
+    parallel, chunks = config.parallel, config.parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,

@@ -67,7 +67,8 @@ class Policy:
 def build_model(config: Config) -> list[LogprobModel]:
     """Return this rank's chunks of the model; weights are not initialised, they come from a checkpoint."""
     settings = transformer_config(config)
-    return [_build_chunk(config, settings, 0)]
+    num_chunks = config.parallel.virtual_pipeline_model_parallel_size
+    return [_build_chunk(config, settings, number) for number in range(num_chunks)]
 
 
 def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> LogprobModel:

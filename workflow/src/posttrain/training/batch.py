@@ -14,7 +14,7 @@ import torch
 from posttrain.algorithm.objective import Needs, Objective, TokenBatch
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
-from posttrain.config.derived import data_parallel_size, token_budget
+from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.train_step import TrainingMicroBatch
 from posttrain.planner.timing.flops import sequence_flops
@@ -101,7 +101,8 @@ def _make_update(
     lengths = [-(-sample.num_tokens // sequence_multiple) * sequence_multiple for sample in samples]
     # Rounded down, so that a padded row keeps the budget too.
     budget = token_budget(config) // multiple * multiple
-    plan = pack(lengths, sample_costs(config, lengths), budget, data_parallel_size(config))
+    costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
+    plan = pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
     return Update(
         samples=tuple(samples),
         batches=tuple(build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]),

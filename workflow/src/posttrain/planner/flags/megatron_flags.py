@@ -319,6 +319,7 @@ def _layout(config: Config) -> list[Flag]:
         *(_key(config, name, f"parallel.{name}") for name in names),
         *([_CONTEXT_EXCHANGE] if parallel.context_parallel_size > 1 else []),
         flag("num_layers_in_last_pipeline_stage", parallel.num_layers_in_last_pipeline_stage or None, last),
+        *_interleaving(config),
         flag("sequence_parallel", parallel.tensor_model_parallel_size > 1, tensor, reason="the recipe, with TP"),
         flag(
             "variable_seq_lengths",
@@ -327,6 +328,15 @@ def _layout(config: Config) -> list[Flag]:
             reason="packed rows differ in length from micro-batch to micro-batch",
         ),
     ]
+
+
+def _interleaving(config: Config) -> list[Flag]:
+    """Return what Megatron's own training sets where stages have several chunks."""
+    name = "virtual_pipeline_model_parallel_size"
+    if getattr(config.parallel, name) == 1:
+        return []
+    overlap = flag("overlap_p2p_comm", True, f"parallel.{name}", reason="two stages send each other both ways at once")
+    return [_key(config, name, f"parallel.{name}"), overlap, flag("batch_p2p_comm", False, reason="overlap_p2p_comm")]
 
 
 def _precision_and_memory(config: Config) -> list[Flag]:
