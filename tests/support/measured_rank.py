@@ -70,12 +70,13 @@ def measure(config: Config) -> dict[str, object]:
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))
     saved = _SavedTensors(policy)
     train_step.update(policy, grpo, update.micro_batches(grpo.needs), lr=1e-4)
-    buffers = policy.buffers
     lengths = (update.batches[0].cu_seqlens[1:] - update.batches[0].cu_seqlens[:-1]).tolist()
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "weights": storage_bytes([*policy.parameters(), *policy.chunks[0].buffers()]),
-        "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
+        "weights": storage_bytes(
+            [*policy.parameters(), *(buffer for chunk in policy.chunks for buffer in chunk.buffers())]
+        ),
+        "gradients": storage_bytes(buffer.grad_data for buffer in policy.buffers),
         "optimizer": storage_bytes(optimizer_tensors(policy.optimizer)),
         "activations": saved.num_bytes,
         "save_staging": staged_by_a_save(policy),

@@ -108,6 +108,19 @@ def test_idle_share_of_a_pipeline(resolved):
     assert cost.idle_fraction == pytest.approx(1 - 16 * 78 / 4 / (19 * 20))
 
 
+def test_interleaved_stages_idle_for_less_and_send_more(resolved):
+    config = resolved("glm5").config
+    parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=2)
+    plain, chunked = (
+        assess_layout(each, engine_memory(config)).cost
+        for each in (config, dataclasses.replace(config, parallel=parallel))
+    )
+    # 16 turns in 17.5: the others wait for a chunk of 10 layers at a time.
+    assert chunked.idle_fraction == pytest.approx(1 - 16 * 78 / 4 / (17.5 * 20))
+    assert chunked.seconds < plain.seconds
+    assert chunked.communication_fraction > plain.communication_fraction
+
+
 def test_bytes_sent_in_an_update_of_the_recipe_by_hand(resolved):
     config = resolved("glm5").config
     stages, batch = stage_memory(config), fullest_micro_batch(config, ASSUMPTIONS)

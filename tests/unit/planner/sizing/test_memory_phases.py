@@ -7,6 +7,7 @@ from posttrain.planner.sizing.activations import (
     MicroBatch,
     forward_bytes,
     fullest_micro_batch,
+    most_in_flight,
     saved_bytes,
     stage_activations,
 )
@@ -70,15 +71,48 @@ def test_saved_activations_of_the_recipe_by_hand(resolved):
     assert batch == MicroBatch(tokens=40960, num_sequences=1, longest=40960)
     # Full recomputation of single layers: the input of each, 20,480 tokens of this rank over TP4, BF16.
     inputs = 20 * (20480 // 4) * 6144 * 2
-    assert saved_bytes(config, 1, STAGE_1, batch) == inputs
-    needed = stage_activations(config, 1, STAGE_1, batch, ASSUMPTIONS)
+    assert saved_bytes(config, STAGE_1, batch) == inputs
+    needed = stage_activations(config, 1, [STAGE_1], batch, ASSUMPTIONS)
     assert needed.saved == 3 * inputs
     # Sent and returned, and the same of the rows that arrive, half as many again at the busiest rank.
     assert needed.dispatch == (20480 // 4) * 8 * 6144 * 2 * 2 * 2.5
     assert needed.logprobs == 0
-    last = stage_activations(config, 3, range(60, 78), batch, ASSUMPTIONS)
+    last = stage_activations(config, 3, [range(60, 78)], batch, ASSUMPTIONS)
     # A chunk of logits, and the matrix's gradient in FP32, each also in BF16; exponentials of a sixteenth of a chunk.
     assert last.logprobs == (154880 // 4) * ((1024 + 6144) * (2 + 4) + 1024 * 4 / 16)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_what_is_in_flight_is_what_the_schedule_lets_in(stages, chunks):
+    """arXiv 2104.04473, section 2.2, and arXiv 2205.05198, section 4.2.3: 1 + (p - 1) / (p v) times as much."""
+    of_chunks = [1.0 / chunks] * chunks
+    factor = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1
+    assert most_in_flight(of_chunks, stages, 0) == pytest.approx(stages * factor)
+    in_flight = [most_in_flight(of_chunks, stages, stage) for stage in range(stages)]
+    assert in_flight == sorted(in_flight, reverse=True)
+
+
+def test_chunks_in_flight_are_counted_one_by_one():
+    """Two stages of two chunks: forward 0 0 1 1 0 0 1 1, backward 1 1 0 0; the first stage is four ahead."""
+    assert most_in_flight([1.0, 0.0], stages=2, stage=0) == 4  # 0 0 1 1 0 0, and two have left chunk 1
+    assert most_in_flight([0.0, 1.0], stages=2, stage=0) == 2
+    assert most_in_flight([1.0, 1.0], stages=2, stage=0) == 5
+    assert most_in_flight([1.0, 1.0], stages=2, stage=1) == 3
+
+
+def test_interleaved_chunks_of_the_recipe(resolved):
+    config = resolved("glm5").config
+    parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=2)
+    interleaved = dataclasses.replace(config, parallel=parallel)
+    batch = fullest_micro_batch(config, ASSUMPTIONS)
+    inputs = 10 * (20480 // 4) * 6144 * 2
+    needed = stage_activations(interleaved, 1, [range(10, 20), range(49, 59)], batch, ASSUMPTIONS)
+    assert needed.saved == (2 * 2 + 4 + 1) * inputs
+    plain, chunked = (rows_of(each, 1)["train"].gpu for each in (config, interleaved))
+    assert chunked["activations"] > plain["activations"]
+    # The same layers in the middle: a buffer for each chunk is all that differs.
+    assert chunked["gradients"] == pytest.approx(plain["gradients"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,7 @@ def test_recomputation_and_chunks_bound_what_exists_at_a_time(resolved):
 
     def working(**trainer):
         variant = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **trainer))
-        return stage_activations(variant, 1, STAGE_1, batch, ASSUMPTIONS)
+        return stage_activations(variant, 1, [STAGE_1], batch, ASSUMPTIONS)
 
     one, two = working(), working(recompute_num_layers=2)
     kept = working(recompute_granularity="none")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.measured_rank import case_config
 from tests.support.megatron_single import run_ranks
 
-from posttrain.config.derived import layers_per_stage
+from posttrain.config.derived import stage_chunks
 from posttrain.planner.sizing.activations import INT64, MicroBatch, saved_bytes
 from posttrain.planner.sizing.memory import BYTES, stage_memory
 from posttrain.planner.sizing.memory_phases import save_staging_bytes
@@ -43,6 +43,8 @@ CASES: dict[str, dict] = {
     "pipeline": {"ranks": 2, "parallel": {**PIPELINE, "num_layers_in_last_pipeline_stage": 1}},
     "pipeline_all_kept": {"ranks": 2, "parallel": PIPELINE, "trainer": NO_RECOMPUTATION},
     "tensor_pipeline": {"ranks": 4, "parallel": {**TENSOR, **PIPELINE, **EXPERT}, "trainer": NO_RECOMPUTATION},
+    # What the first chunk of each stage keeps.
+    "interleaved": {"ranks": 2, "parallel": {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}},
     "expert_data": {"ranks": 4, "parallel": EXPERT},
 }
 HELD = ("weights", "gradients", "optimizer")
@@ -87,13 +89,12 @@ def test_what_a_micro_batch_keeps(measured, name: str) -> None:
     The plan takes all tokens for those of responses, which alone have a row in the loss; here near half are prompts'.
     """
     config = case_config(CASES[name])
-    counts = layers_per_stage(config)
+    stages = stage_chunks(config)
     predicted = 0
     for rank in measured[name]:
-        start = sum(counts[: rank["stage"]])
-        layers = range(start, start + counts[rank["stage"]])
-        predicted += saved_bytes(config, rank["stage"], layers, MicroBatch(**rank["batch"]))
-        if start + counts[rank["stage"]] == sum(counts):
+        layers = stages[rank["stage"]][0]
+        predicted += saved_bytes(config, layers, MicroBatch(**rank["batch"]))
+        if layers is stages[-1][-1]:
             row = BYTES[config.trainer.params_dtype].weight * config.model.architecture.hidden_size + INT64
             predicted -= rank["prompt_tokens"] * row
     assert predicted == pytest.approx(sum(rank["activations"] for rank in measured[name]), rel=0.05)

@@ -81,6 +81,22 @@ def test_a_trainer_by_hand(h200):
     assert 3.8 < train_seconds(trainer, work) / seconds < 4
 
 
+def test_interleaved_stages_wait_for_a_chunk_of_a_stage(h200):
+    trainer = TrainingGpus(MODELS["Qwen3-30B-A3B"], h200, num_gpus=16, num_stages=4, num_chunks=2, num_micro_batches=4)
+    # arXiv 2104.04473, section 2.2: (p - 1) / (m v).
+    assert trainer.bubble == 1 + 3 / (4 * 2)
+
+
+def test_interleaved_stages_have_a_multiple_of_micro_batches(glm5):
+    def found(chunks: int) -> int:
+        parallel = dataclasses.replace(glm5.parallel, virtual_pipeline_model_parallel_size=chunks)
+        training = dataclasses.replace(glm5.training, global_batch_size=36)
+        return trainer_of(dataclasses.replace(glm5, parallel=parallel, training=training)).num_micro_batches
+
+    assert found(1) % 4
+    assert found(2) == -(-found(1) // 4) * 4
+
+
 def test_a_step_waits_for_what_a_checkpoint_takes_longer_than_a_rollout(glm5):
     fast, slow = step_durations(glm5, SHARED_STORAGE), step_durations(glm5, SHARED_STORAGE / 4)
     assert slow["step_save"] == pytest.approx(4 * fast["step_save"])

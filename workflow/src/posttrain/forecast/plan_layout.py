@@ -20,6 +20,7 @@ from posttrain.forecast.plan_figures import joined
 TERMS = (
     ("TP", "tensor_model_parallel_size", "tensor parallel: ranks that share each matrix of a layer"),
     ("PP", "pipeline_model_parallel_size", "pipeline parallel: stages of consecutive layers"),
+    ("VPP", "virtual_pipeline_model_parallel_size", "interleaved stages: chunks of consecutive layers on each"),
     ("CP", "context_parallel_size", "context parallel: ranks that share a sequence"),
     ("EP", "expert_model_parallel_size", "expert parallel: ranks that share the experts of a layer"),
     ("ETP", "expert_tensor_parallel_size", "ranks that share each expert's matrices"),

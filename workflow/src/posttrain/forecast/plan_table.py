@@ -74,7 +74,7 @@ def _engines(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    sizes = " ".join(f"{short}{layout[key]}" for short, key, _ in TERMS[:-1])
+    sizes = " ".join(f"{short}{layout[key]}" for short, key, _ in TERMS[:-1] if short != "VPP" or layout[key] > 1)
     ranks = f"{layout['world_size']} ranks, {layout['data_parallel_size']} data-parallel"
     return f"{sizes} on {layout['nodes']} nodes, {ranks}"
 

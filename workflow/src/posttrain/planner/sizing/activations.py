@@ -17,7 +17,9 @@ A layer without recomputation keeps, by the autograd of `megatron_backend/glm5` 
     experts, per routed row     p H, 4, gate and up 2 F, silu F, up F, before the probability F, product F          s K
 
 With full recomputation a chunk of layers keeps its input alone, p H s, and is computed again in the backward pass: one
-chunk's tensors then exist at a time. In a pipeline, stage i of PP holds PP - i micro-batches (1F1B).
+chunk's tensors then exist at a time. In a pipeline, stage i of PP holds PP - i micro-batches (1F1B). Where stages of v
+chunks interleave, it holds 2 (PP - i - 1) + (v - 1) PP + 1 of a chunk: on the first stage 1 + (PP - 1) / (PP v) times
+what it holds without.
 Transformer Engine's fused kernels (CUDA) keep at most this: fused SwiGLU keeps 3 F instead of 5 F.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
@@ -29,8 +31,10 @@ them against what a trainer keeps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from posttrain.config.derived import token_budget
 from posttrain.config.families import chooses_keys
@@ -87,47 +91,67 @@ def fullest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
 
 
 def stage_activations(
-    config: Config, stage: int, layers: range, batch: MicroBatch, assumptions: Assumptions
+    config: Config, stage: int, chunks: Sequence[range], batch: MicroBatch, assumptions: Assumptions
 ) -> Activations:
     """Return what a rank of a stage needs for micro-batches like `batch`.
 
     Args:
         config: The resolved configuration.
         stage: Its number.
-        layers: Its decoder layers.
+        chunks: Its decoder layers.
         batch: The largest micro-batch.
         assumptions: Imbalance of the experts.
     """
     stages = config.parallel.pipeline_model_parallel_size
     row = _row(config, batch, assumptions.expert_imbalance)
-    of_layers = [row.layer(index) for index in layers]
-    saved = saved_bytes(config, stage, layers, batch, assumptions.expert_imbalance)
+    saved = [saved_bytes(config, layers, batch, assumptions.expert_imbalance) for layers in chunks]
     recomputed = config.trainer.recompute_num_layers if config.trainer.recompute_method == "uniform" else 1
     is_recomputed = config.trainer.recompute_granularity == "full"
-    chunk = sum(sorted(of_layers)[-recomputed:]) if is_recomputed else 0
+    largest = max(sum(sorted(map(row.layer, layers))[-recomputed:]) for layers in chunks)
     gradient = row.p * max(largest_weights(config, stage))
-    has_experts = any(row.is_moe(index) for index in layers)
+    has_experts = any(row.is_moe(index) for index in chain(*chunks))
     return Activations(
-        saved=(stages - stage) * saved,
-        working=chunk + row.selection_chunk() + gradient,
+        saved=most_in_flight(saved, stages, stage),
+        working=(largest if is_recomputed else 0) + row.selection_chunk() + gradient,
         dispatch=row.dispatch() if has_experts else 0,
         logprobs=row.logprob_chunk() if stage == stages - 1 else 0,
     )
 
 
-def forward_bytes(config: Config, layers: range, batch: MicroBatch, assumptions: Assumptions) -> float:
+def most_in_flight(saved: Sequence[float], stages: int, stage: int) -> float:
+    """Return the most that a stage keeps at a time: after some forward passes, each has a backward pass behind it.
+
+    Interleaved, a stage takes as many micro-batches through a chunk as there are stages, then through the next one.
+
+    Args:
+        saved: What a micro-batch leaves behind in each chunk.
+        stages: Pipeline stages.
+        stage: Number of this one.
+
+    Example:
+        Chunks that keep 1 each: 4 on the first of 4 stages with one, 11 with two, each of half the layers.
+    """
+    chunks = len(saved)
+    if chunks == 1:
+        return (stages - stage) * saved[0]
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    entered = [saved[i // stages % chunks] for i in range(ahead + chunks * stages)]
+    left = [saved[-1 - i // stages] for i in range(chunks * stages)]
+    return max(sum(entered[: ahead + i + 1]) - sum(left[:i]) for i in range(chunks * stages))
+
+
+def forward_bytes(config: Config, layers: Iterable[int], batch: MicroBatch, assumptions: Assumptions) -> float:
     """Return the activations of a pass without backward: at most one layer's tensors exist at a time."""
     row = _row(config, batch, assumptions.expert_imbalance)
     return max((row.layer(index) for index in layers), default=0) + row.selection_chunk()
 
 
-def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, expert_imbalance: float = 1.0) -> int:
-    """Return the bytes that the backward pass of one micro-batch finds on a rank of a stage.
+def saved_bytes(config: Config, layers: range, batch: MicroBatch, expert_imbalance: float = 1.0) -> int:
+    """Return the bytes that the backward pass of one micro-batch finds on a rank, of a chunk of layers.
 
     Args:
         config: The resolved configuration.
-        stage: Its number.
-        layers: Its decoder layers.
+        layers: The chunk, with what stands before the first layer of all, and behind the last.
         batch: The micro-batch.
         expert_imbalance: Rows that reach this rank's experts over the mean.
     """
@@ -140,8 +164,8 @@ def saved_bytes(config: Config, stage: int, layers: range, batch: MicroBatch, ex
     places = INT64 * row.t if whole else 0
     saved = inputs * row.s * row.p * row.hidden + sum(row.layer(index) for index in whole) + places
     saved += row.shared_choice() * sum(chooses_keys(config.model.architecture, index) for index in layers)
-    saved += row.first_edge() if stage == 0 else 0
-    return int(saved + (row.last_edge() if stage == config.parallel.pipeline_model_parallel_size - 1 else 0))
+    saved += row.first_edge() if layers.start == 0 else 0
+    return int(saved + (row.last_edge() if layers.stop == config.model.architecture.num_hidden_layers else 0))
 
 
 def _row(config: Config, batch: MicroBatch, expert_imbalance: float) -> _Row:

@@ -170,13 +170,15 @@ def _rank(proposal: LayoutProposal) -> tuple[Any, ...]:
 def _variants(config: Config, pinned: Mapping[str, int], any_batch: bool = False) -> Iterator[Config]:
     """Yield the configuration under every layout whose sizes divide what they have to divide."""
     ranks, batch = world_size(config), config.training.global_batch_size
+    # Interleaving is only used where it is asked for: what it costs in messages is not known without a measurement.
+    chunks = pinned.get("virtual_pipeline_model_parallel_size", 1)
     for tensor, pipeline, context in _dense_sizes(config, pinned):
         if not any_batch and batch % (ranks // (tensor * pipeline * context)):
             continue
         last = _pinned_or(pinned, "num_layers_in_last_pipeline_stage", [_last_stage(config, pipeline)])
         for expert, expert_tensor in _expert_sizes(config, pinned, tensor, ranks // pipeline):
             for layers in last:
-                parallel = Parallel(tensor, pipeline, context, expert, expert_tensor, layers)
+                parallel = Parallel(tensor, pipeline, context, expert, expert_tensor, layers, chunks)
                 yield dataclasses.replace(config, parallel=parallel)
 
 

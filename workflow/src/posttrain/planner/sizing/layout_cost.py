@@ -1,11 +1,12 @@
 """How long an update takes under a layout, as far as it takes to put layouts in order.
 
-    update = (m + PP - 1) (compute and communication of the largest stage, messages to the next) + exchange of
+    update = (m + (PP - 1) / v) (compute and communication of the largest stage, v messages to the next) + exchange of
              gradients and weights
 
-with m micro-batches per rank. A stage of n layers computes 8 a n T / (TP CP) for a micro-batch of T tokens: a active
-parameters per layer, forward 2, backward 4, forward again 2 (Korthikanti et al., arXiv 2205.05198, section 5). Bytes
-that a rank sends per layer and micro-batch, each in forward, recomputation and backward (H hidden size, p bytes):
+with m micro-batches per rank and v chunks per stage. A stage of n layers computes 8 a n T / (TP CP) for a micro-batch
+of T tokens: a active parameters per layer, forward 2, backward 4, forward again 2 (Korthikanti et al., arXiv
+2205.05198, section 5). Bytes that a rank sends per layer and micro-batch, each in forward, recomputation and backward
+(H hidden size, p bytes):
 
     TP   all-gather and reduce-scatter around attention and around the MLP (sequence parallelism)    4 t p H (TP-1)/TP
     CP   gathered keys and values, for MLA their latent                                              T p width (CP-1)/CP
@@ -14,7 +15,7 @@ that a rank sends per layer and micro-batch, each in forward, recomputation and 
 
 and p t H / TP to the next stage and back; per update (4 + p) B for each parameter that other ranks hold too. Groups
 that fit into a node use its links: in Megatron's order of ranks TP and CP are neighbours, and so are ETP and EP. The
-bubble is (PP - 1) / (m + PP - 1) (Narayanan et al., arXiv 2104.04473, section 2.2).
+bubble is (PP - 1) / (m v + PP - 1) (Narayanan et al., arXiv 2104.04473, section 2.2).
 
 Scores of attention, imbalance of experts and overlap are left out: the figure orders layouts, it predicts no step.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from posttrain.config.derived import data_parallel_size, layers_per_stage
+from posttrain.config.derived import data_parallel_size, layers_per_stage, micro_batch_multiple
 from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.sizing.activations import MicroBatch
 from posttrain.planner.sizing.memory import BYTES, StageMemory, shards
@@ -95,11 +96,12 @@ def layout_cost(config: Config, stages: list[StageMemory], batch: MicroBatch, ra
     parallel, counts, rates = config.parallel, layers_per_stage(config), rates or Rates.of(config.hardware)
     samples = config.training.global_batch_size // data_parallel_size(config)
     together = min(samples, max(1, batch.tokens // batch.longest))
-    micro_batches, tokens = -(-samples // together), together * batch.longest
+    multiple, tokens = micro_batch_multiple(config), together * batch.longest
+    micro_batches = -(-samples // (together * multiple)) * multiple
     active = _active_per_layer(config.model.architecture)
     cut = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     compute = max(8 * active * tokens / cut / rates.flops, rates.launch_seconds)
-    turns = micro_batches + len(counts) - 1
+    turns = micro_batches + (len(counts) - 1) / parallel.virtual_pipeline_model_parallel_size
     sent = turns * max(counts) * _seconds_sent_per_layer(config, tokens, rates)
     sent += turns * _seconds_to_next_stage(config, tokens / cut, rates)
     sent += _seconds_of_exchange(config, stages, rates)
@@ -139,7 +141,8 @@ def _seconds_to_next_stage(config: Config, tokens: float, rates: Rates) -> float
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     sent_bytes = tokens * BYTES[config.trainer.params_dtype].weight * config.model.architecture.hidden_size
-    return 2 * (sent_bytes / rates.network + rates.latency_seconds)
+    messages = 2 * config.parallel.virtual_pipeline_model_parallel_size
+    return messages * (sent_bytes / rates.network + rates.latency_seconds)
 
 
 def _seconds_of_exchange(config: Config, stages: list[StageMemory], rates: Rates) -> float:

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from posttrain.config.derived import layers_per_stage, world_size
+from posttrain.config.derived import stage_chunks, world_size
 from posttrain.config.schema import Architecture, Config
 from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights
 
@@ -106,12 +106,17 @@ def stage_memory(config: Config) -> list[StageMemory]:
 
 def iterate_stages(config: Config) -> Iterator[StageMemory]:
     """Yield what `stage_memory` returns: who only asks whether all fit can stop at the first that does not."""
-    counts, cuts, start = layers_per_stage(config), _cuts(config), 0
-    for stage, count in enumerate(counts):
-        is_first, is_last = stage == 0, stage == len(counts) - 1
-        elements = _stage_elements(config.model.architecture, cuts, start, count, is_first, is_last)
-        yield _memory_of(config, stage, count, elements)
-        start += count
+    cuts = _cuts(config)
+    for stage, chunks in enumerate(_with_edges(config)):
+        elements = [_chunk_elements(config.model.architecture, cuts, *chunk) for chunk in chunks]
+        yield _memory_of(config, stage, sum(len(layers) for layers, *_ in chunks), elements)
+
+
+def _with_edges(config: Config) -> list[list[tuple[range, bool, bool]]]:
+    """Return each stage's chunks of layers, and which of them is the model's first and its last."""
+    stages = stage_chunks(config)
+    first, last = stages[0][0], stages[-1][-1]
+    return [[(layers, layers is first, layers is last) for layers in chunks] for chunks in stages]
 
 
 def shards(config: Config) -> tuple[int, int]:
@@ -127,20 +132,20 @@ def largest_weights(config: Config, stage: int) -> tuple[int, int]:
 
     What is done tensor by tensor needs room for one: its gradient beside the buffer, its copy on the way to a file.
     """
-    parallel, counts = config.parallel, layers_per_stage(config)
+    parallel = config.parallel
     cuts = (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size, 1)
-    start, is_first, is_last = sum(counts[:stage]), stage == 0, stage == len(counts) - 1
-    return _largest_weights(config.model.architecture, cuts, start, counts[stage], is_first, is_last)
+    found = [_largest_weights(config.model.architecture, cuts, *chunk) for chunk in _with_edges(config)[stage]]
+    return max(dense for dense, _ in found), max(expert for _, expert in found)
 
 
 @lru_cache(maxsize=4096)
 def _largest_weights(
-    arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
+    arch: Architecture, cuts: tuple[int, int, int], layers: range, is_first: bool, is_last: bool
 ) -> tuple[int, int]:
     kinds, kind_of = layer_kinds(arch)
     first, last = edge_weights(arch)
     there = [*(first if is_first else ()), *(last if is_last else ())]
-    for kind in set(kind_of[start : start + count]):
+    for kind in set(kind_of[layers.start : layers.stop]):
         there += kinds[kind]
     parts, largest = dict(zip(("tensor", "expert", "none"), cuts, strict=True)), {True: 0, False: 0}
     for weight in there:
@@ -156,11 +161,13 @@ def _cuts(config: Config) -> tuple[int, int, int]:
     return parallel.tensor_model_parallel_size, expert_size, 1
 
 
-def _memory_of(config: Config, stage: int, num_layers: int, elements: Mapping[str, int]) -> StageMemory:
+def _memory_of(config: Config, stage: int, num_layers: int, of_chunks: Sequence[Mapping[str, int]]) -> StageMemory:
     cost, offloaded = BYTES[config.trainer.params_dtype], config.trainer.optimizer_cpu_offload
     dense_shards, expert_shards = shards(config)
-    dense = _round_up(elements["dense"], math.lcm(dense_shards, BUFFER_ALIGNMENT))
-    expert = _round_up(elements["expert"], math.lcm(expert_shards, BUFFER_ALIGNMENT))
+    elements: Counter[str] = sum(map(Counter, of_chunks), Counter())
+    # Each chunk has buffers of its own.
+    dense = sum(_round_up(chunk["dense"], math.lcm(dense_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
+    expert = sum(_round_up(chunk["expert"], math.lcm(expert_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
     in_shards = dense // dense_shards + expert // expert_shards
     weights = (dense + expert + elements["frozen"]) * cost.weight + elements["buffers"] * ROUTER_BUFFER_BYTES
     return StageMemory(
@@ -185,16 +192,16 @@ def layer_kinds(arch: Architecture) -> tuple[tuple[tuple[Weight, ...], ...], tup
 
 
 @lru_cache(maxsize=4096)
-def _stage_elements(
-    arch: Architecture, cuts: tuple[int, int, int], start: int, count: int, is_first: bool, is_last: bool
+def _chunk_elements(
+    arch: Architecture, cuts: tuple[int, int, int], layers: range, is_first: bool, is_last: bool
 ) -> Counter[str]:
-    """Return dense, expert, frozen and buffer elements and the parameters of a stage's rank."""
+    """Return dense, expert, frozen and buffer elements and the parameters of a rank's chunk."""
     kinds, kind_of = layer_kinds(arch)
     elements: Counter[str] = Counter(dict.fromkeys(("dense", "expert", "frozen", "buffers", "parameters"), 0))
-    for kind, repeats in Counter(kind_of[start : start + count]).items():
+    for kind, repeats in Counter(kind_of[layers.start : layers.stop]).items():
         of_layer = _elements(kinds[kind], cuts)
         elements.update({part: repeats * number for part, number in of_layer.items()})
-    # A tied embedding stands once on a stage that is first and last, else on both ends.
+    # A tied embedding stands once on a chunk that is first and last, else on both ends.
     first, last = edge_weights(arch, num_stages=1 if is_first and is_last else 2)
     for is_there, weights in ((is_first, first), (is_last, last)):
         if is_there:

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from posttrain.config.derived import stage_chunks
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
@@ -73,12 +75,7 @@ def phase_memory(
     """
     planned = _Plan(config, assumptions, batch or fullest_micro_batch(config, assumptions), engine_memory(config))
     phases = (*PHASES.values(), ASLEEP)
-    memory, start = [], 0
-    for stage in stage_memory(config):
-        layers = range(start, start + stage.num_layers)
-        memory += [planned.of(phase, stage, layers) for phase in phases]
-        start += stage.num_layers
-    return memory
+    return [planned.of(phase, stage) for stage in stage_memory(config) for phase in phases]
 
 
 def fullest_phase(
@@ -93,17 +90,15 @@ def fullest_phase(
         assumptions: Figures that nobody has measured.
     """
     planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), served)
-    fullest, start, seen = ("", 0.0), 0, set()
+    fullest, seen = ("", 0.0), set()
     for stage in stages:
-        layers = range(start, start + stage.num_layers)
-        start = layers.stop
         kind = (stage.num_layers, stage.weights_bytes)
         # Of equal stages the first holds the most micro-batches; only the last has logits.
         if kind in seen and stage.stage < len(stages) - 1:
             continue
         seen.add(kind)
         for name in LARGE_PHASES:
-            gib = planned.of(PHASES[name], stage, layers).gpu_gib
+            gib = planned.of(PHASES[name], stage).gpu_gib
             fullest = max(fullest, (name, gib), key=lambda found: found[1])
     return fullest
 
@@ -111,11 +106,8 @@ def fullest_phase(
 def gib_without_sleep(config: Config) -> float:
     """Return the GiB of the fullest rank while it trains beside engines that keep their memory."""
     planned = _Plan(config, ASSUMPTIONS, fullest_micro_batch(config, ASSUMPTIONS), engine_memory(config))
-    phase, start, fullest = replace(PHASES["train"], engines_awake=True), 0, 0.0
-    for stage in stage_memory(config):
-        layers = range(start, start + stage.num_layers)
-        start, fullest = layers.stop, max(fullest, planned.of(phase, stage, layers).gpu_gib)
-    return fullest
+    phase = replace(PHASES["train"], engines_awake=True)
+    return max(planned.of(phase, stage).gpu_gib for stage in stage_memory(config))
 
 
 def capacity_gib(config: Config) -> float:
@@ -146,7 +138,7 @@ class _Plan:
     def _is_cpu(self) -> bool:
         return self.config.hardware.device == "cpu"
 
-    def of(self, phase: Phase, stage: StageMemory, layers: range) -> PhaseMemory:
+    def of(self, phase: Phase, stage: StageMemory) -> PhaseMemory:
         everything = self._is_cpu
         gpu = {"reserve": self._reserve()}
         gpu |= self._engine(phase.engines_awake or everything)
@@ -155,7 +147,7 @@ class _Plan:
         if phase.optimizer_awake or everything:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
-        gpu |= self._work(phase, stage, layers)
+        gpu |= self._work(phase, stage)
         host = {} if everything else self._asleep(phase, stage)
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
@@ -183,16 +175,17 @@ class _Plan:
         pool = max(0.0, self.served.kv_gib_per_gpu or 0.0)
         return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.assumptions.engine_work}
 
-    def _work(self, phase: Phase, stage: StageMemory, layers: range) -> dict[str, float]:
+    def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config, batch, assumptions = self.config, self.batch, self.assumptions
         if phase.name == "weight_sync":
             return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
-        needed = stage_activations(config, stage.stage, layers, batch, assumptions)
+        chunks = stage_chunks(config)[stage.stage]
+        needed = stage_activations(config, stage.stage, chunks, batch, assumptions)
         activations = needed.saved + needed.working
         if phase.name != "train":
-            activations = forward_bytes(config, layers, batch, assumptions)
+            activations = forward_bytes(config, chain(*chunks), batch, assumptions)
         work = {"activations": activations, "dispatch": needed.dispatch, "logprobs": needed.logprobs}
         return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
 

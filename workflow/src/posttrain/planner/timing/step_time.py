@@ -3,8 +3,8 @@
     rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
                    others share the samples and start when all prompts are prefilled
     old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
-    train          forward, backward and recomputation; x (m + p - 1) / m for p pipeline stages and m micro-batches;
-                   and the optimizer's state read and written once per update
+    train          forward, backward and recomputation; x (m + (p - 1) / v) / m for p pipeline stages of v chunks and m
+                   micro-batches; and the optimizer's state read and written once per update
     weight_sync    all weights in the engines' format, at the rate of a published broadcast
     save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
                    step's rollout, so that a step waits only for what is longer
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from posttrain.config.derived import (
     data_parallel_size,
+    micro_batch_multiple,
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
@@ -89,6 +90,7 @@ class TrainingGpus:
         hardware: What it runs on.
         num_gpus: GPUs.
         num_stages: Pipeline stages.
+        num_chunks: Chunks of layers on each of them, which interleave.
         num_micro_batches: Micro-batches of a pipeline per update.
         recompute: Full recomputation.
     """
@@ -97,13 +99,14 @@ class TrainingGpus:
     hardware: Hardware
     num_gpus: int
     num_stages: int = 1
+    num_chunks: int = 1
     num_micro_batches: int = 1
     recompute: bool = True
 
     @property
     def bubble(self) -> float:
         """Time with the pipeline's bubble over the time without."""
-        return (self.num_micro_batches + self.num_stages - 1) / self.num_micro_batches
+        return (self.num_micro_batches + (self.num_stages - 1) / self.num_chunks) / self.num_micro_batches
 
     def seconds(self, operations: float) -> float:
         """Return the time of so many operations."""
@@ -208,12 +211,14 @@ def trainer_of(config: Config) -> TrainingGpus:
     work, parallel = workload(config), config.parallel
     budget = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
     per_rank = config.training.global_batch_size / data_parallel_size(config)
+    multiple = micro_batch_multiple(config)
     return TrainingGpus(
         arch=config.model.architecture,
         hardware=config.hardware,
         num_gpus=world_size(config),
         num_stages=parallel.pipeline_model_parallel_size,
-        num_micro_batches=max(math.ceil(per_rank * work.mean_tokens / budget), 1),
+        num_chunks=parallel.virtual_pipeline_model_parallel_size,
+        num_micro_batches=max(math.ceil(per_rank * work.mean_tokens / (budget * multiple)), 1) * multiple,
         recompute=config.trainer.recompute_granularity == "full",
     )
 
