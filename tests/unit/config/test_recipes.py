@@ -32,6 +32,7 @@ from posttrain.planner.timing.step_time import step_durations, workload
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"
+TWO_CHUNKS = "parallel.virtual_pipeline_model_parallel_size=2"
 EVERY_ENGINE_DOES_BOTH = "engine.pd.num_prefill_engines=0 engine.num_engines=2"
 DEEPEP_TOKENS = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 # (model, nodes): TP, PP, CP, EP, ETP, layers of the last stage where the cut is uneven; layers per stage
@@ -273,3 +274,7 @@ def test_the_figures_of_the_production_page_are_the_planners():
     both = figures(recipe("glm5", 16, recipe="production", set=EVERY_ENGINE_DOES_BOTH).config)
     assert f"`set='{EVERY_ENGINE_DOES_BOTH}'`" in text
     assert f"of {both['rollout']} instead of {large['rollout']}" in " ".join(text.split())
+    plain, chunked = (recipe("glm5", 16, set=words).config for words in ("", TWO_CHUNKS))
+    more = assess_layout(chunked, engine_memory(chunked)).peak_gib - assess_layout(plain, engine_memory(plain)).peak_gib
+    idle = f"idle for {figures(chunked)['pipeline idle']} instead of {small['pipeline idle']}".replace("%", " %")
+    assert f"(`{TWO_CHUNKS}`) the published batch's pipeline would {idle}, for {more:.0f} GiB" in " ".join(text.split())
