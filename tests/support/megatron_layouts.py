@@ -179,7 +179,8 @@ def count_bad_gradients(policy) -> int:
     from posttrain.megatron_backend.train_step import _count_non_finite_gradients
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        last = policy.buffers[-1]
+        chunk = policy.wrapped[-1]
+        last = [*chunk.buffers, *chunk.expert_parallel_buffers][-1]
         last.grad_data[-1] = math.nan
     return _count_non_finite_gradients(policy)
 

@@ -6,12 +6,14 @@ import dataclasses
 import importlib.util
 import itertools
 import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -23,6 +25,7 @@ from posttrain.config.derived import stage_chunks
 from posttrain.megatron_backend.arguments import OBJECTS, ddp_config, optimizer_config, transformer_config
 from posttrain.planner.flags import megatron_flags
 from posttrain.planner.flags.flag import as_mapping
+from posttrain.planner.sizing.activations import most_in_flight
 
 READERS = {
     "megatron.model": MLATransformerConfig,
@@ -63,6 +66,24 @@ def test_megatron_cuts_layers_where_we_count_them(layers, last, stages, chunks):
         first = get_transformer_layer_offset(settings, chunk, stage)
         assert counted[stage][chunk] == range(first, first + get_num_layers_to_build(settings, chunk, stage))
     assert sorted(itertools.chain(*itertools.chain(*counted))) == list(range(layers))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_is_planned_in_flight_is_what_megatrons_schedule_lets_in(stages, chunks):
+    saved, batches = [1.0, 3.0, 9.0][:chunks], 6 * stages
+    table = [chunk for _, chunk in get_schedule_table(batches, chunks, stages)]
+    for stage in range(stages):
+        group = SimpleNamespace(size=lambda: stages, rank=lambda stage=stage: stage)
+        virtual = chunks if chunks > 1 else None
+        talk = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual)
+        _, _, ahead, both = get_pp_rank_microbatches(batches, chunks, stages, p2p_communicator=talk)
+        held, most = sum(saved[chunk] for chunk in table[:ahead]), 0.0
+        for turn in range(both):
+            held += saved[table[ahead + turn]]
+            most = max(most, held)
+            held -= saved[-1 - table[turn]]
+        assert most_in_flight(saved, stages, stage) == most
 
 
 @pytest.mark.parametrize("reader", READERS)
