@@ -55,7 +55,7 @@ PLACES = {
         "megatron_backend/checkpoint.py",
         "load_state_dict",
     ): "SafeLoad: tensors only, read with weights_only",
-    ("megatron_backend/checkpoint.py", "model.load_state_dict"): "takes tensors, reads nothing",
+    ("megatron_backend/checkpoint.py", "torch.nn.ModuleList(chunks).load_state_dict"): "takes tensors, reads nothing",
     ("megatron_backend/optimizer_state.py", "part.load_state_dict"): "takes tensors, reads nothing",
     ("engines/tensor_payload.py", "torch.load"): "weights_only",
     ("engines/tensor_payload.py", "_TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load"): (

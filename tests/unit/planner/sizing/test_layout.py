@@ -137,6 +137,11 @@ def test_bytes_sent_in_an_update_of_the_recipe_by_hand(resolved):
     cost = layout_cost(config, stages, batch, rates)
     assert cost.seconds == pytest.approx(expected, rel=1e-9)
     assert cost.communication_fraction == pytest.approx(1.0)
+    # Two chunks wait for less and send twice as often.
+    parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=2)
+    expected = 17.5 * (20 * 3 * (tensor + context + expert) + 2 * to_next_stage) + exchange
+    chunked = layout_cost(dataclasses.replace(config, parallel=parallel), stages, batch, rates)
+    assert chunked.seconds == pytest.approx(expected, rel=1e-9)
 
 
 def test_stages_are_cut_as_evenly_as_they_can_be(resolved):
