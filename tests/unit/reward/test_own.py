@@ -1,0 +1,128 @@
+"""Functions written for others, as they are; and what a plan reads of them without executing anything."""
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.reward.answer import Answer, Grade
+from posttrain.reward.own import TRL, VERL, inspect_own
+
+VERL_SOURCE = """
+import re
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info and extra_info.get("skip"):
+        return None
+    found = re.findall(r"\\d+", solution_str)
+    right = bool(found) and found[-1] == ground_truth
+    return {"score": float(right), "numbers": len(found), "source": data_source}
+"""
+TRL_SOURCE = """
+async def nothing(completions, **kwargs):
+    return [None for _ in completions]
+
+def shares(prompts, completions, answer, log_metric=None, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    log_metric("longest", max(map(len, texts)))
+    return [texts.count(text) / len(texts) + (text == right) for text, right in zip(texts, answer, strict=True)]
+
+def plain(prompts, completions, answer):
+    return [float(prompt + completion == right) for prompt, completion, right in zip(prompts, completions, answer)]
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path):
+    def write(text: str, name: str = "rewards.py") -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+def _answers(*texts: str, is_chat: bool = True, **columns) -> tuple[Answer, ...]:
+    prompt = ({"role": "user", "content": "2 + 2 = "},)
+    return tuple(Answer(text, "4", prompt, "sums", columns, is_chat=is_chat) for text in texts)
+
+
+def test_function_of_verl(source) -> None:
+    own = inspect_own(f"{source(VERL_SOURCE)}:compute_score", "data.reward")
+    assert (own.signature, own.takes_groups) == (VERL, False)
+    assert own(_answers("is it 5 or 4", "no")) == (Grade(1.0, {"numbers": 2.0}), Grade(0.0, {"numbers": 0.0}))
+    assert own(_answers("4", extra_info={"skip": True}))[0].score is None
+
+
+def test_functions_of_trl(source) -> None:
+    path = source(TRL_SOURCE)
+    own = inspect_own(f"{path}:shares", "data.reward")
+    assert (own.signature, own.takes_groups) == (TRL, True)
+    grades = own(_answers("4", "4", "five", answer="4"))
+    assert [grade.score for grade in grades] == pytest.approx([5 / 3, 5 / 3, 1 / 3])
+    assert grades[0].parts == {"longest": 4.0}
+    assert inspect_own(f"{path}:nothing", "data.reward")(_answers("4"))[0].score is None
+    plain = inspect_own(f"{path}:plain", "data.reward")
+    assert plain(_answers("4", is_chat=False, answer="2 + 2 = 4"))[0].score == 1.0
+
+
+def test_a_plan_executes_nothing(source, tmp_path: Path) -> None:
+    path = source(f"open({str(tmp_path / 'ran')!r}, 'w')\n{VERL_SOURCE}")
+    own = inspect_own(f"{path}:compute_score", "data.reward")
+    assert not (tmp_path / "ran").exists()
+    own(_answers("4"))
+    assert (tmp_path / "ran").exists()
+
+
+def test_source_and_the_files_that_it_names_are_its_identity(source, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("a")
+    text = f'REWARD_FILES = ["words.txt"]\n{VERL_SOURCE}'
+    before = inspect_own(f"{source(text)}:compute_score", "data.reward")
+    (tmp_path / "words.txt").write_text("b")
+    after = inspect_own(f"{source(text)}:compute_score", "data.reward")
+    assert before.digest != after.digest
+    assert inspect_own(f"{source(text + '# another comment')}:compute_score", "data.reward").digest != after.digest
+    with pytest.raises(RuntimeError, match="has changed since the run was planned"):
+        before(_answers("4"))
+
+
+def test_a_file_beside_it_can_be_imported(source) -> None:
+    source("RIGHT = '4'", "beside_the_reward.py")
+    path = source("from beside_the_reward import RIGHT\ndef f(completions, **_):\n    return [RIGHT == '4']")
+    assert inspect_own(f"{path}:f", "data.reward")(_answers("4"))[0].score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        (VERL_SOURCE, "compute_scores", "compute_score"),
+        ("def f(:", "f", "line 1"),
+        ("def f(response, label): ...", "f", "response, label"),
+        ("def f(completions, trainer_state): ...", "f", "trainer_state"),
+        ("class A:\n    def f(self, completions): ...", "f", "none"),
+        ("REWARD_FILES = list('a')\ndef f(completions): ...", "f", "line 1"),
+        ("REWARD_FILES = ['is_not_there']\ndef f(completions): ...", "f", "is_not_there"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(source, text: str, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.reward") as refused:
+        inspect_own(f"{source(text)}:{name}", "data.reward")
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["nowhere.py:f", "nowhere.py", ":f"])
+def test_no_file(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"path\.py:function"):
+        inspect_own(text, "data.reward")
+
+
+@pytest.mark.parametrize("returned", ["'1'", "float('nan')", "{'points': 1}", "[1]", "object()"])
+def test_what_is_no_score_is_an_error(source, returned: str) -> None:
+    path = source(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}")
+    with pytest.raises(TypeError):
+        inspect_own(f"{path}:compute_score", "data.reward")(_answers("4"))
+
+
+def test_a_reward_for_each_completion(source) -> None:
+    path = source("def f(completions):\n    return [1.0]")
+    with pytest.raises(TypeError, match="1 rewards for 2 completions"):
+        inspect_own(f"{path}:f", "data.reward")(_answers("4", "5"))

@@ -1,0 +1,87 @@
+"""`data.reward`: one grader, or several with weights, as a sum.
+
+    math                           one
+    math + 0.2*format              the reward of a response is its score plus a fifth of its format's
+    rewards.py:score + -0.1*length one of the user's own, less a tenth of the length's
+
+The first is what a response passes or fails by; the others shape. A grader that does not apply to a response (None)
+adds nothing; a response to which none applies has no reward.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from posttrain.errors import ConfigError, Problem
+
+_TERM = re.compile(r"\s*(?:(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*\s*)?(?P<name>[^\s*]+)\s*")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A grader and what its score counts.
+
+    Args:
+        grader: A name in `reward.grade.GRADERS`, or `path.py:function`.
+        weight: A finite number other than 0.
+    """
+
+    grader: str
+    weight: float = 1.0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of the user's."""
+        return ":" in self.grader
+
+    @property
+    def column(self) -> str:
+        """What its scores are called in metrics and samples."""
+        return self.grader.rpartition(":")[2]
+
+
+def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
+    """Return the terms of a reward, in order.
+
+    Args:
+        text: See the head of this file.
+        key: Where it stands, for the message.
+
+    Raises:
+        ConfigError: It cannot be read, a weight is 0 or not finite, or two terms have one name.
+
+    Example:
+        "math + 0.2*format" -> (Term("math", 1.0), Term("format", 0.2))
+    """
+    matches = [_TERM.fullmatch(part) for part in text.split("+")]
+    allowed = "graders with weights as in 'math + 0.2*format'"
+    if not all(matches):
+        raise ConfigError([Problem(key, repr(text), allowed, "write it as a sum of WEIGHT*GRADER")])
+    terms = tuple(Term(match["name"], float(match["weight"] or 1)) for match in matches if match)
+    wrong = [term.grader for term in terms if not term.weight or not math.isfinite(term.weight)]
+    if wrong:
+        remedy = f"leave {', '.join(wrong)} out, or give it a weight"
+        raise ConfigError([Problem(key, repr(text), f"{allowed}, no weight 0 and none infinite", remedy)])
+    columns = [term.column for term in terms]
+    if len(set(columns)) < len(columns):
+        twice = sorted({column for column in columns if columns.count(column) > 1})
+        remedy = f"name each once: {', '.join(twice)} would be one column"
+        raise ConfigError([Problem(key, repr(text), f"{allowed}, each of another name", remedy)])
+    return terms
+
+
+def total(terms: tuple[Term, ...], scores: Mapping[str, float | None]) -> float | None:
+    """Return the reward of a response; None where no grader applies to it.
+
+    Args:
+        terms: Of `parse_reward`.
+        scores: Column -> score; None where the grader does not apply.
+
+    Example:
+        "math + 0.2*format" with math 1 and format 0.5: 1.1; with math None: 0.1.
+    """
+    found = [term.weight * score for term in terms if (score := scores[term.column]) is not None]
+    return math.fsum(found) if found else None
