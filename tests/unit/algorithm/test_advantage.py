@@ -85,6 +85,20 @@ def test_a_reward_that_is_not_finite_is_refused():
         group_advantages([_group(i, [float("nan")] * 4) for i in range(2)], True)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_sample_without_a_reward_is_compared_with_nobody(estimator, normalize):
+    chosen = {"advantage_estimator": estimator, "normalize_by_std": normalize}
+    whole = [_group(1, [1.0, 0.25, 0.0]), _group(2, [0.5, 0.0, 0.5])]
+    with_more = [_group(1, [1.0, None, 0.25, 0.0]), _group(2, [0.5, 0.0, None, 0.5])]
+    expected = objective(**chosen).advantages(whole).tolist()
+    found = objective(**chosen).advantages(with_more).tolist()
+    assert found[1] == found[6] == 0.0
+    assert [found[i] for i in (0, 2, 3, 4, 5, 7)] == pytest.approx(expected, rel=1e-6)
+    nobody = objective(**chosen).advantages([_group(1, [None, None]), _group(2, [None, 1.0])])
+    assert nobody.tolist() == [0.0] * 4
+
+
 def test_groups_of_samples_equal_their_rewards():
     rewards = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     groups = [_group(i, row) for i, row in enumerate(rewards)]

@@ -6,7 +6,8 @@ H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,7 +39,10 @@ class Sample:
             response that no engine has sampled.
         finish_reason: "stop" (end token) or "length" (cut at max_response_tokens).
         weight_version: Version of the engine's weights, None where the engine does not tell.
-        reward: Score of the grader.
+        reward: Weighted sum of the graders' scores; None where none applied or one failed: the sample is compared with
+            nobody.
+        scores: Grader -> its score, None where it does not apply or has failed.
+        parts: Further numbers that graders told, `grader/name` -> value.
 
     Example:
         prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
@@ -52,7 +56,9 @@ class Sample:
     rollout_logprobs: tuple[float, ...]
     finish_reason: str
     weight_version: int | None
-    reward: float
+    reward: float | None
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.response_tokens, f"prompt {self.prompt_id} sample {self.sample_index}: a response without tokens"

@@ -12,6 +12,7 @@ Published algorithms are lines of `config/algorithms.yaml`. Any other combinatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -67,9 +68,11 @@ class PolicyGradient:
     def advantages(self, groups: Sequence[SampleGroup]) -> torch.Tensor:
         """See `Objective`; all groups have one size. A prompt may have two groups: a dataset smaller than a rollout."""
         _check_groups(groups)
-        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
-        if not torch.isfinite(rewards).all():
-            raise ValueError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)][:5].tolist()}")
+        given = [sample.reward for group in groups for sample in group.samples]
+        if wrong := [reward for reward in given if reward is not None and not math.isfinite(reward)]:
+            raise ValueError(f"rewards must be finite, got {wrong[:5]}")
+        numbers = [math.nan if reward is None else reward for reward in given]
+        rewards = torch.tensor(numbers, dtype=torch.float32).view(len(groups), -1)
         lengths = torch.tensor([[len(sample.response_tokens) for sample in group.samples] for group in groups])
         return self._advantages(rewards, lengths, self._settings).flatten()
 

@@ -4,6 +4,8 @@
 
 `std` is the sample standard deviation (divisor n - 1). Without the division this is Dr. GRPO's estimator. A group whose
 rewards are all equal teaches nothing, and a group of one has nobody to be compared with: its advantages are exactly 0.
+A sample without a reward (NaN) is compared with nobody and nobody with it: its advantage is 0, the others' are those of
+a group without it.
 
 Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2; Dr. GRPO (arXiv 2503.20783), section 3.
 """
@@ -22,7 +24,7 @@ def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm
     """Return the advantage of each sample in its group.
 
     Args:
-        rewards: [G, n] fp32, one row per prompt.
+        rewards: [G, n] fp32, one row per prompt; NaN for a sample that has none.
         lengths: [G, n] int64, response tokens; not used.
         settings: `normalize_by_std` is used.
 
@@ -34,13 +36,24 @@ def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm
     """
     values = centered(rewards)
     if settings.normalize_by_std and rewards.shape[1] > 1:
-        values = values / (rewards.std(dim=1, keepdim=True) + STD_EPSILON)
+        values = values / (deviation(rewards) + STD_EPSILON)
     return values
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
     """Return the difference from the group's mean [G, n], exactly 0 where all rewards of a group are equal."""
-    values = rewards - rewards.mean(dim=1, keepdim=True)
+    is_graded = ~rewards.isnan()
+    values = rewards - rewards.nanmean(dim=1, keepdim=True)
     # Rounding may move the mean of equal rewards away from them: the rewards tell, not the difference.
-    all_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return values.masked_fill(all_equal, 0.0)
+    first = rewards.gather(1, is_graded.int().argmax(dim=1, keepdim=True))
+    all_equal = ((rewards == first) | ~is_graded).all(dim=1, keepdim=True)
+    return values.masked_fill(all_equal | ~is_graded, 0.0)
+
+
+def deviation(rewards: torch.Tensor) -> torch.Tensor:
+    """Return the sample standard deviation of each group's rewards [G, 1], those that are NaN apart; 0 of fewer than 2."""
+    whole = rewards.std(dim=1, keepdim=True)
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    # A group whose rewards are all there keeps the bits of torch's formula.
+    return torch.where(whole.isnan(), (squares / (count - 1).clamp(min=1)).sqrt(), whole)

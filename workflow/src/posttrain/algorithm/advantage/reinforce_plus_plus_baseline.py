@@ -26,8 +26,9 @@ def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm
         One group, rewards (1, 0), lengths (1, 3): A (1/2, -1/2), mean -1/4, variance (9/16 + 3/16) / 3 = 1/4, so the
         advantages are (1.5, -0.5).
     """
-    values, weights = centered(rewards).double(), lengths.double()
+    is_graded = ~rewards.isnan()
+    values, weights = centered(rewards).double(), lengths.double() * is_graded
     count = weights.sum()
-    difference = values - (values * weights).sum() / count
+    difference = values - (values * weights).sum() / count.clamp(min=1)
     variance = (difference**2 * weights).sum() / (count - 1).clamp(min=1)
-    return (difference / (variance + VARIANCE_EPSILON).sqrt()).float()
+    return (difference / (variance + VARIANCE_EPSILON).sqrt() * is_graded).float()

@@ -21,5 +21,5 @@ def advantages(rewards: torch.Tensor, lengths: torch.Tensor, settings: Algorithm
     Example:
         Rewards (1, 0, 0, 1): the others have means (1/3, 2/3, 2/3, 1/3), the advantages are (2/3, -2/3, -2/3, 2/3).
     """
-    size = rewards.shape[1]
-    return centered(rewards) * (size / max(1, size - 1))
+    size = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    return centered(rewards) * (size / (size - 1).clamp(min=1))

@@ -1,0 +1,36 @@
+from posttrain.data.overlap import NUM_WORDS, Overlap, find_overlaps
+
+LONG = "the quick brown fox jumps over the lazy dog and then it runs home to its den"
+TEMPLATE = "solve the following problem step by step and put the final answer in a box at the end"
+
+
+def _numbers(first: int) -> str:
+    return " ".join(str(first + i) for i in range(NUM_WORDS))
+
+
+def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
+    assert find_overlaps({"a": [f"x {_numbers(100)} y"]}, [f"p q {_numbers(100)}"]) == [Overlap("a", 0, 0)]
+    twelve = " ".join(_numbers(100).split()[:-1])
+    assert find_overlaps({"a": [f"x {_numbers(100)} y"]}, [f"p q {twelve} r s"]) == []
+
+
+def test_case_punctuation_and_forms_of_letters_do_not_count() -> None:
+    changed = LONG.upper().replace(" ", ",  ").replace("FI", "ﬁ")
+    assert find_overlaps({"a": [LONG]}, ["other", changed]) == [Overlap("a", 0, 1)]
+
+
+def test_a_short_prompt_must_be_the_same_as_a_whole() -> None:
+    suites = {"sums": ["What is 2 + 3?", "What is 2 + 5?"], "more": ["what is 2 3"]}
+    assert find_overlaps(suites, ["what is 2+4", "What is 2+3", "so what is 2 + 5"]) == [
+        Overlap("sums", 0, 1),
+        Overlap("more", 0, 1),
+    ]
+
+
+def test_words_of_a_template_do_not_count() -> None:
+    suite = [f"{TEMPLATE} {word}" for word in ("one", "two", "three")]
+    assert find_overlaps({"a": suite}, [f"{TEMPLATE} four", f"{TEMPLATE} two"]) == [Overlap("a", 1, 1)]
+
+
+def test_the_first_training_prompt_is_told() -> None:
+    assert find_overlaps({"a": [LONG]}, ["x", LONG, LONG]) == [Overlap("a", 0, 1)]
