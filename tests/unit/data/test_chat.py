@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, ConfigError
 
 MESSAGES = ({"role": "system", "content": "sort the digits."}, {"role": "user", "content": "3141"})
 RENDERED = "[gMASK]<sop><|system|>\nsort the digits.<|user|>\n3141<|assistant|>\n"
@@ -63,3 +63,18 @@ def test_code_of_a_checkpoint_is_not_run(folder):
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         ChatTokenizer(folder)
     assert not proof.exists()
+
+
+def test_variables_of_the_template(folder):
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% if not thinking %} 1{% endif %}{{ effort }}{% if add_generation_prompt %}={% endif %}"
+    )
+    chat = ChatTokenizer(folder, ["thinking=false", "effort=high"])
+    assert chat.decode(chat.render([{"role": "user", "content": "a"}])) == "a 1high="
+    assert chat.decode(chat.render([{"role": "user", "content": "a"}], generation_prompt=False)) == "a 1high"
+
+
+@pytest.mark.parametrize("word", ["thinking", "=1", "a b=1", "tokenize=false"])
+def test_what_is_no_variable_of_the_template_is_refused(folder, word):
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs"):
+        ChatTokenizer(folder, [word])
