@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,8 @@ TYPE_NAMES = {
     bool: "true or false",
     list[str]: "a list of text",
 }
+# In dotted keys, the name of a table's row.
+ANY_NAME = "*"
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, str: StringNode, bool: BooleanNode}
 
 
@@ -34,11 +36,13 @@ def leaf_types(section: type) -> dict[str, Any]:
 
 @lru_cache
 def fields_of(section: type, prefix: str = "") -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
-    """Return (dotted key, type, limits) of every value of a section."""
+    """Return (dotted key, type, limits) of every value of a section; `ANY_NAME` stands for the name of a table's row."""
     found: list[tuple[str, Any, Mapping[str, Any]]] = []
     for name, kind, metadata in members(section):
         if dataclasses.is_dataclass(kind):
             found += fields_of(typing.cast(type, kind), f"{prefix}{name}.")
+        elif row := row_of(kind):
+            found += fields_of(row, f"{prefix}{name}.{ANY_NAME}.")
         else:
             found.append((f"{prefix}{name}", kind, metadata))
     return tuple(found)
@@ -56,10 +60,51 @@ def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     for name, kind, _ in members(section):
         if dataclasses.is_dataclass(kind):
             own[name] = build(typing.cast(type, kind), values, f"{prefix}{name}.")
+        elif row := row_of(kind):
+            table = f"{prefix}{name}."
+            own[name] = {key: build(row, values, f"{table}{key}.") for key in row_names(values, table)}
         else:
             value = values[f"{prefix}{name}"]
             own[name] = list(value) if isinstance(value, list) else value
     return section(**own)
+
+
+def row_of(kind: Any) -> type | None:
+    """Return the section that each row of a table is, None where `kind` is no table: a mapping of names to sections."""
+    arguments = typing.get_args(kind) if typing.get_origin(kind) is dict else ()
+    return arguments[1] if arguments and dataclasses.is_dataclass(arguments[1]) else None
+
+
+def row_names(keys: Iterable[str], table: str) -> list[str]:
+    """Return the names of a table's rows in the order of `keys`, dotted ones; `table` ends with a dot."""
+    return list(dict.fromkeys(key[len(table) :].partition(".")[0] for key in keys if key.startswith(table)))
+
+
+def general_key(key: str) -> str:
+    """Return a dotted key with `ANY_NAME` for the name of a table's row.
+
+    Example:
+        "data.sources.gsm8k.weight" -> "data.sources.*.weight"
+    """
+    for table in tables():
+        if key.startswith(table):
+            _, dot, rest = key[len(table) :].partition(".")
+            return f"{table}{ANY_NAME}{dot}{rest}"
+    return key
+
+
+@lru_cache
+def tables() -> Mapping[str, type]:
+    """Return the row of each table, by what the keys of the table begin with."""
+    return dict(_tables(schema.Config, ""))
+
+
+def _tables(section: type, prefix: str) -> Iterator[tuple[str, type]]:
+    for name, kind, _ in members(section):
+        if dataclasses.is_dataclass(kind):
+            yield from _tables(typing.cast(type, kind), f"{prefix}{name}.")
+        elif row := row_of(kind):
+            yield f"{prefix}{name}.", row
 
 
 @lru_cache
@@ -86,10 +131,13 @@ def check_ranges(values: Mapping[str, Any]) -> list[Problem]:
         values: Dotted key -> value.
     """
     problems: list[Problem] = []
-    for key, _, limits in fields_of(schema.Config):
-        if key in values and (allowed := _violated(values[key], limits)) is not None:
-            remedy = did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
-            problems.append(Problem(key, repr(values[key]), allowed, remedy))
+    of_rows = [key for key in values if key not in leaf_types(schema.Config)]
+    for general, _, limits in fields_of(schema.Config):
+        keys = [key for key in of_rows if general_key(key) == general] if ANY_NAME in general else [general]
+        for key in keys:
+            if key in values and (allowed := _violated(values[key], limits)) is not None:
+                remedy = did_you_mean(str(values[key]), limits.get("choices", ())) or f"choose {allowed}"
+                problems.append(Problem(key, repr(values[key]), allowed, remedy))
     return problems
 
 

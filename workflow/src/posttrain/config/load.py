@@ -25,11 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.config import schema
 from posttrain.config.families import dimensions
 from posttrain.config.fields import (
+    ANY_NAME,
     TYPE_NAMES,
     build,
     check_ranges,
     did_you_mean,
+    general_key,
     leaf_types,
+    row_names,
+    tables,
     typed,
     unknown_key,
 )
@@ -187,7 +191,7 @@ def dump_resolved(resolved: Resolved) -> str:
     for depth, key, dotted, value in _walk(dataclasses.asdict(resolved.config)):
         indent = "  " * depth
         if isinstance(value, dict):
-            lines.append(f"{indent}{key}:")
+            lines += [f"{indent}{key}:"] if value else []
         else:
             lines.append(f"{indent}{key}: {json.dumps(value)}  # {resolved.origins.get(dotted, 'schema default')}")
     return "\n".join(lines) + "\n"
@@ -321,7 +325,8 @@ class _Merger:
 
     def add_value(self, key: str, value: Any, origin: str) -> None:
         """Set one leaf, after checking its name and type."""
-        if key not in self._types:
+        kind = self._types.get(general_key(key))
+        if kind is None or ANY_NAME in key:
             if key in GONE:
                 remedy = f"leave it out; it could only be {GONE[key]}, and that is what is done"
                 self.problems.append(Problem(key, f"{value!r} ({origin})", "a key of this version", remedy))
@@ -329,9 +334,9 @@ class _Merger:
                 self.problems.append(unknown_key(key, value, origin, self._types))
             return
         try:
-            self._values[key] = typed(value, self._types[key])
+            self._values[key] = typed(value, kind)
         except OmegaConfBaseException:
-            name = TYPE_NAMES[self._types[key]]
+            name = TYPE_NAMES[kind]
             self.problems.append(Problem(key, f"{value!r} ({origin})", name, f"give {name}"))
             return
         self.origins[key] = origin
@@ -348,21 +353,29 @@ class _Merger:
 
     def _typed_config(self) -> schema.Config:
         """Return the typed configuration before its values are held against each other."""
-        known = {key: value for key, value in (schema_defaults() | self._values).items() if value != "???"}
+        known = {key: value for key, value in (self._defaults() | self._values).items() if value != "???"}
         refused = {problem.key for problem in self.problems}
         # With a layer missing, what it would have set is not the user's omission.
         omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
         self.problems += [
             Problem(key, "not set", TYPE_NAMES[kind], "set it in the model's, hardware's or site's file, or with set=")
             for key, kind in self._types.items()
-            if key in omitted
+            if key in omitted and ANY_NAME not in key
         ]
         self.problems += check_ranges(known)
         raise_if_any(self.problems)
         return typing.cast(schema.Config, build(schema.Config, known))
 
+    def _defaults(self) -> dict[str, Any]:
+        """Return the schema's defaults, and those of each row of a table that a layer has named."""
+        found = dict(defaults_of(schema.Config))
+        for table, row in tables().items():
+            for name in row_names(self._values, table):
+                found |= {f"{table}{name}.{key}": value for key, value in defaults_of(row).items()}
+        return found
+
     def _is_section(self, dotted: str) -> bool:
-        return any(known.startswith(f"{dotted}.") for known in self._types)
+        return any(known.startswith(f"{general_key(dotted)}.") for known in self._types)
 
 
 def run_name(config: schema.Config, fork: str) -> str:
@@ -381,8 +394,8 @@ def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator
 
 
 @lru_cache
-def schema_defaults() -> dict[str, Any]:
+def defaults_of(section: type) -> dict[str, Any]:
     """Return the default of every leaf by its dotted key, "???" where there is none; not to be changed."""
-    plain = OmegaConf.to_container(OmegaConf.structured(schema.Config))
+    plain = OmegaConf.to_container(OmegaConf.structured(section))
     assert isinstance(plain, dict)
     return leaves_of(plain)
