@@ -11,7 +11,9 @@ from typing import Any
 from posttrain.errors import ConfigError, Problem
 
 # A name, after a dot but for the first; a place in a list, from the end when negative; a quoted name.
-_PART = re.compile(r"""(?:^|\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]""")
+_PART = re.compile(
+    r"""(?:^|(?!^)\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]"""
+)
 MAX_NAMES_TOLD = 8
 
 
@@ -109,7 +111,7 @@ def _present(value: Any, whole: str, told: str) -> Any:
 def _what_is_there(part: str, names: list[str], told: str) -> str:
     near = difflib.get_close_matches(part, names, n=1)
     if near:
-        return f"; did you mean {f'{told}.' if told else ''}{near[0]}?"
+        return f" (did you mean {f'{told}.' if told else ''}{near[0]}?)"
     if not told:
         return ""
     return f": {told!r} has {', '.join(names[:MAX_NAMES_TOLD]) or 'nothing'}"

@@ -76,9 +76,9 @@ class MixedOrder:
 
     The sources are the leaves of a binary tree, and each fork sends the right share of what reaches it to either side
     (a Bresenham line). How many of the first c prompts a source gave is a product of such divisions, so that any c is
-    found at once. Two sources are within one prompt of their shares in every stretch of a run; more sources within a
-    little more, where forks lie above one another, and exactly on them in every stretch of as many prompts as whole
-    weights add up to (10 for 0.7, 0.2 and 0.1).
+    found at once. Two sources are within one prompt of their shares in every stretch of a run, whatever its length;
+    more sources within two in all that was measured, for errors of forks above one another add up. Every stretch of as
+    many prompts as the weights in whole numbers add up to (10 for 0.7, 0.2 and 0.1) has them exactly.
 
     Args:
         sizes: Prompts of each source.
