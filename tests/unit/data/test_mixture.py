@@ -1,3 +1,4 @@
+import itertools
 import random
 from collections import Counter
 from fractions import Fraction
@@ -131,7 +132,7 @@ def test_weights_in_hundredths_are_met_in_every_stretch_of_a_hundred(data, total
         st.lists(st.integers(1, total - 1), min_size=num_sources - 1, max_size=num_sources - 1, unique=True)
     )
     edges = [0, *sorted(cuts), total]
-    weights = [after - before for before, after in zip(edges, edges[1:], strict=False)]
+    weights = [after - before for before, after in itertools.pairwise(edges)]
     assert _largest_error(weights, seed, 100, 400) == 0
 
 
