@@ -35,7 +35,7 @@ def main() -> None:
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
-    rows = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
+    rows = load_prompts(args.dataset / "heldout.jsonl")
     prompts = [tokenizer.render(prompt.messages) for prompt in rows]
     log_folder = args.output.parent / "benchmark_serving.engines"
     with running_engines(config, args.checkpoint, log_folder, merge_requests=True) as engines:

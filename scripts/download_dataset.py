@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from posttrain.artifacts import Receipt, manifest_of
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.parts.steps import FOLDER, make_folder
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.dataset_files import make_dataset
+from posttrain.data.raw_rows import local_files
 
 
 def main() -> None:
@@ -21,9 +21,10 @@ def main() -> None:
         num_retries={"type": int, "default": RetryRule.num_retries, "help": "failed attempts in a row"},
     )
     data = args.resolved.config.data
-    sources = [Path(data.train_file), Path(data.heldout_file)] if data.kind == "jsonl" else []
     wanted, kept = Receipt("download_dataset", (), {}, dataclasses.asdict(data)), manifest_of(args.folder)
-    make_folder(args, wanted, lambda partial: make_dataset(data, partial, kept, RetryRule(args.num_retries)), sources)
+    make_folder(
+        args, wanted, lambda partial: make_dataset(data, partial, kept, RetryRule(args.num_retries)), local_files(data)
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main() -> None:
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
-    prompts = load_prompts(args.dataset / "heldout.jsonl", config.data.prompt_key, config.data.label_key)
+    prompts = load_prompts(args.dataset / "heldout.jsonl")
     log_folder = args.output.parent / f"{args.when}.engines"
     result = evaluate_checkpoint(config, args.checkpoint, prompts, log_folder)
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}

@@ -130,7 +130,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "testimony": ("a.testimony.json", lambda folder: read_staging_record(folder / "a.testimony.json")),
     "rollout": ("step_000003/chunk_0001.json", lambda folder: RolloutStore(folder).read(3, 1)),
     "metrics": ("metrics.jsonl", lambda folder: read_rows(folder / "metrics.jsonl")),
-    "dataset": ("train.jsonl", lambda folder: load_prompts(folder / "train.jsonl", "prompt", "label")),
+    "dataset": ("train.jsonl", lambda folder: load_prompts(folder / "train.jsonl")),
     "config": ("config.json", lambda folder: read_object(folder / "config.json")),
     "tokenizer": ("tokenizer.json", check_source),
     "index": ("model.safetensors.index.json", CheckpointReader),

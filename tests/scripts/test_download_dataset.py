@@ -45,7 +45,7 @@ def test_the_tasks_own_dataset(tmp_path):
     assert done.returncode == 0, done.stderr
     receipt = require_files(tmp_path / "sort_digits", receipt_of(tmp_path / "sort_digits"), content=True)
     assert [record.path for record in receipt.files] == ["heldout.jsonl", "train.jsonl"]
-    assert len(load_prompts(tmp_path / "sort_digits" / "train.jsonl", "prompt", "label")) == 50
+    assert len(load_prompts(tmp_path / "sort_digits" / "train.jsonl")) == 50
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 # The model's files and the prompts, verified against their source.
 from posttrain.artifacts import manifest_of
+from posttrain.data.raw_rows import local_files
 
 SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
 # Of a folder that no rule makes, a changed file is a changed source.
@@ -131,7 +132,7 @@ rule finalize_hf_checkpoint:
 rule download_dataset:
     """Gets the prompts and checks every line."""
     input:
-        [CFG.data.train_file, CFG.data.heldout_file] if CFG.data.kind == "jsonl" else [],
+        local_files(CFG.data),
     output:
         update(receipt_of(PATHS.dataset)),
     log:

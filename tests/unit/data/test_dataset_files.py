@@ -44,7 +44,7 @@ def _local(tmp_path, train, heldout, **more):
         "heldout_file": _write(tmp_path / "b.jsonl", heldout),
     }
     more = {"num_heldout_prompts": 2, "seed": 1, "reward": "math_answer"} | more
-    return Data(kind="jsonl", prompt_key="question", label_key="answer", **files, **more)
+    return Data(kind=more.pop("kind", "files"), prompt_key="question", label_key="answer", **files, **more)
 
 
 def test_generated_prompts_are_the_generators(make, read, tmp_path):
@@ -52,27 +52,33 @@ def test_generated_prompts_are_the_generators(make, read, tmp_path):
     assert records == record_files(tmp_path / "data.partial")
     train, heldout = dataset_files.generate_prompts(3, 20, 5, 7)
     assert (read("train.jsonl"), read("heldout.jsonl")) == (train, heldout)
-    assert len(load_prompts(tmp_path / "data.partial" / "train.jsonl", "prompt", "label")) == 20
+    assert len(load_prompts(tmp_path / "data.partial" / "train.jsonl")) == 20
 
 
-def test_columns_have_the_configured_names(make, read):
-    make(replace(DATA, prompt_key="question", label_key="answer"))
-    assert set(read("train.jsonl")[0]) == {"question", "answer"}
+@pytest.mark.parametrize("keys", [{}, {"prompt_key": "question", "label_key": "answer"}])
+def test_columns_are_always_the_same(make, read, keys):
+    make(replace(DATA, **keys))
+    assert set(read("train.jsonl")[0]) == {"prompt", "label"}
 
 
 def test_two_local_files_give_messages(make, read, tmp_path):
     make(_local(tmp_path, ["a", "b", "c"], ["x", "y", "z"]))
     assert read("train.jsonl") == [
-        {"question": [{"role": "user", "content": text}], "answer": text.upper()} for text in "abc"
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "label": text.upper(),
+            "columns": {"answer": text.upper()},
+        }
+        for text in "abc"
     ]
-    assert [row["answer"] for row in read("heldout.jsonl")] == ["X", "Y"]
+    assert [row["label"] for row in read("heldout.jsonl")] == ["X", "Y"]
 
 
 def test_one_file_gives_its_last_rows_to_the_held_out_side(make, read, tmp_path):
     data = _local(tmp_path, list("abcde"), ["x"])
     make(replace(data, heldout_file=data.train_file))
-    assert [row["answer"] for row in read("train.jsonl")] == ["A", "B", "C"]
-    assert [row["answer"] for row in read("heldout.jsonl")] == ["D", "E"]
+    assert [row["label"] for row in read("train.jsonl")] == ["A", "B", "C"]
+    assert [row["label"] for row in read("heldout.jsonl")] == ["D", "E"]
 
 
 @pytest.mark.parametrize(("heldout", "same"), [(["x"], False), ([], True)])
@@ -130,7 +136,7 @@ def test_a_repository_gives_the_files_named(make, read, hub, tmp_path):
     _write(tmp_path / "repo" / "other.jsonl", list("fg"))
     data = _of_hub(hub, tmp_path / "repo", train_file="data/all.jsonl", heldout_file="data/all.jsonl")
     records = make(data)
-    assert [row["answer"] for row in read("heldout.jsonl")] == ["D", "E"]
+    assert [row["label"] for row in read("heldout.jsonl")] == ["D", "E"]
     assert hub.fetched == {"data/all.jsonl": 1}
     assert sorted(record.path for record in records) == [
         "heldout.jsonl",

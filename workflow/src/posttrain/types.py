@@ -17,13 +17,29 @@ class Prompt:
 
     Args:
         prompt_id: Unique in its dataset and stable: it names the sample's seed and its place in a resumed run.
-        messages: Chat messages, each with "role" and "content".
-        label: What the grader compares the response with.
+        messages: Chat messages, each with "role" and "content", or with "tool_calls".
+        label: What the grader compares the response with, of any JSON type; None where the dataset has no labels.
+        source: The dataset that it is from, where a run mixes several.
+        columns: What else the row has, in JSON's types.
+        tools: JSON schemas of the functions that a response may call, None for none.
     """
 
     prompt_id: int
-    messages: tuple[dict[str, str], ...]
-    label: str
+    messages: tuple[dict[str, Any], ...]
+    label: Any
+    source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prompt as plain JSON types, without source, columns and tools where it has none."""
+        always = ("prompt_id", "messages", "label")
+        return {name: value for name, value in vars(self).items() if name in always or value}
+
+    @staticmethod
+    def from_dict(row: Mapping[str, Any]) -> Prompt:
+        """Rebuild a prompt from `as_dict`."""
+        return Prompt(**{**row, "messages": tuple(row["messages"])})
 
 
 @dataclass(frozen=True)
@@ -83,12 +99,11 @@ class SampleGroup:
     def as_dict(self) -> dict[str, Any]:
         """Return the group as plain JSON types."""
         # `asdict` would look into every token of millions.
-        return {"prompt": dict(vars(self.prompt)), "samples": [dict(vars(sample)) for sample in self.samples]}
+        return {"prompt": self.prompt.as_dict(), "samples": [dict(vars(sample)) for sample in self.samples]}
 
     @staticmethod
     def from_dict(row: dict[str, Any]) -> SampleGroup:
         """Rebuild a group from `as_dict`; the floats come back with the same bits."""
-        prompt = Prompt(row["prompt"]["prompt_id"], tuple(row["prompt"]["messages"]), row["prompt"]["label"])
         samples = tuple(
             Sample(
                 **{
@@ -100,4 +115,4 @@ class SampleGroup:
             )
             for sample in row["samples"]
         )
-        return SampleGroup(prompt, samples)
+        return SampleGroup(Prompt.from_dict(row["prompt"]), samples)

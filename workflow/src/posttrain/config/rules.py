@@ -13,7 +13,7 @@ from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
-from posttrain.config.schema import Config
+from posttrain.config.schema import LOCAL_DATA, Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
@@ -79,10 +79,16 @@ def _data_source(config: Config) -> Problems:
     if data.kind == "hub":
         yield from _repository("data.repo_id", data.repo_id)
         yield from _pinned("data.revision", data.revision)
-    if data.kind in ("hub", "jsonl"):
+    if data.kind in LOCAL_DATA:
         for name in ("train_file", "heldout_file"):
             if not getattr(data, name):
-                yield Problem(f"data.{name}", "''", "a jsonl file", "give the path of the prompts")
+                yield Problem(f"data.{name}", "''", "a file of prompts", "give the path of the prompts")
+    if data.kind == "hub" and not data.train_file and not data.split:
+        yield Problem("data.train_file", "''", "a file of prompts, or data.split", "give one of the two")
+    if data.kind != "hub":
+        for name in ("subset", "split", "heldout_split"):
+            if getattr(data, name):
+                yield Problem(f"data.{name}", repr(getattr(data, name)), "'' with this data.kind", "set data.kind=hub")
     if data.kind == "sort_digits" and data.num_train_prompts < 1:
         yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
     wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits

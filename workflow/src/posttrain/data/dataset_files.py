@@ -1,23 +1,26 @@
 """Makes `train.jsonl` and `heldout.jsonl`: generated, from local files or from a Hub repository; checked.
 
-Both files have the columns that the configuration names, whatever form the source's prompts had, and no
-prompt of one stands in the other.
+Both files have the same columns (`dataset.py`), whatever form the source had, and no prompt of one stands in the other.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, RelativeName, record_files, write_text
 from posttrain.checkpoint.hub.client import FetchOptions, download
-from posttrain.checkpoint.hub.listing import HubSource
+from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
-from posttrain.config.schema import Data
-from posttrain.data.dataset import MAX_REPORTED_LINES, check_prompts, describe_bad_lines
+from posttrain.config.schema import LOCAL_DATA, Data
+from posttrain.data.dataset import write_prompts
+from posttrain.data.forms import OWN
+from posttrain.data.hub_splits import CARD, files_of_split, matching
+from posttrain.data.raw_rows import SUFFIXES, files_of
+from posttrain.data.rows import MAX_REPORTED_LINES, Reading, Row, describe_bad_rows, digest_of, read_rows
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.types import Prompt
@@ -26,6 +29,19 @@ log = logging.getLogger(__name__)
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 # What a Hub repository gave, as it gave it.
 SOURCE_FOLDER = "source"
+
+
+@dataclass(frozen=True)
+class Side:
+    """The files that one side of a dataset is read from.
+
+    Args:
+        name: As the configuration has them.
+        paths: In order.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
 
 
 def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | None = None) -> tuple[FileRecord, ...]:
@@ -49,43 +65,95 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     remove_half_written(folder)
     if data.kind == "sort_digits":
         return _write_generated(data, folder)
-    if data.kind == "jsonl":
-        return _write_split(data, Path(data.train_file), Path(data.heldout_file), folder)
-    fetched = _fetch(data, folder / SOURCE_FOLDER, manifest, rule or RetryRule())
-    source = folder / SOURCE_FOLDER
-    written = _write_split(data, source / data.train_file, source / data.heldout_file, folder)
-    return (*written, *fetched)
+    if data.kind in LOCAL_DATA:
+        return _write_split(data, _local(data.train_file), _local(data.heldout_file), folder)
+    sides, fetched = _fetch(data, folder / SOURCE_FOLDER, manifest, rule or RetryRule())
+    return (*_write_split(data, *sides, folder), *fetched)
 
 
 def _write_generated(data: Data, folder: Path) -> tuple[FileRecord, ...]:
     rows = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
     for name, some in zip((TRAIN, HELDOUT), rows, strict=True):
-        _write_rows(folder / name, [{data.prompt_key: r["prompt"], data.label_key: r["label"]} for r in some])
+        write_prompts(folder / name, [Prompt(i, tuple(row["prompt"]), row["label"]) for i, row in enumerate(some)])
     return record_files(folder, (TRAIN, HELDOUT))
 
 
-def _fetch(data: Data, folder: Path, manifest: Path, rule: RetryRule) -> tuple[FileRecord, ...]:
+def _local(pattern: str) -> Side:
+    return Side(pattern, tuple(files_of(pattern)))
+
+
+# ---- from the Hub ----
+
+
+def _fetch(
+    data: Data, folder: Path, manifest: Path, rule: RetryRule
+) -> tuple[tuple[Side, Side], tuple[FileRecord, ...]]:
+    """Return both sides, and a record of each file that was fetched for them."""
     source = HubSource(data.repo_id, data.revision, "dataset", "data")
-    wanted = {data.train_file, data.heldout_file}
-    files = download(source, folder, manifest, wanted.__contains__, FetchOptions(rule=rule))
-    absent = wanted - {file.path for file in files}
-    raise_if_any(
-        [
-            Problem("data.train_file, data.heldout_file", repr(name), f"a file of {source}", "check the name")
-            for name in sorted(absent)
-        ]
+
+    def get(is_wanted: Callable[[str], bool]) -> tuple[FileRecord, ...]:
+        return download(source, folder, manifest, is_wanted, FetchOptions(rule=rule))
+
+    if data.train_file and data.heldout_file:
+        files = get(lambda path: bool(matching([path], [data.train_file, data.heldout_file])))
+        chosen = _sides_of(data, [file.path for file in files], "", source)
+    else:
+        chosen = _sides_of(data, *_listed(source, folder, manifest, rule, get), source)
+        # The card, too: without the Hub it must say again which files these are.
+        files = get({CARD, *chosen[0], *chosen[1]}.__contains__)
+    names = (data.train_file or data.split, data.heldout_file or data.heldout_split or data.train_file or data.split)
+    train, heldout = (
+        Side(f"{source}: {name}", tuple(folder / path for path in of)) for name, of in zip(names, chosen, strict=True)
     )
-    return tuple(
-        FileRecord(RelativeName(f"{SOURCE_FOLDER}/{f.path}"), f.size_bytes, f.xxh3_128, f.sha256) for f in files
-    )
+    records = (FileRecord(RelativeName(f"{SOURCE_FOLDER}/{f.path}"), f.size_bytes, f.xxh3_128, f.sha256) for f in files)
+    return (train, heldout), tuple(records)
 
 
-def _write_split(data: Data, train_file: Path, heldout_file: Path, folder: Path) -> tuple[FileRecord, ...]:
+def _listed(source: HubSource, folder: Path, manifest: Path, rule: RetryRule, get: Callable) -> tuple[list[str], str]:
+    """Return all files of rows of a repository, and its card."""
+    listed = list_files(source, manifest, lambda path: path == CARD or path.endswith(SUFFIXES), rule)
+    lying = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    paths = [str(file.path) for file in listed.files] if listed else sorted(lying)
+    if CARD not in paths:
+        return paths, ""
+    get({CARD}.__contains__)
+    return paths, (folder / CARD).read_text(errors="replace")
+
+
+def _sides_of(data: Data, paths: list[str], card: str, source: HubSource) -> tuple[list[str], list[str]]:
+    """Return the names of the files of either side.
+
+    Raises:
+        ConfigError: There are none.
+    """
+
+    def chosen(file: str, split: str) -> list[str]:
+        return matching(paths, [file]) if file else files_of_split(card, paths, data.subset, split)
+
+    train = chosen(data.train_file, data.split)
+    is_own = bool(data.heldout_file or data.heldout_split)
+    heldout = chosen(data.heldout_file, data.heldout_split) if is_own else train
+    asked = [(train, data.train_file, data.split)] + [(heldout, data.heldout_file, data.heldout_split)] * is_own
+    raise_if_any([_none_of(data, file, split, source) for found, file, split in asked if not found])
+    return train, heldout
+
+
+def _none_of(data: Data, file: str, split: str, source: HubSource) -> Problem:
+    if file:
+        return Problem("data.train_file, data.heldout_file", repr(file), f"a file of {source}", "check the name")
+    value = repr(f"{data.subset}, {split}" if data.subset else split)
+    return Problem("data.subset, data.split", value, f"a split of {source}", "see its page, or give data.train_file")
+
+
+# ---- both sides ----
+
+
+def _write_split(data: Data, train_side: Side, heldout_side: Side, folder: Path) -> tuple[FileRecord, ...]:
     report = report_of(folder)
     report.unlink(missing_ok=True)
-    train, heldout = split_prompts(data, train_file, heldout_file, report)
+    train, heldout = split_prompts(data, train_side, heldout_side, report)
     for name, prompts in ((TRAIN, train), (HELDOUT, heldout)):
-        _write_rows(folder / name, [{data.prompt_key: p.messages, data.label_key: p.label} for p in prompts])
+        write_prompts(folder / name, prompts)
     log.info("%s: %d prompts to train on, %d held out", folder, len(train), len(heldout))
     return record_files(folder, (TRAIN, HELDOUT))
 
@@ -95,58 +163,77 @@ def report_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name.removesuffix('.partial')}.wrong_lines.txt")
 
 
-def split_prompts(data: Data, train_file: Path, heldout_file: Path, report: Path) -> tuple[list[Prompt], list[Prompt]]:
+def split_prompts(data: Data, train_side: Side, heldout_side: Side, report: Path) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and those held out.
 
-    One file for both gives its last `num_heldout_prompts` rows to the held-out side; of a file of its own the
+    The same files for both give their last `num_heldout_prompts` rows to the held-out side; of files of its own the
     first `num_heldout_prompts` rows are taken.
 
     Args:
         data: The configuration's section.
-        train_file: JSON lines.
-        heldout_file: The same file, or another one.
-        report: Lists every wrong line of both files, when there are any.
+        train_side: Where the prompts to train on are.
+        heldout_side: The same, or others.
+        report: Lists every wrong line of both sides, when there are any.
 
     Raises:
         ConfigError: See `make_dataset`.
     """
-    train, heldout = _load_files(data, dict.fromkeys((train_file, heldout_file)), report)
-    if train_file == heldout_file:
+    is_one = train_side.paths == heldout_side.paths
+    train, heldout = _load_sides(data, [train_side] if is_one else [train_side, heldout_side], report)
+    if is_one:
         # At least one row must be left to train on.
-        _require_rows(train_file, len(train) - 1, data)
-        return train[: -data.num_heldout_prompts], train[-data.num_heldout_prompts :]
-    _require_rows(heldout_file, len(heldout), data)
-    heldout = heldout[: data.num_heldout_prompts]
-    known = {json.dumps(prompt.messages) for prompt in train}
-    both = [prompt for prompt in heldout if json.dumps(prompt.messages) in known]
-    raise_if_any([_overlap(both, train_file, heldout_file)] if both else [])
-    return train, heldout
+        _require_rows(train_side.name, len(train) - 1, data)
+        train, heldout = train[: -data.num_heldout_prompts], train[-data.num_heldout_prompts :]
+    else:
+        _require_rows(heldout_side.name, len(heldout), data)
+        heldout = heldout[: data.num_heldout_prompts]
+    known = {digest_of(row.messages, row.tools) for row in train}
+    both = [number for number, row in enumerate(heldout, start=1) if digest_of(row.messages, row.tools) in known]
+    raise_if_any([_overlap(both, train_side.name, heldout_side.name)] if both else [])
+    return _prompts(train), _prompts(heldout)
 
 
-def _load_files(data: Data, paths: Iterable[Path], report: Path) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts of the first and of the last file, after checking every line of all."""
-    checked = [check_prompts(path, data.prompt_key, data.label_key) for path in paths]
-    wrong = [file for file in checked if file.bad or not file.prompts]
+def reading_of(data: Data) -> Reading:
+    """Return how a configuration wants rows to be read."""
+    return Reading(
+        # The defaults stand for what is recognised, where a file has no such columns.
+        prompt_key="" if data.prompt_key == OWN.prompt else data.prompt_key,
+        label_key="" if data.label_key == OWN.label else data.label_key,
+        system_prompt=data.system_prompt,
+        prompt_template=data.prompt_template,
+        duplicates=data.duplicates,
+        unlabeled=data.unlabeled,
+    )
+
+
+def _load_sides(data: Data, sides: Sequence[Side], report: Path) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the first and of the last side, after checking every row of all."""
+    empty = [Problem("data", side.name, "files of rows", "check the pattern") for side in sides if not side.paths]
+    raise_if_any(empty)
+    read = [read_rows(side.name, side.paths, reading_of(data)) for side in sides]
+    wrong = [side for side in read if not side.is_right]
     if wrong:
-        lines = [f"{file.path}: line {line.number}: {line.reason}" for file in wrong for line in file.bad]
+        lines = [f"{side.name}: {row.place}: {row.reason}" for side in wrong for row in side.bad]
         write_text(report, "\n".join([*lines, ""]))
-        raise ConfigError([describe_bad_lines(file, data.prompt_key, data.label_key, report) for file in wrong])
-    return checked[0].prompts, checked[-1].prompts
+        raise ConfigError([describe_bad_rows(side, report) for side in wrong])
+    return read[0].rows, read[-1].rows
 
 
-def _require_rows(file: Path, available: int, data: Data) -> None:
+def _prompts(rows: Sequence[Row]) -> list[Prompt]:
+    return [
+        Prompt(number, row.messages, row.label, columns=row.columns, tools=row.tools) for number, row in enumerate(rows)
+    ]
+
+
+def _require_rows(name: str, available: int, data: Data) -> None:
     if available < data.num_heldout_prompts:
-        allowed = f"at most {available}, for the rows of {file}"
+        allowed = f"at most {available}, for the rows of {name}"
         remedy = "lower it, or give more rows"
         raise ConfigError([Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)])
 
 
-def _overlap(both: Sequence[Prompt], train_file: Path, heldout_file: Path) -> Problem:
-    places = ", ".join(str(prompt.prompt_id + 1) for prompt in both[:MAX_REPORTED_LINES])
+def _overlap(both: Sequence[int], train: str, heldout: str) -> Problem:
+    places = ", ".join(map(str, both[:MAX_REPORTED_LINES]))
     more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
-    value = f"{len(both)} prompts that {train_file} has too: number {places}{more}"
-    return Problem(str(heldout_file), value, "no prompt that is trained on", "take them out of one of the two")
-
-
-def _write_rows(path: Path, rows: Sequence[dict]) -> None:
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    value = f"{len(both)} prompts that {train} has too: number {places}{more}"
+    return Problem(heldout, value, "no prompt that is trained on", "take them out of one of the two")

@@ -17,6 +17,7 @@ https://github.com/NVIDIA/pyxis/wiki/Usage.
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import sys
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import posttrain
-from posttrain.config.schema import Config
+from posttrain.config.schema import LOCAL_DATA, Config
 
 # Where this package is imported from: `workflow/src` of the clone, in which the scripts lie too.
 CODE = Path(posttrain.__file__).resolve().parents[1]
@@ -107,7 +108,15 @@ def _sources(config: Config) -> Iterator[str]:
     """Yield the files and folders that the configuration names beside the workflow's own."""
     if config.model.source.kind == "folder":
         yield config.model.source.folder
-    if config.data.kind == "jsonl":
-        yield from (config.data.train_file, config.data.heldout_file)
+    if config.data.kind in LOCAL_DATA:
+        # Of a pattern, the folder in which it begins.
+        yield from (_fixed_part(name) for name in (config.data.train_file, config.data.heldout_file))
     yield from filter(None, (config.download.torch_dist_folder, config.export.checkpoint_folder))
     yield from config.serving.calibration
+
+
+def _fixed_part(pattern: str) -> str:
+    path = Path(pattern)
+    while glob.has_magic(str(path)) and not path.exists():
+        path = path.parent
+    return str(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from posttrain.config.derived import token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset import PromptOrder
+from posttrain.data.mixture import PromptOrder
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem

@@ -19,7 +19,7 @@ ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}
 def as_plain(rollout: RolloutResult) -> dict[str, Any]:
     """Return a rollout as JSON types."""
     groups = [
-        {"prompt": vars(group.prompt), "samples": [_packed(sample) for sample in group.samples]}
+        {"prompt": group.prompt.as_dict(), "samples": [_packed(sample) for sample in group.samples]}
         for group in rollout.groups
     ]
     return vars(rollout) | {"groups": groups}
@@ -28,10 +28,7 @@ def as_plain(rollout: RolloutResult) -> dict[str, Any]:
 def from_plain(content: dict[str, Any]) -> RolloutResult:
     """Return what `as_plain` was made of, bit for bit."""
     groups = [
-        SampleGroup(
-            Prompt(**group["prompt"] | {"messages": tuple(group["prompt"]["messages"])}),
-            tuple(_unpacked(sample) for sample in group["samples"]),
-        )
+        SampleGroup(Prompt.from_dict(group["prompt"]), tuple(_unpacked(sample) for sample in group["samples"]))
         for group in content["groups"]
     ]
     return RolloutResult(**content | {"groups": groups})

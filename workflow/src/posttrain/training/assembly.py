@@ -103,7 +103,7 @@ def _keep_rollouts(finished: int) -> None:
 def _open_coordinator(
     config: Config, model_folder: Path, dataset: Path, client: EngineClient, store: RolloutStore, stack: ExitStack
 ) -> RolloutCoordinator:
-    prompts = load_prompts(dataset / "train.jsonl", config.data.prompt_key, config.data.label_key)
+    prompts = load_prompts(dataset / "train.jsonl")
     graders = stack.enter_context(GraderPool())
     return RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
 

@@ -1,0 +1,122 @@
+"""Paths into a row: `answer`, `reward_model.ground_truth`, `messages[-1].content`, `extra_info["a.b"]`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import ConfigError, Problem
+
+# A name, after a dot but for the first; a place in a list, from the end when negative; a quoted name.
+_PART = re.compile(
+    r"""(?:^|(?!^)\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]"""
+)
+MAX_NAMES_TOLD = 8
+
+
+class AbsentError(LookupError):
+    """A row has nothing where a key points; the text says which part is missing, and what is there."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where a value lies in a row.
+
+    Args:
+        text: As the user wrote it.
+        parts: Names of columns and fields, and places in lists.
+    """
+
+    text: str
+    parts: tuple[str | int, ...]
+
+    @property
+    def column(self) -> str:
+        """The column that it begins with."""
+        return str(self.parts[0])
+
+    @property
+    def is_column(self) -> bool:
+        """Whether it is a whole column."""
+        return len(self.parts) == 1
+
+    def find(self, row: Mapping[str, Any]) -> Any:
+        """Return the value of a row.
+
+        Raises:
+            AbsentError: There is none, or null.
+        """
+        if self.text in row:  # a column may be called "a.b"
+            return _present(row[self.text], self.text, "")
+        value: Any = row
+        for place, part in enumerate(self.parts):
+            value = _present(_step(value, part, self._told(place), self.text), self.text, self._told(place + 1))
+        return value
+
+    def _told(self, num_parts: int) -> str:
+        """Return the beginning of the key; empty for the row and for a key of one part."""
+        if num_parts == 0 or self.is_column:
+            return ""
+        first, *others = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.parts[:num_parts])
+        return first.removeprefix(".") + "".join(others)
+
+
+def parse_key(text: str, setting: str = "data.label_key") -> Key:
+    """Read a key.
+
+    Args:
+        text: Names with dots between them, places of lists in brackets.
+        setting: Where it was given, for the message.
+
+    Raises:
+        ConfigError: It is no such path.
+
+    Example:
+        `messages[-1].content` has the parts "messages", -1, "content".
+    """
+    parts: list[str | int] = []
+    end = 0
+    while end < len(text) and (found := _PART.match(text, end)):
+        end = found.end()
+        parts.append(int(found["place"]) if found["place"] else found["name"] or found["quoted"])
+    if end < len(text) or not parts or isinstance(parts[0], int):
+        allowed = 'a path such as answer, reward_model.ground_truth, messages[-1].content or extra_info["a.b"]'
+        raise ConfigError([Problem(setting, repr(text), allowed, f"mend it from place {end + 1} on")])
+    return Key(text, tuple(parts))
+
+
+def _step(value: Any, part: str | int, told: str, whole: str) -> Any:
+    if isinstance(part, int):
+        if not isinstance(value, list):
+            raise AbsentError(f"{whole!r} is missing: {told!r} is {kind_of(value)}, not a list")
+        if not -len(value) <= part < len(value):
+            raise AbsentError(f"{whole!r} is missing: {told!r} has {len(value)} elements")
+        return value[part]
+    if not isinstance(value, Mapping):
+        raise AbsentError(f"{whole!r} is missing: {told!r} is {kind_of(value)}, not an object")
+    if part not in value:
+        raise AbsentError(f"{whole!r} is missing{_what_is_there(part, list(value), told)}")
+    return value[part]
+
+
+def _present(value: Any, whole: str, told: str) -> Any:
+    if value is None:
+        raise AbsentError(f"{whole!r} is missing" + (f": {told!r} is null" if told not in ("", whole) else ""))
+    return value
+
+
+def _what_is_there(part: str, names: list[str], told: str) -> str:
+    near = difflib.get_close_matches(part, names, n=1)
+    if near:
+        return f" (did you mean {f'{told}.' if told else ''}{near[0]}?)"
+    if not told:
+        return ""
+    return f": {told!r} has {', '.join(names[:MAX_NAMES_TOLD]) or 'nothing'}"
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is called in messages."""
+    return "null" if value is None else f"a {type(value).__name__}"

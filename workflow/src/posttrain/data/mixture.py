@@ -1,0 +1,134 @@
+"""Which prompts a run takes: the order of one dataset, and the mixture of several by weight.
+
+An order has no state but a cursor. Prompt number c of a run on one dataset is place c mod N of the shuffle of epoch
+c // N, and the shuffle of an epoch follows from the seed and the epoch's number alone. Prompt number c of a mixture
+belongs to a source that follows from c, the weights and the seed; the prompts of one source are taken in its own order.
+So a resumed run goes on where it was, whatever else drew random numbers in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+# Weights are taken as fractions with denominators up to this: 0.1 is one tenth, not the nearest binary number.
+MAX_DENOMINATOR = 10**6
+
+
+class PromptOrder:
+    """Which prompts a step takes.
+
+    Args:
+        num_prompts: Size of the dataset, N.
+        seed: Of the shuffles.
+        name: Tells the sources of a mixture apart: two of one size have other shuffles.
+
+    Example:
+        With 3 prompts and a step of 2, the steps start at cursors 0, 2, 4: the first takes two prompts of
+        epoch 0, the second the last one of epoch 0 and the first of epoch 1.
+    """
+
+    def __init__(self, num_prompts: int, seed: int, name: str = ""):
+        assert num_prompts > 0, "an order needs prompts"
+        self._num_prompts, self._seed, self._name = num_prompts, seed, name
+        self._shuffle: Callable[[int], tuple[int, ...]] = lru_cache(maxsize=2)(self._shuffle_epoch)
+
+    def take(self, start: int, count: int) -> list[int]:
+        """Return the places of `count` prompts in the dataset.
+
+        Args:
+            start: The cursor: how many prompts the run took before. Afterwards it is `start + count`.
+            count: How many; more than the dataset has are taken from as many epochs as needed.
+        """
+        assert start >= 0 <= count, f"start {start}, count {count}"
+        epochs = (divmod(cursor, self._num_prompts) for cursor in range(start, start + count))
+        return [self._shuffle(epoch)[place] for epoch, place in epochs]
+
+    def _shuffle_epoch(self, epoch: int) -> tuple[int, ...]:
+        # A text seed goes through SHA-512, so neighbouring seeds and epochs are unrelated.
+        places = list(range(self._num_prompts))
+        random.Random(f"prompt order, seed {self._seed}, epoch {epoch}{self._name}").shuffle(places)
+        return tuple(places)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """Splits a sequence in two, evenly: of its first n elements, (n * share + phase) // total go left."""
+
+    left: _Fork | int
+    right: _Fork | int
+    share: int
+    total: int
+    phase: int
+
+    def num_left(self, n: int) -> int:
+        return (n * self.share + self.phase) // self.total
+
+
+class MixedOrder:
+    """Which prompts of which source a step takes.
+
+    The sources are the leaves of a binary tree, and each fork sends the right share of what reaches it to either side
+    (a Bresenham line). How many of the first c prompts a source gave is a product of such divisions, so that any c is
+    found at once. Two sources are within one prompt of their shares in every stretch of a run, whatever its length;
+    more sources within two in all that was measured, for errors of forks above one another add up. Every stretch of as
+    many prompts as the weights in whole numbers add up to (10 for 0.7, 0.2 and 0.1) has them exactly.
+
+    Args:
+        sizes: Prompts of each source.
+        weights: Share of each source among the prompts of the run, in any unit.
+        seed: Of the shuffles, and of where the forks begin.
+
+    Example:
+        Weights 3 and 1 take three prompts of the first source and one of the second in every four. One source gives
+        the order of `PromptOrder`.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
+        assert len(sizes) == len(weights) > 0, f"{len(sizes)} sources, {len(weights)} weights"
+        assert all(weight > 0 for weight in weights), f"weights {weights}"
+        # The first source's shuffles are those that it has alone.
+        names = ("" if source == 0 else f", source {source}" for source in range(len(sizes)))
+        self._orders = [PromptOrder(size, seed, name) for size, name in zip(sizes, names, strict=True)]
+        self._tree = _make_tree(_whole(weights), random.Random(f"mixture, seed {seed}"))
+
+    def take(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Return source and place therein of `count` prompts; see `PromptOrder.take`."""
+        assert start >= 0 <= count, f"start {start}, count {count}"
+        located = (self.locate(cursor) for cursor in range(start, start + count))
+        return [(source, self._orders[source].take(cursor, 1)[0]) for source, cursor in located]
+
+    def locate(self, cursor: int) -> tuple[int, int]:
+        """Return the source of prompt number `cursor`, and how many prompts it gave before."""
+        node = self._tree
+        while isinstance(node, _Fork):
+            before = node.num_left(cursor)
+            goes_left = node.num_left(cursor + 1) > before
+            node, cursor = (node.left, before) if goes_left else (node.right, cursor - before)
+        return node, cursor
+
+
+def _whole(weights: Sequence[float]) -> list[int]:
+    fractions = [Fraction(weight).limit_denominator(MAX_DENOMINATOR) for weight in weights]
+    common = math.lcm(*(fraction.denominator for fraction in fractions))
+    whole = [int(fraction * common) for fraction in fractions]
+    assert all(whole), f"weights {weights}: one is below 1/{MAX_DENOMINATOR}"
+    return [weight // math.gcd(*whole) for weight in whole]
+
+
+def _make_tree(weights: Sequence[int], draw: random.Random) -> _Fork | int:
+    """Join the two lightest until one is left: what lies deepest, where errors add up, weighs least."""
+    tie = itertools.count()
+    heap: list[tuple[int, int, _Fork | int]] = [(weight, next(tie), source) for source, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (light, _, right), (heavy, _, left) = heapq.heappop(heap), heapq.heappop(heap)
+        total = light + heavy
+        heapq.heappush(heap, (total, next(tie), _Fork(left, right, heavy, total, draw.randrange(total))))
+    return heap[0][2]

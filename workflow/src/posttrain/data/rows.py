@@ -1,0 +1,315 @@
+"""Rows of any form as prompts with labels: checked, and whatever is wrong told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from posttrain.data.forms import FORMS, OWN, Form, NoLabelError, of_completion, recognise
+from posttrain.data.keys import AbsentError, parse_key
+from posttrain.data.messages import (
+    PromptTemplate,
+    RowError,
+    messages_of,
+    plain,
+    templated,
+    tools_of,
+    with_system_prompt,
+)
+from posttrain.data.raw_rows import RawRow, first_rows, read_raw
+from posttrain.errors import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+# All of one kind of mistake are told by the first ones; a file may have millions of lines.
+MAX_REPORTED_LINES = 50
+# By these the form is recognised.
+NUM_FIRST_ROWS = 100
+# Why a row without fault may be dropped, as it is counted.
+DUPLICATE, UNLABELED = "repeated", "without a label"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read.
+
+    Args:
+        prompt_key: Key of the prompt; empty: column `prompt`, or else where the recognised form has it.
+        label_key: Key of the label; empty: column `label`, or else where the recognised form has it.
+        system_prompt: Put before the messages, in the place of a system message that a row has.
+        prompt_template: Put around the last user message, see `PromptTemplate`.
+        duplicates: What happens to a row with messages and tools of an earlier one: "refuse", "keep" or "drop".
+        unlabeled: What happens to a row without a label that could be compared with: "refuse" or "drop".
+        needs_label: Whether a form may have no labels at all.
+    """
+
+    prompt_key: str = ""
+    label_key: str = ""
+    system_prompt: str = ""
+    prompt_template: str = ""
+    duplicates: str = "refuse"
+    unlabeled: str = "refuse"
+    needs_label: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, whatever form it had.
+
+    Args:
+        messages: The prompt.
+        label: What a response is compared with, of any JSON type; None where the form has no labels.
+        columns: All other columns, in JSON's types.
+        tools: JSON schemas of the functions that a response may call, None for none.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    label: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One wrong row of a dataset.
+
+    Args:
+        place: "line 3", "row 3", with the file before it where there are several.
+        reason: What is wrong with it.
+        remedy: What else could be done than to mend it.
+    """
+
+    place: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """What was found in a dataset.
+
+    Args:
+        name: Its file or files, as they were asked for.
+        form: What it was recognised as.
+        rows: The right ones, in order.
+        bad: The wrong ones, in order.
+        dropped: How many others were left out, by reason.
+    """
+
+    name: str
+    form: Form
+    rows: list[Row]
+    bad: list[BadRow]
+    dropped: Mapping[str, int]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it has rows, and no wrong ones."""
+        return bool(self.rows) and not self.bad
+
+
+def read_rows(name: str, paths: Sequence[Path], reading: Reading) -> ReadRows:
+    """Read files and check every row.
+
+    Args:
+        name: What they are called together.
+        paths: One file, or parts of one.
+        reading: How.
+
+    Raises:
+        ConfigError: A file cannot be read, its form is not known, or a setting is wrong.
+    """
+    form = form_of(first_rows(paths, NUM_FIRST_ROWS), reading, name)
+    reader, seen = _RowReader(form, reading), dict[int, str]()
+    rows: list[Row] = []
+    bad: list[BadRow] = []
+    dropped: Counter[str] = Counter()
+    for path in paths:
+        before = f"{path.name}, " if len(paths) > 1 else ""
+        for raw in read_raw(path, reader.left_out):
+            found = reader.read(raw, before)
+            if isinstance(found, Row) and reading.duplicates != "keep":
+                found = _first_of_its_kind(found, before + raw.place, seen, reading)
+            if isinstance(found, Row):
+                rows.append(found)
+            elif isinstance(found, BadRow):
+                bad.append(found)
+            else:
+                dropped[found] += 1
+    told = "".join(f", {count} {reason} left out" for reason, count in dropped.items())
+    log.info("%s: read as %s: %d prompts, %d wrong lines%s", name, form.name, len(rows), len(bad), told)
+    if reader.num_replaced:
+        log.info("%s: data.system_prompt replaces %d system messages", name, reader.num_replaced)
+    return ReadRows(name, form, rows, bad, dropped)
+
+
+def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> Form:
+    """Return where prompt and label lie: by the keys that were given, by columns of the project's own names, by form.
+
+    Args:
+        rows: The first ones.
+        reading: With the keys.
+        name: The file, for the message.
+
+    Raises:
+        ConfigError: The form is not known, or has no label where one is needed.
+    """
+    known = recognise(rows)
+    if rows and known is None and not (reading.prompt_key and reading.label_key):
+        columns = ", ".join(dict.fromkeys(column for row in rows for column in row)) or "none"
+        allowed = f"columns of a known form: {', '.join(form.name for form in FORMS)}"
+        remedy = "set data.prompt_key and data.label_key"
+        raise ConfigError([Problem(name, f"columns {columns}", allowed, remedy)])
+    form = _with_keys(known or OWN, rows, reading)
+    if reading.needs_label and not form.label and not form.is_dialogue:
+        remedy = "set data.label_key"
+        raise ConfigError([Problem(name, f"{form.name}, a form without labels", "a column with the label", remedy)])
+    return form
+
+
+def _with_keys(form: Form, rows: Sequence[Mapping[str, Any]], reading: Reading) -> Form:
+    """Return the form with other keys for prompt and label, where they were given or the project's own are there."""
+    prompt = reading.prompt_key or (OWN.prompt if _mostly(rows, OWN.prompt) else form.prompt)
+    label = reading.label_key or (OWN.label if _mostly(rows, OWN.label) else form.label)
+    if (prompt, label) == (form.prompt, form.label):
+        return form
+    used = {parse_key(prompt, "data.prompt_key").column, *([parse_key(label).column] if label else [])}
+    return dataclasses.replace(
+        form,
+        name=f"columns {prompt!r} and {label!r}",
+        prompt=prompt,
+        label=label,
+        finish=form.finish if label == form.label else None,
+        is_dialogue=form.is_dialogue and prompt == form.prompt,
+        left_out=form.left_out - used,
+    )
+
+
+def _mostly(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
+    return bool(rows) and 2 * sum(column in row for row in rows) >= len(rows)
+
+
+def describe_bad_rows(found: ReadRows, report: Path | None = None) -> Problem:
+    """Return one problem that lists the bad rows, the first `MAX_REPORTED_LINES` of them in full.
+
+    Args:
+        found: What was read.
+        report: A file that lists all of them.
+    """
+    bad, form = found.bad, found.form
+    listed = "".join(f"\n        {row.place}: {row.reason}" for row in bad[:MAX_REPORTED_LINES])
+    num_more = len(bad) - MAX_REPORTED_LINES
+    more = f"\n        and {num_more} more{f', all of them in {report}' if report else ''}" if num_more > 0 else ""
+    dropped = "".join(f", {count} {reason} left out" for reason, count in found.dropped.items())
+    num_lines = len(found.rows) + len(bad) + sum(found.dropped.values())
+    value = f"{len(bad)} of {num_lines} lines are wrong:{listed}{more}" if bad else f"no prompts{dropped}"
+    allowed = f"one JSON object a line: {form.prompt!r} (messages or text), {form.label!r}, no prompt twice"
+    other = sorted({row.remedy for row in bad} - {""})
+    remedy = ", or ".join(["mend these lines", *other, "set data.prompt_key and data.label_key"])
+    return Problem(found.name, value, allowed, remedy)
+
+
+class _RowReader:
+    """Makes rows of one form what they are to be."""
+
+    def __init__(self, form: Form, reading: Reading):
+        self._form, self._reading = form, reading
+        self._prompt = parse_key(form.prompt, "data.prompt_key")
+        self._label = parse_key(form.label, "data.label_key") if form.label else None
+        self._template = PromptTemplate(reading.prompt_template) if reading.prompt_template else None
+        self.left_out = form.left_out - (self._template.columns if self._template else set())
+        # The label's column stays, under its own name, for rewards that read it; the project's own is called so anyway.
+        self._taken = {"tools", OWN.label, *form.left_out, *([self._prompt.column] if self._prompt.is_column else [])}
+        self.num_replaced = 0
+
+    def read(self, raw: RawRow, before: str) -> Row | BadRow | str:
+        """Return the row, what is wrong with it, or why it is left out."""
+        place = before + raw.place
+        if raw.content is None:
+            return BadRow(place, raw.reason)
+        reasons: list[str] = []
+        messages = self._tried(reasons, self._messages, raw.content) or ()
+        tools = self._tried(reasons, tools_of, raw.content.get("tools"))
+        columns = self._tried(reasons, self._columns, raw.content) or {}
+        try:
+            label, messages = self._labelled(raw.content, messages)
+        except NoLabelError as error:
+            if self._reading.unlabeled == "drop" and not reasons:
+                return UNLABELED
+            return BadRow(place, "; ".join([*reasons, str(error)]), "set data.unlabeled=drop to leave them out")
+        except RowError as error:
+            reasons.append(str(error))
+        return BadRow(place, "; ".join(reasons)) if reasons else Row(messages, label, columns, tools)
+
+    def _tried(self, reasons: list[str], read: Any, value: Any) -> Any:
+        try:
+            return read(value)
+        except (AbsentError, RowError) as error:
+            reasons.append(str(error))
+            return None
+
+    def _messages(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        messages = messages_of(plain(self._prompt.find(row)), self._prompt.text)
+        if self._form.is_dialogue and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
+            raise RowError(f"{self._prompt.text!r} must end with a prompt and the assistant's message")
+        if self._template:
+            messages = templated(messages, self._template, row)
+        if self._reading.system_prompt:
+            self.num_replaced += messages[0]["role"] == "system"
+            messages = with_system_prompt(messages, self._reading.system_prompt)
+        return messages
+
+    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name in row.keys() - self._taken:
+            try:
+                columns[name] = plain(row[name])
+            except RowError as error:
+                raise RowError(f"{name!r} {error}") from error
+        return dict(sorted(columns.items()))
+
+    def _labelled(
+        self, row: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
+    ) -> tuple[Any, tuple[dict[str, Any], ...]]:
+        """Return the label, and the prompt without it."""
+        answer, messages = (messages[-1:], messages[:-1]) if self._form.is_dialogue else ((), messages)
+        if self._label is None:
+            return of_completion(list(answer)) or None, messages
+        try:
+            label = plain(self._label.find(row), strict=True)
+        except RowError as error:
+            raise RowError(f"{self._label.text!r} {error}") from error
+        except AbsentError as error:
+            raise NoLabelError(str(error)) from error
+        return self._finished(label), messages
+
+    def _finished(self, label: Any) -> Any:
+        assert self._label is not None
+        try:
+            label = self._form.finish(label) if self._form.finish else label
+        except NoLabelError as error:
+            raise NoLabelError(f"{self._label.text!r} {error}") from error
+        if isinstance(label, str) and not label.strip():
+            raise NoLabelError(f"{self._label.text!r} is empty")
+        return label
+
+
+def _first_of_its_kind(row: Row, place: str, seen: dict[int, str], reading: Reading) -> Row | BadRow | str:
+    earlier = seen.setdefault(digest_of(row.messages, row.tools), place)
+    if earlier == place:
+        return row
+    if reading.duplicates == "drop":
+        return DUPLICATE
+    return BadRow(place, f"the same prompt as {earlier}", "set data.duplicates=drop or keep")
+
+
+def digest_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """Return a number by which prompts are the same: texts of all of them would fill the memory once more."""
+    return xxhash.xxh3_128_intdigest(json.dumps([list(messages), tools], sort_keys=True).encode())
