@@ -39,7 +39,10 @@ def test_every_key_stands_in_it_once():
             "algorithm.loss_aggregation",
             "| Denominator of the loss | text | set in `algorithms.yaml` | `constant`, ",
         ),
-        ("data.label_key", '| Column with the label | text | `"label"` |  |'),
+        (
+            "data.seed",
+            "| Seed of generation and of the shuffle of each epoch | whole number | set in `models/` | ≥ 0 |",
+        ),
     ],
 )
 def test_rows_tell_meaning_type_origin_and_range(key, row):

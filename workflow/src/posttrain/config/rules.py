@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from posttrain.config.data import LOCAL_DATA
 from posttrain.config.derived import stage_chunks
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
@@ -13,7 +14,7 @@ from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
-from posttrain.config.schema import LOCAL_DATA, Config
+from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.errors import Problem
 
@@ -79,12 +80,11 @@ def _data_source(config: Config) -> Problems:
     if data.kind == "hub":
         yield from _repository("data.repo_id", data.repo_id)
         yield from _pinned("data.revision", data.revision)
-    if data.kind in LOCAL_DATA:
+    if data.kind in LOCAL_DATA or (data.kind == "hub" and not data.split):
+        allowed = "a file of prompts, or data.split" if data.kind == "hub" else "a file of prompts"
         for name in ("train_file", "heldout_file"):
             if not getattr(data, name):
-                yield Problem(f"data.{name}", "''", "a file of prompts", "give the path of the prompts")
-    if data.kind == "hub" and not data.train_file and not data.split:
-        yield Problem("data.train_file", "''", "a file of prompts, or data.split", "give one of the two")
+                yield Problem(f"data.{name}", "''", allowed, "give the path of the prompts")
     if data.kind != "hub":
         for name in ("subset", "split", "heldout_split"):
             if getattr(data, name):

@@ -15,7 +15,7 @@ from posttrain.checkpoint.hub.client import FetchOptions, download
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
-from posttrain.config.schema import LOCAL_DATA, Data
+from posttrain.config.data import LOCAL_DATA, Data
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching

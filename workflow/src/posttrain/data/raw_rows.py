@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from posttrain.artifacts import parse_json
-from posttrain.config.schema import LOCAL_DATA, Data
+from posttrain.config.data import LOCAL_DATA, Data
 from posttrain.data.keys import kind_of
 from posttrain.errors import ConfigError, Problem
 

@@ -25,7 +25,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import posttrain
-from posttrain.config.schema import LOCAL_DATA, Config
+from posttrain.config.data import LOCAL_DATA
+from posttrain.config.schema import Config
 
 # Where this package is imported from: `workflow/src` of the clone, in which the scripts lie too.
 CODE = Path(posttrain.__file__).resolve().parents[1]
