@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from posttrain.config import schema
-from posttrain.config.fields import members
+from posttrain.config.fields import members, row_of
 from posttrain.config.load import read_yaml
 from posttrain.config.presets import PRESETS
 from posttrain.config.request import CHOSEN, FORK, RUN_NAME, WORKFLOW_KEYS
@@ -128,8 +128,11 @@ def sections(section: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     yield prefix, section
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
+        name = f"{prefix}.{field.name}" if prefix else field.name
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from sections(hints[field.name], f"{prefix}.{field.name}" if prefix else field.name)
+            yield from sections(hints[field.name], name)
+        elif row := row_of(hints[field.name]):
+            yield from sections(row, f"{name}.NAME")
 
 
 def entries(name: str, section: type, set_in: Mapping[str, str]) -> list[Entry]:
@@ -144,7 +147,7 @@ def entries(name: str, section: type, set_in: Mapping[str, str]) -> list[Entry]:
             allowed=_allowed(field.metadata),
         )
         for field in dataclasses.fields(section)
-        if not dataclasses.is_dataclass(hints[field.name])
+        if hints[field.name] in TYPE_NAMES
     ]
 
 
@@ -224,19 +227,22 @@ def json_schema() -> dict[str, Any]:
 
 def section_schema(section: type) -> dict[str, Any]:
     """Return the JSON schema of a section, and of those below it."""
-    properties = {
-        name: section_schema(typing.cast(type, kind))
-        if dataclasses.is_dataclass(kind)
-        else {"description": metadata["doc"], **JSON_TYPES[kind]}
-        | {JSON_LIMITS[limit]: value for limit, value in metadata.items() if limit in JSON_LIMITS}
-        for name, kind, metadata in members(section)
-    }
     return {
         "type": "object",
         "description": _summary(section),
         "additionalProperties": False,
-        "properties": properties,
+        "properties": {name: _value_schema(kind, metadata) for name, kind, metadata in members(section)},
     }
+
+
+def _value_schema(kind: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if dataclasses.is_dataclass(kind):
+        return section_schema(typing.cast(type, kind))
+    described = {"description": metadata["doc"]}
+    if row := row_of(kind):
+        return {"type": "object", **described, "additionalProperties": section_schema(row)}
+    limits = {JSON_LIMITS[limit]: value for limit, value in metadata.items() if limit in JSON_LIMITS}
+    return {**described, **JSON_TYPES[kind], **limits}
 
 
 def main() -> None:

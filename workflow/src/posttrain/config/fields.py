@@ -163,6 +163,10 @@ def _violated(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> Problem:
     """Return the problem of a key that the schema does not have, with the nearest that it has."""
+    for table in tables():
+        # Its rows have names that only the user knows.
+        name = key[len(table) :].partition(".")[0] if key.startswith(table) else ""
+        types = {known.replace(f"{table}{ANY_NAME}", f"{table}{name or 'NAME'}"): kind for known, kind in types.items()}
     parent = key.rpartition(".")[0]
     siblings = [known for known in types if known.rpartition(".")[0] == parent]
     remedy = did_you_mean(key, types) or (

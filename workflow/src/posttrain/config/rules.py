@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from posttrain.config.data import LOCAL_DATA
+from posttrain.config.data import KINDS, LOCAL_DATA, Data, sources_of
 from posttrain.config.derived import stage_chunks
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
@@ -75,20 +75,31 @@ def _model_source(config: Config) -> Problems:
         yield Problem("model.source.folder", "''", "a folder", "give the folder of the checkpoint")
 
 
-def _data_source(config: Config) -> Problems:
-    data = config.data
+def _data_sources(config: Config) -> Problems:
+    for name, data in sources_of(config.data).items():
+        yield from _data_source(data, f"data.sources.{name}" if name else "data")
+        if name and not re.fullmatch(NODE_NAME, name):
+            allowed = "letters, digits, '.', '_' and '-'; it starts with a letter or digit"
+            yield Problem("data.sources", repr(name), allowed, "give the source another name")
+
+
+def _data_source(data: Data, section: str) -> Problems:
+    if data.kind not in KINDS:
+        yield Problem(f"{section}.kind", repr(data.kind), f"one of {', '.join(KINDS)}", "choose one")
     if data.kind == "hub":
-        yield from _repository("data.repo_id", data.repo_id)
-        yield from _pinned("data.revision", data.revision)
-    if data.kind in LOCAL_DATA or (data.kind == "hub" and not data.split):
-        allowed = "a file of prompts, or data.split" if data.kind == "hub" else "a file of prompts"
+        yield from _repository(f"{section}.repo_id", data.repo_id)
+        yield from _pinned(f"{section}.revision", data.revision)
+    if data.kind in LOCAL_DATA:
         for name in ("train_file", "heldout_file"):
             if not getattr(data, name):
-                yield Problem(f"data.{name}", "''", allowed, "give the path of the prompts")
+                yield Problem(f"{section}.{name}", "''", "a file of prompts", "give the path of the prompts")
+    if data.kind == "hub" and not data.train_file and not data.split:
+        yield Problem(f"{section}.train_file", "''", f"a file of prompts, or {section}.split", "give one of the two")
     if data.kind != "hub":
         for name in ("subset", "split", "heldout_split"):
-            if getattr(data, name):
-                yield Problem(f"data.{name}", repr(getattr(data, name)), "'' with this data.kind", "set data.kind=hub")
+            if value := getattr(data, name):
+                remedy = f"set {section}.kind=hub"
+                yield Problem(f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
     if data.kind == "sort_digits" and data.num_train_prompts < 1:
         yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
     wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
@@ -239,7 +250,7 @@ def _slices(config: Config) -> Problems:
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
     _model_source,
-    _data_source,
+    _data_sources,
     _architecture,
     *LAYOUT_RULES,
     _group,
