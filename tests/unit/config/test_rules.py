@@ -27,7 +27,6 @@ VIOLATIONS = (
     ("tiny", "data.kind=files data.train_file=a.parquet", ["data.heldout_file"]),
     ("tiny", "data.subset=main data.split=train", ["data.subset", "data.split"]),
     ("qwen3_0.6b", "data.train_file= data.heldout_file=", ["data.train_file", "data.heldout_file"]),
-    ("qwen3_0.6b", "data.train_file= data.heldout_file= data.split=train", []),
     ("qwen3_0.6b", "data.duplicates=merge", ["data.duplicates"]),
     ("tiny", "data.num_train_prompts=0", ["data.num_train_prompts"]),
     ("tiny", "serving.format=mxfp8", ["serving.format"]),

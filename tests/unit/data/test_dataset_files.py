@@ -1,7 +1,9 @@
 import json
 from dataclasses import replace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tests.support.hub_server import HubServer
 
 from posttrain.artifacts import record_files
@@ -10,6 +12,7 @@ from posttrain.config.schema import Data
 from posttrain.data import dataset_files
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import make_dataset
+from posttrain.data.raw_rows import local_files
 from posttrain.errors import ConfigError
 
 DATA = Data(
@@ -115,6 +118,45 @@ def test_one_report_lists_every_wrong_line_of_both_files(make, tmp_path):
     assert not report.exists()
 
 
+@pytest.mark.parametrize("kind", ["files", "jsonl"])
+def test_patterns_and_folders_of_parquet(make, read, tmp_path, kind):
+    rows = [{"question": text, "answer": f"so #### {place}"} for place, text in enumerate("abcdef")]
+    (tmp_path / "test").mkdir()
+    for name, some in {"train-1": rows[2:4], "train-0": rows[:2], "test/a": rows[4:]}.items():
+        parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / f"{name}.parquet")
+    files = {"train_file": str(tmp_path / "train-*.parquet"), "heldout_file": str(tmp_path / "test")}
+    data = Data(kind=kind, num_heldout_prompts=1, seed=1, reward="math_answer", **files)
+    make(data)
+    assert [row["label"] for row in read("train.jsonl")] == ["0", "1", "2", "3"]
+    assert [row["label"] for row in read("heldout.jsonl")] == ["4"]
+    names = [path.name for path in local_files(data)]
+    assert names == ["train-0.parquet", "train-1.parquet", "a.parquet"]
+    assert local_files(DATA) == []
+    with pytest.raises(ConfigError, match="check the pattern"):
+        make(replace(data, train_file=str(tmp_path / "none-*")))
+
+
+def test_a_prompt_kept_twice_is_on_one_side_only(make, tmp_path):
+    data = _local(tmp_path, ["a", "b", "c", "d", "a"], ["x"], duplicates="keep")
+    with pytest.raises(ConfigError, match=r"1 prompts that .*a.jsonl has too: number 2"):
+        make(replace(data, heldout_file=data.train_file))
+
+
+def test_settings_reach_the_rows(make, read, tmp_path):
+    more = {"duplicates": "drop", "system_prompt": "Be short.", "prompt_template": "<{prompt}>"}
+    make(_local(tmp_path, ["a", "a", "b"], ["x", "y"], **more))
+    assert [[message["content"] for message in row["prompt"]] for row in read("train.jsonl")] == [
+        ["Be short.", "<a>"],
+        ["Be short.", "<b>"],
+    ]
+    blank = tmp_path / "a.jsonl"
+    blank.write_text('{"question": "a", "answer": ""}\n{"question": "b", "answer": "1"}\n')
+    files = {"train_file": str(blank), "heldout_file": str(tmp_path / "b.jsonl")}
+    keys = {"prompt_key": "question", "label_key": "answer", "num_heldout_prompts": 2, "seed": 1}
+    make(Data(kind="files", reward="math_answer", unlabeled="drop", **keys, **files))
+    assert [row["label"] for row in read("train.jsonl")] == ["1"]
+
+
 # ---- the Hub ----
 
 
@@ -159,3 +201,57 @@ def test_a_revision_that_does_not_exist(make, hub, tmp_path):
     data = _of_hub(hub, tmp_path / "repo", train_file="train.jsonl", heldout_file="train.jsonl")
     with pytest.raises(ConfigError, match=r"data.revision = 0000"):
         make(replace(data, revision="0" * 40))
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+---
+"""
+
+
+def _split_repo(folder, card):
+    for name, texts in {
+        "main/train-0": "ab",
+        "main/train-1": "cd",
+        "main/test-0": "ef",
+        "socratic/train-0": "gh",
+    }.items():
+        _write(folder / f"{name}.jsonl", texts)
+    if card:
+        (folder / "README.md").write_text(card)
+    return folder
+
+
+@pytest.mark.parametrize("card", [CARD, "", "# no word about files"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_split_of_a_subset(make, read, hub, tmp_path, monkeypatch, card, offline):
+    data = _of_hub(hub, _split_repo(tmp_path / "repo", card), subset="main", split="train", heldout_split="test")
+    records = make(data)
+    if offline:
+        monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
+        assert make(data) == records
+    assert [row["label"] for row in read("train.jsonl")] == ["A", "B", "C", "D"]
+    assert [row["label"] for row in read("heldout.jsonl")] == ["E", "F"]
+    names = {f"source/main/{name}.jsonl" for name in ("train-0", "train-1", "test-0")}
+    assert {record.path for record in records} == {"train.jsonl", "heldout.jsonl", *names} | (
+        {"source/README.md"} if card else set()
+    )
+    assert max(hub.fetched.values()) == 1
+
+
+def test_a_split_alone_gives_its_last_rows_and_patterns_are_fetched_too(make, read, hub, tmp_path):
+    data = _of_hub(hub, _split_repo(tmp_path / "repo", CARD), split="train")
+    for files in ({}, {"split": "", "train_file": "main/train-*", "heldout_file": "main/train-*"}):
+        make(replace(data, **files))
+        assert [row["label"] for row in read("train.jsonl")] == ["A", "B"]
+        assert [row["label"] for row in read("heldout.jsonl")] == ["C", "D"]
+
+
+def test_a_split_that_the_repository_does_not_have(make, hub, tmp_path):
+    data = _of_hub(hub, _split_repo(tmp_path / "repo", CARD), subset="main", split="validation")
+    with pytest.raises(ConfigError, match=r"data.subset, data.split = 'main, validation'"):
+        make(data)

@@ -85,6 +85,13 @@ def test_what_the_configuration_names_is_shown(tmp_path: Path, monkeypatch: pyte
     assert not [mount for mount in shown if "nvme" in mount], "jobs of no gang use no node's own disk"
 
 
+def test_of_a_pattern_of_files_the_folder_is_shown_in_which_it_begins(tmp_path: Path) -> None:
+    config = config_with("apptainer", image="/shared/cpu.sif")
+    data = dataclasses.replace(config.data, kind="files", train_file="/a/b-*/c-*.jsonl", heldout_file="/d/e.parquet")
+    words = prefix_of_jobs(dataclasses.replace(config, data=data)).split()
+    assert words[words.index("--bind") + 1].split(",")[-2:] == ["/a:/a", "/d/e.parquet:/d/e.parquet"]
+
+
 def test_shared_roots_are_made_for_an_image_only(tmp_path: Path) -> None:
     for runtime, is_made in (("none", False), ("apptainer", True)):
         config = config_with(runtime, image="/shared/cpu.sif")
