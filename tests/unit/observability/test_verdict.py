@@ -138,7 +138,7 @@ def test_what_was_left_out_is_told(run: RunData) -> None:
     )
     skipped = judge_run(with_rows(run, train_non_finite_steps=[0] * 10 + [1] * 5 + [3] * 5)).findings[0]
     assert skipped.detail.startswith("3 updates had")
-    missed = judge_run(with_rows(run, rollout_grader_timeouts=[0, 1, 1] + [0] * 17)).findings[0]
+    missed = judge_run(with_rows(run, rollout_grader_failures=[0, 1, 1] + [0] * 17)).findings[0]
     assert (missed.level, missed.detail[:11]) == ("warning", "2 responses")
 
 

@@ -18,7 +18,7 @@ def test_a_rollout_arrives_bit_for_bit() -> None:
     group = SampleGroup(
         Prompt(7, ({"role": "user", "content": "é"},), "12"), tuple(sample(i, row) for i, row in enumerate(rows))
     )
-    sent = RolloutResult([group], num_replayed=1, grader_timeouts=2)
+    sent = RolloutResult([group], num_replayed=1)
     arrived = from_plain(json.loads(json.dumps(as_plain(sent))))
     (samples,) = (found.samples for found in arrived.groups)
     assert [[value.hex() for value in found.rollout_logprobs] for found in samples] == [

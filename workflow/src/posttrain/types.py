@@ -59,6 +59,7 @@ class Sample:
             nobody.
         scores: Grader -> its score, None where it does not apply or has failed.
         parts: Further numbers that graders told, `grader/name` -> value.
+        failure: Why a grader failed, with its name; "" where none did.
 
     Example:
         prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
@@ -75,6 +76,7 @@ class Sample:
     reward: float | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
 
     def __post_init__(self) -> None:
         assert self.response_tokens, f"prompt {self.prompt_id} sample {self.sample_index}: a response without tokens"

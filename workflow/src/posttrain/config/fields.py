@@ -72,7 +72,7 @@ def build(section: type, values: Mapping[str, Any], prefix: str = "") -> Any:
 def row_of(kind: Any) -> type | None:
     """Return the section that each row of a table is, None where `kind` is no table: a mapping of names to sections."""
     arguments = typing.get_args(kind) if typing.get_origin(kind) is dict else ()
-    return arguments[1] if arguments and dataclasses.is_dataclass(arguments[1]) else None
+    return typing.cast(type, arguments[1]) if arguments and dataclasses.is_dataclass(arguments[1]) else None
 
 
 def row_names(keys: Iterable[str], table: str) -> list[str]:

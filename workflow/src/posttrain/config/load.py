@@ -149,7 +149,7 @@ def experiment_of(config: schema.Config) -> dict[str, Any]:
     """
     sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
     sections["model"]["architecture"] = dimensions(config.model.architecture)
-    return sections
+    return {name: section for name, section in sections.items() if section}
 
 
 def _named(name: str, section: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
 from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.optimizer import Optimizer
+from posttrain.config.reward import Reward
 from posttrain.config.stage import Stage
 from posttrain.document import ANY, _doc
 
@@ -349,6 +350,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
     quantize: Quantize = field(default_factory=Quantize)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -371,4 +373,4 @@ class Config:
 
 
 # What is learned. The digest of these names the run; everything else may change from attempt to attempt.
-EXPERIMENT_SECTIONS = ("model", "data", "algorithm", "rollout", "quantize", "optimizer", "training")
+EXPERIMENT_SECTIONS = ("model", "data", "reward", "algorithm", "rollout", "quantize", "optimizer", "training")

@@ -3,14 +3,14 @@
 The same prompts and the same seeds before and after training: sample k of a prompt has the same random
 numbers in both, whatever the engines and the batches. `pass_rate` is the share of responses that pass, and
 `pass_at_k` the share of prompts of which at least one of the k responses does. A response passes when its
-grader gives 1.
+first grader gives 1. One that could not be graded does not pass, and is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from posttrain.engines.process import EngineProcess, check_all_alive, running_en
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.observability.progress import ProgressBar
+from posttrain.reward.formula import has_passed
 from posttrain.reward.graders import GraderPool
+from posttrain.reward.scoring import Scored, Scorer, answer_of, check_failures
 from posttrain.types import Prompt
 
 SEED_TAG = "heldout"
 # As many as somebody reads in a report.
 NUM_EXAMPLES = 24
-PASSING_REWARD = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class GradedResponse:
         text: The response without its end token.
         num_tokens: Its length, the end token included.
         is_truncated: It was cut at the longest allowed length.
-        reward: Of the grader.
+        scored: What the graders say.
     """
 
     prompt: Prompt
@@ -49,7 +50,12 @@ class GradedResponse:
     text: str
     num_tokens: int
     is_truncated: bool
-    reward: float
+    scored: Scored
+
+    @property
+    def passes(self) -> bool:
+        """See the head of this file."""
+        return self.scored.reward is not None and has_passed(self.scored.scores, self.scored.reward)
 
 
 def evaluate_checkpoint(
@@ -65,20 +71,20 @@ def evaluate_checkpoint(
         log_folder: For the engines' logs.
 
     Returns:
-        See `summarize`; `grader_timeouts`, responses that no grader answered in time; and
-        `tokens_per_second`, sampled tokens per second of sampling, the one key that differs from run to run.
+        See `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the one key that differs from run to run.
 
     Raises:
         RuntimeError: When an engine does not start or fails.
     """
     with running_engines(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
-        tokenizer = ChatTokenizer(checkpoint)
-        requests = make_requests(config, prompts, [tokenizer.render(prompt.messages) for prompt in prompts])
+        tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
+        rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
+        requests = make_requests(config, prompts, rendered)
         results, seconds = asyncio.run(_sample(config, engines, requests))
-    graded, num_missed = _grade(config, tokenizer, prompts, results)
+    graded = _grade(config, tokenizer, prompts, results)
     num_tokens = sum(response.num_tokens for response in graded)
-    return {**summarize(graded), "grader_timeouts": num_missed, "tokens_per_second": num_tokens / seconds}
+    return {**summarize(graded), "tokens_per_second": num_tokens / seconds}
 
 
 def make_requests(
@@ -105,16 +111,25 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         responses: The k samples of each prompt side by side.
 
     Returns:
-        pass_rate, pass_at_k, num_prompts, num_samples (per prompt, k), num_responses, reward_mean, lengths in
-        tokens, truncated_fraction, and the first sample of the first prompts as examples.
+        pass_rate, pass_at_k, num_prompts, num_samples (per prompt, k), num_responses, num_ungraded (responses without a
+        reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are several, the pass rate
+        of each source (pass_rate_by_source) and the mean of each grader (scores); and the first sample of the first
+        prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
     """
-    passed = [response.reward >= PASSING_REWARD for response in responses]
+    passed = [response.passes for response in responses]
     solved = {response.prompt.prompt_id for response, ok in zip(responses, passed, strict=True) if ok}
     prompt_ids = {response.prompt.prompt_id for response in responses}
     lengths = sorted(response.num_tokens for response in responses)
+    rewards = [response.scored.reward for response in responses if response.scored.reward is not None]
+    by_source: dict[str, list[bool]] = {}
+    by_grader: dict[str, list[float]] = {}
+    for response, ok in zip(responses, passed, strict=True):
+        by_source.setdefault(response.prompt.source, []).append(ok)
+        for name, score in response.scored.scores.items():
+            by_grader.setdefault(name, []).extend([] if score is None else [score])
     firsts = [response for response in responses if response.sample_index == 0][:NUM_EXAMPLES]
     return {
         "pass_rate": sum(passed) / len(passed),
@@ -122,7 +137,10 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         "num_prompts": len(prompt_ids),
         "num_samples": len(responses) // len(prompt_ids),
         "num_responses": len(responses),
-        "reward_mean": sum(response.reward for response in responses) / len(responses),
+        "num_ungraded": len(responses) - len(rewards),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        **({"pass_rate_by_source": _means(by_source)} if len(by_source) > 1 else {}),
+        **({"scores": _means(by_grader)} if len(by_grader) > 1 else {}),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": lengths[len(lengths) // 2],
         "response_tokens_max": lengths[-1],
@@ -169,26 +187,22 @@ async def _sample(
 
 def _grade(
     config: Config, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], results: Sequence[GenerateResult]
-) -> tuple[list[GradedResponse], int]:
-    """Return the graded responses, and how many graders missed their deadline."""
+) -> list[GradedResponse]:
     count = config.evaluation.num_samples_per_prompt
     asked = [prompts[place // count] for place in range(len(results))]
-    texts = [tokenizer.decode(result.output_ids) for result in results]
-    with GraderPool() as graders:
-        labels = [prompt.label for prompt in asked]
-        rewards, num_missed = asyncio.run(graders.grade_all(config.data.reward, texts, labels))
-    graded = [
-        GradedResponse(
-            prompt=asked[place],
-            sample_index=place % count,
-            text=texts[place],
-            num_tokens=len(result.output_ids),
-            is_truncated=result.finish_reason == "length",
-            reward=rewards[place],
-        )
-        for place, result in enumerate(results)
+    answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
+    with GraderPool.of(config.reward) as graders:
+        groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+        scored = [one for group in asyncio.run(Scorer(config, graders).score(groups)) for one in group]
+    check_failures([one.failure for one in scored], config.reward.max_failure_share)
+    return [
+        GradedResponse(prompt, place % count, answer.text, answer.num_tokens, answer.is_truncated, scored[place])
+        for place, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
     ]
-    return graded, num_missed
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: sum(some) / len(some) for name, some in values.items() if some}
 
 
 def _example(response: GradedResponse) -> dict[str, Any]:
@@ -197,5 +211,7 @@ def _example(response: GradedResponse) -> dict[str, Any]:
         "prompt": prompt,
         "response": response.text,
         "label": response.prompt.label,
-        "reward": response.reward,
+        "reward": response.scored.reward,
+        **({"scores": dict(response.scored.scores)} if len(response.scored.scores) > 1 else {}),
+        **({"failure": response.scored.failure} if response.scored.failure else {}),
     }

@@ -24,8 +24,8 @@ from posttrain.training.checkpoints import CheckpointFolder, committed_checkpoin
 from posttrain.training.fork import copy_metrics, take_checkpoint
 
 POLL_SECONDS = 0.1
-# Told of a whole attempt, or of what engines and graders did: a step alone does not repeat them.
-NOT_OF_A_STEP = ("rollout/grader_timeouts", "train/non_finite_steps")
+# Told of a whole attempt: a step alone does not repeat it.
+NOT_OF_A_STEP = ("train/non_finite_steps",)
 
 
 @dataclasses.dataclass(frozen=True)

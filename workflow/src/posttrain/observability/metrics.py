@@ -32,13 +32,14 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     # ---- what the engines made ----
-    "rollout/reward_mean": Metric("Mean reward of the step's samples"),
-    "rollout/pass_rate": Metric("Share of the step's samples whose reward is at least 1"),
+    "rollout/reward_mean": Metric("Mean reward of the step's samples that have one"),
+    "rollout/pass_rate": Metric("Share of the graded samples whose first grader gives at least 1"),
     "rollout/reward_std_zero_fraction": Metric("Share of groups whose rewards are all equal: they teach nothing"),
     "rollout/response_tokens_mean": Metric("Mean length of a response", "tokens"),
     "rollout/response_tokens_max": Metric("Longest response of the step", "tokens"),
     "rollout/truncated_fraction": Metric("Share of responses cut at rollout.max_response_tokens"),
-    "rollout/grader_timeouts": Metric("Samples whose grader missed its deadline; their reward is 0", "samples"),
+    "rollout/grader_failures": Metric("Samples that a grader failed for; they have no reward", "samples"),
+    "rollout/ungraded_samples": Metric("Samples without a reward: a grader failed, or none applies", "samples"),
     # ---- what the trainer did ----
     "train/loss": Metric("Policy loss, averaged over the step's updates"),
     "train/grad_norm": Metric("Global gradient norm before clipping"),
@@ -101,6 +102,18 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 
+# Metrics whose names go on with what only the run knows.
+FAMILIES: Mapping[str, Metric] = {
+    "reward/": Metric("Mean score of one grader, or of a number that it tells, over the samples that it applies to"),
+    "source/": Metric("Share of the graded samples of one source whose first grader gives at least 1"),
+}
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return what a metric means, None where there is no such metric."""
+    family = next((metric for prefix, metric in FAMILIES.items() if name.startswith(prefix)), None)
+    return METRICS.get(name, family)
+
 
 def check_metrics(values: Mapping[str, float]) -> None:
     """Refuse names that `METRICS` does not hold and values that are not finite numbers.
@@ -112,12 +125,12 @@ def check_metrics(values: Mapping[str, float]) -> None:
         ValueError: Listing every unknown name and every bad value.
     """
     unknown = [
-        f"{name}: no such metric (observability/metrics.py holds the table)" for name in values if name not in METRICS
+        f"{name}: no such metric (observability/metrics.py holds the table)" for name in values if metric_of(name) is None
     ]
     bad = [
         f"{name} = {value!r}: not a finite number"
         for name, value in values.items()
-        if name in METRICS and not _is_finite_number(value)
+        if metric_of(name) and not _is_finite_number(value)
     ]
     if problems := [*unknown, *bad]:
         raise ValueError("metrics refused:\n  " + "\n  ".join(problems))

@@ -75,7 +75,8 @@ class MetricSinks:
         """
         check_metrics(values)
         assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
-        row = {"step": step} | {name: values[name] for name in METRICS if name in values}
+        known = {name: values[name] for name in METRICS if name in values}
+        row = {"step": step} | known | {name: values[name] for name in sorted(values.keys() - known.keys())}
         append_json_line(self._path, row)
         self._last_step = step
         if self._wandb:

@@ -193,9 +193,10 @@ def _left_out(run: RunData) -> list[Finding]:
     if skipped := max(run.values("train/non_finite_steps"), default=0):
         detail = f"{counted(int(skipped), 'update')} had a loss or gradient that is not finite, and changed nothing"
         findings.append(Finding("warning", "Updates were left out", detail, "a lower optimizer.lr may help"))
-    if missed := sum(run.values("rollout/grader_timeouts")):
-        detail = f"{counted(int(missed), 'response')} took their grader too long, and have reward 0"
-        findings.append(Finding("warning", "Graders missed their deadline", detail))
+    if failed := sum(run.values("rollout/grader_failures")):
+        detail = f"{counted(int(failed), 'response')} could not be graded, and changed nothing"
+        remedy = "the samples in train/rollouts say why; reward.deadline_seconds and reward.memory_gib are the limits"
+        findings.append(Finding("warning", "Graders failed", detail, remedy))
     return findings
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.errors import ConfigError, Problem
 
+# What a first grader gives for a right answer.
+PASSING_SCORE = 1.0
 _TERM = re.compile(r"\s*(?:(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*\s*)?(?P<name>[^\s*]+)\s*")
 
 
@@ -73,7 +75,7 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
     return terms
 
 
-def total(terms: tuple[Term, ...], scores: Mapping[str, float | None]) -> float | None:
+def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | None:
     """Return the reward of a response; None where no grader applies to it.
 
     Args:
@@ -85,3 +87,9 @@ def total(terms: tuple[Term, ...], scores: Mapping[str, float | None]) -> float 
     """
     found = [term.weight * score for term in terms if (score := scores[term.column]) is not None]
     return math.fsum(found) if found else None
+
+
+def has_passed(scores: Mapping[str, float | None], reward: float) -> bool:
+    """Tell whether a response passes: by the first grader that applies to it, or where none is told by its reward."""
+    first = next((score for score in scores.values() if score is not None), reward)
+    return first >= PASSING_SCORE

@@ -61,6 +61,11 @@ class OwnFunction:
         """Whether it grades all responses to a prompt in one call."""
         return self.signature == TRL
 
+    @property
+    def is_instant(self) -> bool:
+        """Never: what a user wrote runs in a process of its own."""
+        return False
+
     def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
         """Return a grade for each answer; without `takes_groups` they are asked for one by one.
 

@@ -6,16 +6,21 @@ applies, an answer has no reward; the others of its group keep theirs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from posttrain.config.data import sources_of
 from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.responses import GenerateResult
 from posttrain.reward.answer import Answer, Failure, Grade
 from posttrain.reward.formula import Term, parse_reward, total
-from posttrain.reward.grade import GRADERS, ShapeSettings, built_in
 from posttrain.reward.graders import GraderPool, Job
 from posttrain.reward.own import OwnFunction, inspect_own
+from posttrain.types import Prompt
+
+# Failures are told by the first ones.
+NUM_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -36,20 +41,21 @@ class Scored:
 
 
 class Scorer:
-    """Grades by `data.reward`.
+    """Grades by `data.reward`, answers of each source by its own.
 
     Args:
         config: The resolved configuration.
         pool: Grades.
 
     Raises:
-        ConfigError: The reward cannot be read, or names a grader that there is not.
+        ConfigError: A reward cannot be read, or names a grader that there is not.
+        RuntimeError: A function of the user's is not the one that was planned with.
     """
 
     def __init__(self, config: Config, pool: GraderPool):
         self._pool = pool
-        self.terms = parse_reward(config.data.reward)
-        self._graders = {term: grader_of(term, config) for term in self.terms}
+        self.terms = {name: parse_reward(data.reward) for name, data in sources_of(config.data).items()}
+        self._graders = {term.grader: _grader(term, config) for terms in self.terms.values() for term in terms}
 
     async def score(self, groups: Sequence[Sequence[Answer]]) -> list[list[Scored]]:
         """Return what is to be said of each answer.
@@ -57,33 +63,84 @@ class Scorer:
         Args:
             groups: Answers to one prompt each: a function that grades groups sees them together.
         """
-        asked = [(term, group) for group in groups for term in self.terms]
-        answers = [await_each for term, group in asked for await_each in self._jobs(term, group)]
-        results = iter(await self._pool.grade_all(answers))
-        graded = {(id(group), term): list(self._collected(term, group, results)) for term, group in asked}
-        return [
-            [self._scored({term: graded[id(group), term][place] for term in self.terms}) for place in range(len(group))]
-            for group in groups
-        ]
+        jobs = [self._jobs(group) for group in groups]
+        results = iter(await self._pool.grade_all([job for of_group in jobs for _, job in of_group]))
+        return [self._scored(group, of_group, results) for group, of_group in zip(groups, jobs, strict=True)]
 
-    def _jobs(self, term: Term, group: Sequence[Answer]) -> list[Job]:
-        grader = self._graders[term]
-        if isinstance(grader, OwnFunction) and grader.takes_groups:
-            return [Job(grader, tuple(group))]
-        is_instant = not isinstance(grader, OwnFunction) and GRADERS[term.grader].is_instant
-        return [Job(grader, (answer,), is_instant) for answer in group]
+    def _jobs(self, group: Sequence[Answer]) -> list[tuple[Term, Job]]:
+        """Return what is asked about a group: grader by grader, answer by answer."""
+        jobs: list[tuple[Term, Job]] = []
+        for term in self.terms[group[0].source]:
+            grader = self._graders[term.grader]
+            parts = [tuple(group)] if grader.takes_groups else [(answer,) for answer in group]
+            jobs += [(term, Job(grader, answers, grader.is_instant)) for answers in parts]
+        return jobs
 
-    def _collected(
-        self, term: Term, group: Sequence[Answer], results: Iterator[tuple[Grade, ...] | Failure]
-    ) -> Iterator[Grade | Failure]:
-        for job in self._jobs(term, group):
+    def _scored(
+        self,
+        group: Sequence[Answer],
+        jobs: Sequence[tuple[Term, Job]],
+        results: Iterator[tuple[Grade, ...] | Failure],
+    ) -> list[Scored]:
+        """Return the grades of a group; `results` goes on with those of `jobs`."""
+        terms = self.terms[group[0].source]
+        columns: dict[Term, list[Grade | Failure]] = {term: [] for term in terms}
+        for term, job in jobs:
             result = next(results)
-            yield from [result] * len(job.answers) if isinstance(result, Failure) else result
+            columns[term] += [result] * len(job.answers) if isinstance(result, Failure) else result
+        return [_joined(terms, [columns[term][place] for term in terms]) for place in range(len(group))]
 
-    def _scored(self, found: Mapping[Term, Grade | Failure]) -> Scored:
-        grades = {term.column: result for term, result in found.items() if isinstance(result, Grade)}
-        failed = {term.column: result for term, result in found.items() if isinstance(result, Failure)}
-        scores = {term.column: grades[term.column].score if term.column in grades else None for term in self.terms}
-        parts = {f"{name}/{part}": value for name, grade in grades.items() for part, value in grade.parts.items()}
-        failure = "; ".join(f"{name}: {result.kind}: {result.reason}" for name, result in failed.items())
-        return Scored(None if failed else total(self.terms, scores), scores, parts, failure)
+
+def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored:
+    scores: dict[str, float | None] = {}
+    parts: dict[str, float] = {}
+    failures: list[str] = []
+    for term, result in zip(terms, results, strict=True):
+        scores[term.column] = None if isinstance(result, Failure) else result.score
+        if isinstance(result, Failure):
+            failures.append(f"{term.column}: {result.kind}: {result.reason}")
+        else:
+            parts |= {f"{term.column}/{name}": value for name, value in result.parts.items()}
+    return Scored(None if failures else total(terms, scores), scores, parts, "; ".join(failures))
+
+
+def _grader(term: Term, config: Config) -> Grader:
+    if not term.is_own:
+        return built_in(term.grader, config)
+    own = inspect_own(term.grader, "data.reward")
+    if own.digest not in config.reward.own_digests:
+        raise RuntimeError(f"{term.grader} has changed since the run was planned; run again to plan with it as it is")
+    return own
+
+
+def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) -> Answer:
+    """Return what a grader sees of an engine's response."""
+    return Answer(
+        text=tokenizer.decode(result.output_ids),
+        label=prompt.label,
+        prompt=prompt.messages,
+        source=prompt.source,
+        columns=prompt.columns,
+        num_tokens=len(result.output_ids),
+        is_truncated=result.finish_reason == "length",
+    )
+
+
+def check_failures(failures: Sequence[str], most: float) -> None:
+    """End where graders have failed too often: `reward.max_failure_share`.
+
+    Args:
+        failures: Of each response, why it could not be graded; "" where it could.
+        most: Largest share.
+
+    Raises:
+        RuntimeError: With what they said first.
+    """
+    failed = [failure for failure in failures if failure]
+    if len(failed) > most * len(failures):
+        told = "".join(f"\n    {reason}" for reason in dict.fromkeys(failed[:NUM_TOLD]))
+        raise RuntimeError(
+            f"graders failed for {len(failed)} of {len(failures)} responses, more than reward.max_failure_share={most:g} "
+            f"allows:{told}\n  Mend the grader and run again: these responses are sampled and graded again. A higher "
+            "share leaves them out."
+        )

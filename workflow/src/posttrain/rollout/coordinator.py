@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain.config.data import sources_of
 from posttrain.config.derived import token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.mixture import PromptOrder
+from posttrain.data.mixture import MixedOrder
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
 from posttrain.reward.graders import GraderPool
+from posttrain.reward.scoring import Scored, Scorer, answer_of, check_failures
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -28,12 +31,10 @@ class RolloutResult:
     Args:
         groups: In prompt order.
         num_replayed: Groups that an earlier attempt had finished.
-        grader_timeouts: Samples whose grader did not answer in time; they count as reward 0.
     """
 
     groups: list[SampleGroup]
     num_replayed: int
-    grader_timeouts: int
 
 
 class RolloutCoordinator:
@@ -58,8 +59,11 @@ class RolloutCoordinator:
         graders: GraderPool,
     ):
         self._config, self._prompts, self._tokenizer = config, prompts, tokenizer
-        self._client, self._store, self._graders = client, store, graders
-        self._order = PromptOrder(len(prompts), config.data.seed)
+        self._client, self._store, self._scorer = client, store, Scorer(config, graders)
+        # Places of each source's prompts, in the order of the configuration.
+        self._of_source = [[i for i, p in enumerate(prompts) if p.source == name] for name in sources_of(config.data)]
+        weights = [source.weight for source in config.data.sources.values()] or [1.0]
+        self._order = MixedOrder([len(places) for places in self._of_source], weights, config.data.seed)
 
     async def collect(self, step: int) -> RolloutResult:
         """Return the groups of a step: replayed where they are on disk, generated where they are not.
@@ -69,34 +73,40 @@ class RolloutCoordinator:
         """
         chunks = self._chunks(step)
         results = await asyncio.gather(*(self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)))
-        return RolloutResult(
-            groups=[group for groups, _, _ in results for group in groups],
-            num_replayed=sum(len(groups) for groups, replayed, _ in results if replayed),
-            grader_timeouts=sum(timeouts for _, _, timeouts in results),
-        )
+        groups = [group for groups, _ in results for group in groups]
+        failures = [sample.failure for group in groups for sample in group.samples]
+        check_failures(failures, self._config.reward.max_failure_share)
+        for number, (of_chunk, is_replayed) in enumerate(results):
+            if not is_replayed and _has_failures(of_chunk):
+                self._store.write(step, number, of_chunk)
+        return RolloutResult(groups, sum(len(of_chunk) for of_chunk, is_replayed in results if is_replayed))
 
     def _chunks(self, step: int) -> list[list[Prompt]]:
         """Cut the prompts of a step into the groups of each request."""
         count = self._config.rollout.rollout_batch_size
-        prompts = [self._prompts[i] for i in self._order.take(step * count, count)]
+        taken = self._order.take(step * count, count)
+        prompts = [self._prompts[self._of_source[source][place]] for source, place in taken]
         size = self._config.engine.groups_per_request
         return [prompts[start : start + size] for start in range(0, count, size)]
 
-    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool, int]:
+    async def _chunk(self, step: int, number: int, prompts: list[Prompt]) -> tuple[list[SampleGroup], bool]:
+        """Return the groups of a chunk, and whether they were on disk."""
         finished = self._store.read(step, number)
         if finished is not None and self._answers(finished, prompts, step, number):
-            return finished, True, 0
+            return finished, True
         first = number * self._config.engine.groups_per_request
         requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
         answers = await self._client.generate(requests, request_number=number)
         _check_versions(step, answers)
-        groups, timeouts = await self._grade(prompts, requests, answers)
-        self._store.write(step, number, groups)
-        return groups, False, timeouts
+        groups = await self._grade(prompts, requests, answers)
+        # Where graders failed, the whole step decides whether that is too often: what is stored is not graded again.
+        if not _has_failures(groups):
+            self._store.write(step, number, groups)
+        return groups, False
 
     def _answers(self, groups: list[SampleGroup], prompts: list[Prompt], step: int, number: int) -> bool:
         """Tell whether a finished chunk is about these prompts: another size of requests cuts the step differently."""
-        wanted = [(prompt, self._config.rollout.num_samples_per_prompt) for prompt in prompts]
+        wanted = [(_kept(prompt), self._config.rollout.num_samples_per_prompt) for prompt in prompts]
         found = [(group.prompt, len(group.samples)) for group in groups]
         if found != wanted:
             log.warning("step %d, chunk %d: made with other settings, generated again", step, number)
@@ -104,7 +114,7 @@ class RolloutCoordinator:
 
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
         """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
-        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages)
+        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages, prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(tokens))
         return [
             GenerateRequest(
@@ -118,16 +128,25 @@ class RolloutCoordinator:
 
     async def _grade(
         self, prompts: list[Prompt], requests: list[GenerateRequest], answers: list[GenerateResult]
-    ) -> tuple[list[SampleGroup], int]:
+    ) -> list[SampleGroup]:
         size = self._config.rollout.num_samples_per_prompt
-        texts = [self._tokenizer.decode(answer.output_ids) for answer in answers]
-        labels = [prompt.label for prompt in prompts for _ in range(size)]
-        rewards, timeouts = await self._graders.grade_all(self._config.data.reward, texts, labels)
+        graded = [answer_of(prompts[i // size], self._tokenizer, answers[i]) for i in range(len(answers))]
+        scored = await self._scorer.score([graded[start : start + size] for start in range(0, len(graded), size)])
         samples = [
-            _sample(prompts[i // size], i % size, requests[i], answers[i], rewards[i]) for i in range(len(requests))
+            _sample(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size])
+            for i in range(len(requests))
         ]
-        groups = [SampleGroup(prompt, tuple(samples[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
-        return groups, timeouts
+        cut = [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
+        return [SampleGroup(_kept(prompt), of_prompt) for prompt, of_prompt in zip(prompts, cut, strict=True)]
+
+
+def _has_failures(groups: Sequence[SampleGroup]) -> bool:
+    return any(sample.failure for group in groups for sample in group.samples)
+
+
+def _kept(prompt: Prompt) -> Prompt:
+    """Return a prompt as it is stored with its samples: columns are for graders, and may be larger than all else."""
+    return dataclasses.replace(prompt, columns={})
 
 
 def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> int:
@@ -155,7 +174,7 @@ def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> 
     return min(rollout.max_response_tokens, left)
 
 
-def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, reward: float) -> Sample:
+def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, scored: Scored) -> Sample:
     assert answer.logprobs, f"the engine sampled {len(answer.output_ids)} tokens without their log-probabilities"
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -165,7 +184,10 @@ def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: Genera
         rollout_logprobs=tuple(answer.logprobs),
         finish_reason=answer.finish_reason,
         weight_version=answer.weight_version,
-        reward=reward,
+        reward=scored.reward,
+        scores=scored.scores,
+        parts=scored.parts,
+        failure=scored.failure,
     )
 
 

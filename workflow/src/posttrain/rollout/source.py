@@ -89,7 +89,7 @@ class StoredSource:
             CheckpointError: The step has no whole rollout.
         """
         groups = self._store.read_step(step, self._num_groups)
-        return RolloutResult(groups, num_replayed=len(groups), grader_timeouts=0)
+        return RolloutResult(groups, num_replayed=len(groups))
 
 
 async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
+from posttrain.reward.formula import has_passed
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.training.phases import PhaseClock
+from posttrain.types import SampleGroup
 
 
 def step_metrics(
@@ -42,16 +45,33 @@ def step_metrics(
 def _rollout_metrics(rollout: RolloutResult) -> dict[str, float]:
     samples = [sample for group in rollout.groups for sample in group.samples]
     lengths = [len(sample.response_tokens) for sample in samples]
-    equal_groups = sum(len({sample.reward for sample in group.samples}) == 1 for group in rollout.groups)
+    equal_groups = sum(len({sample.reward for sample in group.samples} - {None}) < 2 for group in rollout.groups)
     return {
-        "rollout/reward_mean": sum(sample.reward for sample in samples) / len(samples),
-        "rollout/pass_rate": sum(sample.reward >= 1 for sample in samples) / len(samples),
+        **_reward_metrics(rollout.groups),
         "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),
         "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-        "rollout/grader_timeouts": rollout.grader_timeouts,
+        "rollout/grader_failures": sum(bool(sample.failure) for sample in samples),
+        "rollout/ungraded_samples": sum(sample.reward is None for sample in samples),
     }
+
+
+def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return what the graders said, where they said anything."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.samples:
+            if sample.reward is not None:
+                values.setdefault("rollout/reward_mean", []).append(sample.reward)
+                passed = float(has_passed(sample.scores, sample.reward))
+                values.setdefault("rollout/pass_rate", []).append(passed)
+                if group.prompt.source:
+                    values.setdefault(f"source/{group.prompt.source}/pass_rate", []).append(passed)
+            told = {**sample.scores, **sample.parts} if len(sample.scores) > 1 or sample.parts else {}
+            for name, score in told.items():
+                values.setdefault(f"reward/{name}", []).extend([] if score is None else [score])
+    return {name: math.fsum(of_samples) / len(of_samples) for name, of_samples in values.items() if of_samples}
 
 
 def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -> dict[str, float]:

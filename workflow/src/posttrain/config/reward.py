@@ -1,0 +1,51 @@
+"""How responses are graded (docs/rewards.md); which grader grades is `data.reward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.document import ANY, _doc
+
+
+@dataclass(frozen=True)
+class Reward:
+    """How responses are graded."""
+
+    deadline_seconds: float = _doc(
+        "A response must be graded within this; its process is killed then", 10.0, exclusive_minimum=0, unnamed=ANY
+    )
+    num_workers: int = _doc("Processes that grade", 2, minimum=1, unnamed=ANY)
+    memory_gib: float = _doc("Memory that each of them may take", 4.0, exclusive_minimum=0, unnamed=ANY)
+    max_failure_share: float = _doc(
+        "Share of a step's responses whose grader may fail (deadline, crash, exception): they have no reward and are "
+        "counted; more end the run",
+        0.05,
+        minimum=0,
+        maximum=1,
+        unnamed=0.05,
+    )
+    min_own_label: float = _doc(
+        "Share of labels that must have full marks when they are the response, before anything is trained",
+        0.99,
+        minimum=0,
+        maximum=1,
+        unnamed=ANY,
+    )
+    max_other_label: float = _doc(
+        "Share of labels that may have full marks when another row's is the response", 0.01, minimum=0, maximum=1, unnamed=ANY
+    )
+    format_pattern: str = _doc(
+        "`format`: regular expression that a whole response must match",
+        r"<think>.*</think>\s*<answer>.*</answer>\s*",
+        unnamed=r"<think>.*</think>\s*<answer>.*</answer>\s*",
+    )
+    target_tokens: int = _doc("`length`: response length that is best", 512, minimum=1, unnamed=512)
+    overlong_buffer_tokens: int = _doc(
+        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1", 512, minimum=1, unnamed=512
+    )
+    repetition_ngram: int = _doc("`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4)
+    own_digests: list[str] = _doc(
+        "Digests of the functions of your own that data.reward names; filled in when a configuration is resolved",
+        [],
+        unnamed=[],
+    )
