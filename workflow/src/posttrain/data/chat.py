@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -37,11 +38,14 @@ class ChatTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self._folder = folder
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the model's answer begins.
 
         Args:
-            messages: Each with "role" and "content".
+            messages: Each with "role" and "content", or with "tool_calls".
+            tools: JSON schemas of the functions that the answer may call.
 
         Raises:
             CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
@@ -49,7 +53,11 @@ class ChatTokenizer:
         conversation = [dict(message) for message in messages]
         try:
             ids = self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                conversation,
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
             )
         except TemplateError as error:
             raise CheckpointError(f"{self._folder}: the chat template cannot be rendered: {error}") from error

@@ -74,7 +74,7 @@ def evaluate_checkpoint(
     with running_engines(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint)
-        requests = make_requests(config, prompts, [tokenizer.render(prompt.messages) for prompt in prompts])
+        requests = make_requests(config, prompts, [tokenizer.render(p.messages, p.tools) for p in prompts])
         results, seconds = asyncio.run(_sample(config, engines, requests))
     graded, num_missed = _grade(config, tokenizer, prompts, results)
     num_tokens = sum(response.num_tokens for response in graded)
@@ -192,7 +192,7 @@ def _grade(
 
 
 def _example(response: GradedResponse) -> dict[str, Any]:
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in response.prompt.messages)
+    prompt = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in response.prompt.messages)
     return {
         "prompt": prompt,
         "response": response.text,

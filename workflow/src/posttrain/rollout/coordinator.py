@@ -104,7 +104,7 @@ class RolloutCoordinator:
 
     def _requests(self, step: int, place: int, prompt: Prompt) -> list[GenerateRequest]:
         """Return one request per sample; seeds follow from the prompt's place in the step, which is unique there."""
-        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages)
+        rollout, tokens = self._config.rollout, self._tokenizer.render(prompt.messages, prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(tokens))
         return [
             GenerateRequest(
