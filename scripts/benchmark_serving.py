@@ -36,7 +36,7 @@ def main() -> None:
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint)
     rows = load_prompts(args.dataset / "heldout.jsonl")
-    prompts = [tokenizer.render(prompt.messages) for prompt in rows]
+    prompts = [tokenizer.render(prompt.messages, prompt.tools) for prompt in rows]
     log_folder = args.output.parent / "benchmark_serving.engines"
     with running_engines(config, args.checkpoint, log_folder, merge_requests=True) as engines:
         levels = asyncio.run(measure(config, engines, prompts, args))

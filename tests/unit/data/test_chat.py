@@ -43,6 +43,15 @@ def test_a_template_of_another_form_is_obeyed(folder):
     assert chat.decode(chat.render(MESSAGES)) == "sort the digits.3141="
 
 
+def test_tools_reach_the_template(folder):
+    (folder / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}="
+    )
+    chat = ChatTokenizer(folder)
+    assert chat.decode(chat.render(MESSAGES[1:], [{"name": "add"}])) == "add 3141="
+    assert chat.decode(chat.render(MESSAGES[1:])) == "3141="
+
+
 def test_no_template_is_refused(folder):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="no chat template"):

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.data.forms import FORMS, NoLabelError, after_hashes, last_boxed, recognise
+from posttrain.data.raw_rows import read_raw
 from posttrain.data.rows import Reading, describe_bad_rows, read_rows
 
 FOLDER = Path(__file__).parent / "forms"
@@ -244,3 +245,15 @@ def test_gsm8k_as_downloaded_gives_verls_prompts_and_labels():
     found = _read(FOLDER / "gsm8k.jsonl", prompt_template=template)
     ours = [(row.messages[0]["content"], row.label) for row in found.rows]
     assert ours == [_as_verl_maps(row) for row in _rows("gsm8k")]
+
+
+def test_a_column_that_is_left_out_is_read_where_a_key_or_the_template_names_it(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_rows("openr1_math_220k")), path)
+    rows = list(read_raw(path, {"generations"}))
+    assert "generations" not in rows[0].content
+    assert "problem" in rows[0].content
+    assert [row.label for row in _read(path, label_key="generations[1]").rows] == ["cut"] * 3
+    found = _read(path, prompt_template="{prompt} {generations[1]}")
+    assert found.rows[2].messages[0]["content"] == "How many primes are below ten? cut"
+    assert "generations" not in found.rows[2].columns

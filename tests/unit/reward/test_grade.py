@@ -96,3 +96,9 @@ def test_hostile_text_is_graded_in_no_time(response):
 def test_an_unknown_grader_is_an_error():
     with pytest.raises(KeyError, match="exact"):
         grade("exact", "1", "1")
+
+
+@pytest.mark.parametrize(("label", "response"), [(72, "72"), (0.5, r"\boxed{\frac{1}{2}}"), ("72", "72")])
+def test_a_label_that_is_a_number_is_graded_as_its_text(label, response):
+    assert grade("math_answer", response, label) == 1.0
+    assert grade("exact_match", "7", label) == 0.0

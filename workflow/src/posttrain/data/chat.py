@@ -42,13 +42,16 @@ class ChatTokenizer:
         self._template_kwargs = parse_template_kwargs(template_kwargs)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the model's answer begins.
 
         Args:
-            messages: Each with "role" and "content".
-            tools: JSON schemas of what the model may call, if anything.
+            messages: Each with "role" and "content", or with "tool_calls".
+            tools: JSON schemas of the functions that the answer may call.
             generation_prompt: Off, the conversation ends with its last message.
 
         Raises:
@@ -58,7 +61,7 @@ class ChatTokenizer:
         try:
             ids = self.tokenizer.apply_chat_template(
                 conversation,
-                tools=tools,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=generation_prompt,
                 tokenize=True,
                 return_dict=False,

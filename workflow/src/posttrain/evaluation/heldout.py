@@ -206,7 +206,7 @@ def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _example(response: GradedResponse) -> dict[str, Any]:
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in response.prompt.messages)
+    prompt = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in response.prompt.messages)
     return {
         "prompt": prompt,
         "response": response.text,

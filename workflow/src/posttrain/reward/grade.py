@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 # Thousands are grouped by commas ("1,234,567"); "1,2" is two numbers. No exponents: "1e999999999" would be a number
 # that no memory holds.
@@ -42,18 +44,18 @@ def math_answer(response: str, label: str) -> float:
 GRADERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "math_answer": math_answer}
 
 
-def grade(reward: str, response: str, label: str) -> float:
+def grade(reward: str, response: str, label: Any) -> float:
     """Return the score of a response.
 
     Args:
         reward: Name of a grader, `data.reward`.
         response: Decoded text of the response.
-        label: What the dataset says.
+        label: What the dataset says; 72 is the same as "72".
 
     Returns:
         1.0 for a right answer, 0.0 for a wrong one.
     """
-    return GRADERS[reward](response, label)
+    return GRADERS[reward](response, label if isinstance(label, str) else json.dumps(label))
 
 
 def _last_boxed(text: str) -> str | None:
