@@ -19,12 +19,45 @@ rule fork_checkpoint:
         runs("fork_checkpoint", FROM_CONFIG, "--receipt {output:q}")
 
 
+rule check_data:
+    """Looks at prompts, labels, tokenizer and graders together, before anything is trained."""
+    input:
+        checkpoint=receipt_of(PATHS.hf_patched),
+        dataset=receipt_of(PATHS.dataset),
+        run=lambda wildcards: may_run(),
+    output:
+        receipt=receipt_of(PATHS.data_check),
+        found=PATHS.data_check,
+    log:
+        PATHS.run_log("check_data"),
+    benchmark:
+        PATHS.run_log("check_data").with_suffix(".benchmark.tsv")
+    priority: 50
+    params:
+        format_version=FORMAT_VERSIONS["check_data"],
+        # Whoever lowers a limit, or mends the grader, is told anew.
+        settings=json.dumps([dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]),
+        checkpoint=PATHS.hf_patched,
+        dataset=PATHS.dataset,
+    message:
+        f"check prompts, labels and graders{NEEDS.message('check_data')}"
+    shell:
+        runs(
+            "check_data",
+            FROM_CONFIG,
+            "--checkpoint {params.checkpoint:q}",
+            "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --output {output.found:q}",
+            where=IN_IMAGE,
+        )
+
+
 rule train_grpo:
     """Trains with reinforcement learning: one job that resumes where it was."""
     input:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
+        checked=until_made(PATHS.train_done, receipt_of(PATHS.data_check)),
         # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),

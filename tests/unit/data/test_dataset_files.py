@@ -92,7 +92,7 @@ def test_too_few_rows_to_hold_out(make, tmp_path, heldout, same):
 
 
 def test_a_prompt_in_both_files(make, tmp_path):
-    with pytest.raises(ConfigError, match=r"1 prompts that .*a.jsonl has too: number 2"):
+    with pytest.raises(ConfigError, match=r"1 that are trained on, too: number 2"):
         make(_local(tmp_path, ["a", "b"], ["c", "a"]))
 
 
@@ -138,7 +138,7 @@ def test_patterns_and_folders_of_parquet(make, read, tmp_path, kind):
 
 def test_a_prompt_kept_twice_is_on_one_side_only(make, tmp_path):
     data = _local(tmp_path, ["a", "b", "c", "d", "a"], ["x"], duplicates="keep")
-    with pytest.raises(ConfigError, match=r"1 prompts that .*a.jsonl has too: number 2"):
+    with pytest.raises(ConfigError, match=r"1 that are trained on, too: number 2"):
         make(replace(data, heldout_file=data.train_file))
 
 

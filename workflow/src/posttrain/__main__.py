@@ -23,6 +23,7 @@ from posttrain.training.lineage import refuse_other_run
 COMMANDS = {
     "plan": "memory, storage, durations and flags of a configuration, as a page; what cannot run fails",
     "check": "what this machine lacks for a run",
+    "check-data": "what prompts, labels, tokenizer and graders say of each other; what is to be trained is shown",
     "status": "where runs stand, and jobs in the queue; run=NAME shows one",
     "snapshot": "the report of a run as far as it is",
     "attach": "wait for training that goes on without its driver",

@@ -27,6 +27,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "make_tiny_model": 1,
     "download_hf_checkpoint": 1,
     "finalize_hf_checkpoint": 1,
+    "check_data": 1,
     "download_dataset": 2,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,
@@ -164,6 +165,11 @@ class Paths:
     def config(self) -> Path:
         """All values with their origin."""
         return self.run / "config.resolved.yaml"
+
+    @property
+    def data_check(self) -> Path:
+        """What prompts, labels, tokenizer and graders say of each other; its receipt stands beside it."""
+        return self.run / "data_check.json"
 
     @property
     def fork_receipt(self) -> Path:

@@ -32,7 +32,11 @@ class Reward:
         unnamed=ANY,
     )
     max_other_label: float = _doc(
-        "Share of labels that may have full marks when another row's is the response", 0.01, minimum=0, maximum=1, unnamed=ANY
+        "Share of labels that may have full marks when another row's is the response",
+        0.01,
+        minimum=0,
+        maximum=1,
+        unnamed=ANY,
     )
     format_pattern: str = _doc(
         "`format`: regular expression that a whole response must match",
@@ -41,9 +45,14 @@ class Reward:
     )
     target_tokens: int = _doc("`length`: response length that is best", 512, minimum=1, unnamed=512)
     overlong_buffer_tokens: int = _doc(
-        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1", 512, minimum=1, unnamed=512
+        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1",
+        512,
+        minimum=1,
+        unnamed=512,
     )
-    repetition_ngram: int = _doc("`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4)
+    repetition_ngram: int = _doc(
+        "`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4
+    )
     own_digests: list[str] = _doc(
         "Digests of the functions of your own that data.reward names; filled in when a configuration is resolved",
         [],

@@ -90,7 +90,7 @@ def _data_source(data: Data, section: str) -> Problems:
         yield from _repository(f"{section}.repo_id", data.repo_id)
         yield from _pinned(f"{section}.revision", data.revision)
     if data.kind in LOCAL_DATA:
-        for name in ("train_file", "heldout_file"):
+        for name in ("train_file", "heldout_file")[: 2 if data.num_heldout_prompts else 1]:
             if not getattr(data, name):
                 yield Problem(f"{section}.{name}", "''", "a file of prompts", "give the path of the prompts")
     if data.kind == "hub" and not data.train_file and not data.split:

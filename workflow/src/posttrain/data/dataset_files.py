@@ -15,7 +15,7 @@ from posttrain.checkpoint.hub.client import FetchOptions, download
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
-from posttrain.config.data import LOCAL_DATA, Data
+from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
@@ -63,19 +63,37 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)
+    report = report_of(folder)
+    report.unlink(missing_ok=True)
+    train: list[Prompt] = []
+    heldout: list[Prompt] = []
+    fetched: list[FileRecord] = []
+    for name, source in sources_of(data).items():
+        # Each has a folder and a list of its own: two may have files of one name.
+        lists = manifest.with_name(f"{name}.{manifest.name}") if name else manifest
+        sides, records = _rows_of(source, folder, SOURCE_FOLDER + f"/{name}" * bool(name), lists, rule, report)
+        train += _prompts(sides[0], name, len(train))
+        heldout += _prompts(sides[1], name, len(heldout))
+        fetched += records
+    _refuse_both(train, heldout)
+    for name, prompts in ((TRAIN, train), (HELDOUT, heldout)):
+        write_prompts(folder / name, prompts)
+    log.info("%s: %d prompts to train on, %d held out", folder, len(train), len(heldout))
+    return (*record_files(folder, (TRAIN, HELDOUT)), *fetched)
+
+
+def _rows_of(
+    data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None, report: Path
+) -> tuple[tuple[Sequence[Row], Sequence[Row]], tuple[FileRecord, ...]]:
+    """Return the rows of both sides of one source, and a record of each file that was fetched, into `fetched`."""
     if data.kind == "sort_digits":
-        return _write_generated(data, folder)
+        drawn = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
+        train, heldout = ([Row(tuple(row["prompt"]), row["label"]) for row in side] for side in drawn)
+        return (train, heldout), ()
     if data.kind in LOCAL_DATA:
-        return _write_split(data, _local(data.train_file), _local(data.heldout_file), folder)
-    sides, fetched = _fetch(data, folder / SOURCE_FOLDER, manifest, rule or RetryRule())
-    return (*_write_split(data, *sides, folder), *fetched)
-
-
-def _write_generated(data: Data, folder: Path) -> tuple[FileRecord, ...]:
-    rows = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
-    for name, some in zip((TRAIN, HELDOUT), rows, strict=True):
-        write_prompts(folder / name, [Prompt(i, tuple(row["prompt"]), row["label"]) for i, row in enumerate(some)])
-    return record_files(folder, (TRAIN, HELDOUT))
+        return split_rows(data, _local(data.train_file), _local(data.heldout_file or data.train_file), report), ()
+    sides, records = _fetch(data, folder, fetched, manifest, rule or RetryRule())
+    return split_rows(data, *sides, report), records
 
 
 def _local(pattern: str) -> Side:
@@ -86,9 +104,10 @@ def _local(pattern: str) -> Side:
 
 
 def _fetch(
-    data: Data, folder: Path, manifest: Path, rule: RetryRule
+    data: Data, root: Path, name: str, manifest: Path, rule: RetryRule
 ) -> tuple[tuple[Side, Side], tuple[FileRecord, ...]]:
-    """Return both sides, and a record of each file that was fetched for them."""
+    """Return both sides, and a record of each file that was fetched for them, into the folder `name` below the root."""
+    folder = root / name
     source = HubSource(data.repo_id, data.revision, "dataset", "data")
 
     def get(is_wanted: Callable[[str], bool]) -> tuple[FileRecord, ...]:
@@ -105,7 +124,7 @@ def _fetch(
     train, heldout = (
         Side(f"{source}: {name}", tuple(folder / path for path in of)) for name, of in zip(names, chosen, strict=True)
     )
-    records = (FileRecord(RelativeName(f"{SOURCE_FOLDER}/{f.path}"), f.size_bytes, f.xxh3_128, f.sha256) for f in files)
+    records = (FileRecord(RelativeName(f"{name}/{f.path}"), f.size_bytes, f.xxh3_128, f.sha256) for f in files)
     return (train, heldout), tuple(records)
 
 
@@ -148,29 +167,19 @@ def _none_of(data: Data, file: str, split: str, source: HubSource) -> Problem:
 # ---- both sides ----
 
 
-def _write_split(data: Data, train_side: Side, heldout_side: Side, folder: Path) -> tuple[FileRecord, ...]:
-    report = report_of(folder)
-    report.unlink(missing_ok=True)
-    train, heldout = split_prompts(data, train_side, heldout_side, report)
-    for name, prompts in ((TRAIN, train), (HELDOUT, heldout)):
-        write_prompts(folder / name, prompts)
-    log.info("%s: %d prompts to train on, %d held out", folder, len(train), len(heldout))
-    return record_files(folder, (TRAIN, HELDOUT))
-
-
 def report_of(folder: Path) -> Path:
     """Return where the wrong lines of a dataset's files are listed: `maths.partial` -> `maths.wrong_lines.txt`."""
     return folder.with_name(f"{folder.name.removesuffix('.partial')}.wrong_lines.txt")
 
 
-def split_prompts(data: Data, train_side: Side, heldout_side: Side, report: Path) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on and those held out.
+def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on and those held out.
 
     The same files for both give their last `num_heldout_prompts` rows to the held-out side; of files of its own the
     first `num_heldout_prompts` rows are taken.
 
     Args:
-        data: The configuration's section.
+        data: The configuration's section, or that of one source.
         train_side: Where the prompts to train on are.
         heldout_side: The same, or others.
         report: Lists every wrong line of both sides, when there are any.
@@ -180,17 +189,13 @@ def split_prompts(data: Data, train_side: Side, heldout_side: Side, report: Path
     """
     is_one = train_side.paths == heldout_side.paths
     train, heldout = _load_sides(data, [train_side] if is_one else [train_side, heldout_side], report)
+    count = data.num_heldout_prompts
     if is_one:
         # At least one row must be left to train on.
         _require_rows(train_side.name, len(train) - 1, data)
-        train, heldout = train[: -data.num_heldout_prompts], train[-data.num_heldout_prompts :]
-    else:
-        _require_rows(heldout_side.name, len(heldout), data)
-        heldout = heldout[: data.num_heldout_prompts]
-    known = {digest_of(row.messages, row.tools) for row in train}
-    both = [number for number, row in enumerate(heldout, start=1) if digest_of(row.messages, row.tools) in known]
-    raise_if_any([_overlap(both, train_side.name, heldout_side.name)] if both else [])
-    return _prompts(train), _prompts(heldout)
+        return train[: len(train) - count], train[len(train) - count :]
+    _require_rows(heldout_side.name, len(heldout), data)
+    return train, heldout[:count]
 
 
 def reading_of(data: Data) -> Reading:
@@ -219,10 +224,23 @@ def _load_sides(data: Data, sides: Sequence[Side], report: Path) -> tuple[list[R
     return read[0].rows, read[-1].rows
 
 
-def _prompts(rows: Sequence[Row]) -> list[Prompt]:
+def _prompts(rows: Sequence[Row], source: str, first: int) -> list[Prompt]:
     return [
-        Prompt(number, row.messages, row.label, columns=row.columns, tools=row.tools) for number, row in enumerate(rows)
+        Prompt(number, row.messages, row.label, source, row.columns, row.tools)
+        for number, row in enumerate(rows, start=first)
     ]
+
+
+def _refuse_both(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
+    """Refuse prompts that are trained on and held out, of whatever source."""
+    known = {digest_of(prompt.messages, prompt.tools) for prompt in train}
+    both = [prompt for prompt in heldout if digest_of(prompt.messages, prompt.tools) in known]
+    if both:
+        places = ", ".join(str(prompt.prompt_id + 1) for prompt in both[:MAX_REPORTED_LINES])
+        more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
+        value = f"{len(both)} that are trained on, too: number {places}{more}"
+        allowed = "no prompt that is trained on"
+        raise ConfigError([Problem("held-out prompts", value, allowed, "take them out of one of the two")])
 
 
 def _require_rows(name: str, available: int, data: Data) -> None:
@@ -230,10 +248,3 @@ def _require_rows(name: str, available: int, data: Data) -> None:
         allowed = f"at most {available}, for the rows of {name}"
         remedy = "lower it, or give more rows"
         raise ConfigError([Problem("data.num_heldout_prompts", str(data.num_heldout_prompts), allowed, remedy)])
-
-
-def _overlap(both: Sequence[int], train: str, heldout: str) -> Problem:
-    places = ", ".join(map(str, both[:MAX_REPORTED_LINES]))
-    more = f" and {len(both) - MAX_REPORTED_LINES} more" if len(both) > MAX_REPORTED_LINES else ""
-    value = f"{len(both)} prompts that {train} has too: number {places}{more}"
-    return Problem(heldout, value, "no prompt that is trained on", "take them out of one of the two")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from posttrain.artifacts import parse_json
-from posttrain.config.data import LOCAL_DATA, Data
+from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.data.keys import kind_of
 from posttrain.errors import ConfigError, Problem
 
@@ -56,9 +56,9 @@ def files_of(pattern: str) -> list[Path]:
 
 def local_files(data: Data) -> list[Path]:
     """Return the files on this machine that a dataset is made of; none for those that are fetched or generated."""
-    if data.kind not in LOCAL_DATA:
-        return []
-    return list(dict.fromkeys([*files_of(data.train_file), *files_of(data.heldout_file)]))
+    sources = [source for source in sources_of(data).values() if source.kind in LOCAL_DATA]
+    patterns = [pattern for source in sources for pattern in (source.train_file, source.heldout_file)]
+    return list(dict.fromkeys(path for pattern in patterns for path in files_of(pattern)))
 
 
 def read_raw(path: Path, left_out: Collection[str] = ()) -> Iterator[RawRow]:

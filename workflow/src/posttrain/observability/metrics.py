@@ -125,7 +125,9 @@ def check_metrics(values: Mapping[str, float]) -> None:
         ValueError: Listing every unknown name and every bad value.
     """
     unknown = [
-        f"{name}: no such metric (observability/metrics.py holds the table)" for name in values if metric_of(name) is None
+        f"{name}: no such metric (observability/metrics.py holds the table)"
+        for name in values
+        if metric_of(name) is None
     ]
     bad = [
         f"{name} = {value!r}: not a finite number"

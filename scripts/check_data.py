@@ -1,0 +1,39 @@
+"""Look at prompts, labels, tokenizer and graders together before anything is trained."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.data.check import check_data, print_check
+from posttrain.data.dataset import load_prompts
+from posttrain.data.dataset_files import HELDOUT, TRAIN
+from posttrain.errors import raise_if_any
+
+
+def main() -> None:
+    """Check, show, and write the result unless the run is refused."""
+    started = time.time()
+    args = command_line(
+        __doc__,
+        resolved=RESOLVED,
+        checkpoint=(Path, "checkpoint in Hub layout, with its tokenizer"),
+        dataset=(Path, "folder with train.jsonl and heldout.jsonl"),
+        dataset_receipt=Path,
+        output=(Path, "the result, as JSON; its receipt is written last"),
+    )
+    dataset = require_files(args.dataset, args.dataset_receipt)
+    train, heldout = (load_prompts(args.dataset / name) for name in (TRAIN, HELDOUT))
+    found = check_data(args.resolved.config, args.checkpoint, train, heldout)
+    print_check(found)
+    raise_if_any(found.problems)
+    inputs = {"dataset": dataset.digest}
+    write_json(args.output, {**found.as_dict(), "inputs": inputs})
+    files = record_files(args.output.parent, [args.output.name])
+    write_receipt(receipt_of(args.output), Receipt("check_data", files, inputs, {}), started)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,24 @@
+"""Look at prompts, labels, tokenizer and graders together, and show some of what would be trained on."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Paths, receipt_of
+from posttrain.data.check import check_data, print_check
+from posttrain.data.dataset import load_prompts
+from posttrain.data.dataset_files import HELDOUT, TRAIN
+from posttrain.errors import Problem, raise_if_any
+
+
+def main(paths: Paths) -> None:
+    """Show what was found, and fail with what a run would be refused for."""
+    raise_if_any(
+        [
+            Problem(str(folder), "not made yet", "dataset and tokenizer", "`snakemake --cores 2 check_data` makes them")
+            for folder in (paths.dataset, paths.hf_patched)
+            if not receipt_of(folder).exists()
+        ]
+    )
+    train, heldout = (load_prompts(paths.dataset / name) for name in (TRAIN, HELDOUT))
+    found = check_data(paths.resolved.config, paths.hf_patched, train, heldout)
+    print_check(found)
+    raise_if_any(found.problems)

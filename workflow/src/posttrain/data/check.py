@@ -1,0 +1,342 @@
+"""Data, template and graders together, looked at before anything is trained.
+
+A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as if
+it were the response, once to its own prompt and once to another row's: the first must have full marks, the second must
+not. What else can be told from prompts and tokenizer alone is told, too, and refuses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posttrain.config.data import sources_of
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.overlap import NUM_WORDS, find_overlaps
+from posttrain.data.rendered import check_rendered, label_text
+from posttrain.errors import Problem
+from posttrain.observability.progress import ProgressBar
+from posttrain.readable import counted
+from posttrain.reward.answer import Answer
+from posttrain.reward.formula import PASSING_SCORE
+from posttrain.reward.grade import needs_label
+from posttrain.reward.graders import GraderPool
+from posttrain.reward.scoring import Scored, Scorer
+from posttrain.types import Prompt
+
+NUM_EXAMPLES, NUM_ROWS_TOLD = 10, 10
+# How a response states an answer, in the order in which they are tried.
+STATED = (
+    "{label}",
+    "\\boxed{{{label}}}",
+    "#### {label}",
+    "Answer: {label}",
+    "<think>\n</think>\n<answer>{label}</answer>",
+    "<think>\n</think>\n\\boxed{{{label}}}",
+)
+# By so many rows it is chosen.
+NUM_TRIED = 32
+# Rows that are graded at a time.
+BATCH = 1000
+
+
+@dataclass(frozen=True)
+class LabelCheck:
+    """What the labels of one source say when they are responses.
+
+    Args:
+        source: Its name.
+        grader: The first of its reward.
+        stated: How a label was made a response.
+        num_rows: Rows with a label.
+        own: Share of them with full marks for their own label.
+        other: Share of them with full marks for another row's different label; None where there is only one.
+        failing: Rows without full marks, each {"row", "label", "score", "why"}; the first.
+        confused: Rows with full marks for another's label, each {"row", "label", "other"}; the first.
+        num_scores: Different scores that were given in all.
+    """
+
+    source: str
+    grader: str
+    stated: str
+    num_rows: int
+    own: float
+    other: float | None
+    failing: tuple[Mapping[str, Any], ...]
+    confused: tuple[Mapping[str, Any], ...]
+    num_scores: int
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What was found.
+
+    Args:
+        problems: What a run is refused for.
+        warnings: What is to be known.
+        examples: Some rendered prompts, each {"text", "num_tokens", "label", "source"}.
+        lengths: Tokens of the prompts: shortest, median, longest.
+        labels: One for each source whose grader needs labels.
+    """
+
+    problems: Sequence[Problem]
+    warnings: Sequence[Problem]
+    examples: Sequence[Mapping[str, Any]]
+    lengths: tuple[int, int, int]
+    labels: Sequence[LabelCheck]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        return {
+            "problems": [problem.as_dict() for problem in self.problems],
+            "warnings": [problem.as_dict() for problem in self.warnings],
+            "examples": list(self.examples),
+            "prompt_tokens": dict(zip(("shortest", "median", "longest"), self.lengths, strict=True)),
+            "labels": [vars(check) for check in self.labels],
+        }
+
+
+def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> DataCheck:
+    """Look at a dataset with a model's tokenizer and the graders of the configuration.
+
+    Args:
+        config: The resolved configuration.
+        folder: The checkpoint, with tokenizer and chat template.
+        train: Prompts to train on.
+        heldout: Prompts held out.
+
+    Raises:
+        CheckpointError: The tokenizer or its template cannot be used.
+        RuntimeError: Graders failed more often than `reward.max_failure_share` allows.
+    """
+    chat = ChatTokenizer(folder, config.data.chat_template_kwargs)
+    shown = _spread(train, NUM_EXAMPLES)
+    rendered = {prompt.prompt_id: chat.render(prompt.messages, prompt.tools) for prompt in shown}
+    lengths = []
+    with ProgressBar("prompts rendered", len(train), "prompts") as progress:
+        for prompt in train:
+            lengths.append(len(chat.render(prompt.messages, prompt.tools)))
+            progress.advance(1)
+    labels = check_labels(config, train)
+    examples = [
+        {
+            "text": chat.tokenizer.decode(list(rendered[prompt.prompt_id])),
+            "num_tokens": len(rendered[prompt.prompt_id]),
+            "label": prompt.label,
+            "source": prompt.source,
+        }
+        for prompt in shown
+    ]
+    in_order = sorted(lengths)
+    return DataCheck(
+        problems=[problem for check in labels for problem in _refusals(check, config)],
+        warnings=[
+            *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
+            *_too_long(config, lengths),
+            *_overlaps(train, heldout),
+            *_one_value(labels),
+        ],
+        examples=examples,
+        lengths=(in_order[0], in_order[len(in_order) // 2], in_order[-1]),
+        labels=labels,
+    )
+
+
+def check_labels(config: Config, prompts: Sequence[Prompt]) -> list[LabelCheck]:
+    """Return what each source's labels say when they are responses; nothing of sources whose grader needs none."""
+    checks = []
+    with GraderPool.of(config.reward) as pool:
+        scorer = Scorer(config, pool)
+        for name in sources_of(config.data):
+            rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]
+            first = scorer.terms[name][0]
+            if rows and (first.is_own or needs_label(first.grader)):
+                checks.append(asyncio.run(_check_source(scorer, first.column, rows, config.data.seed)))
+    return checks
+
+
+async def _check_source(scorer: Scorer, grader: str, rows: Sequence[Prompt], seed: int) -> LabelCheck:
+    stated = await _chosen_form(scorer, grader, rows[:NUM_TRIED])
+    others = _other_labels(rows, seed)
+    own: list[Scored] = []
+    other: list[Scored | None] = []
+    with ProgressBar(f"labels graded by {grader}", len(rows), "rows") as progress:
+        for start in range(0, len(rows), BATCH):
+            part, theirs = rows[start : start + BATCH], others[start : start + BATCH]
+            own += await _graded(scorer, part, [prompt.label for prompt in part], stated)
+            asked = [(prompt, label) for prompt, label in zip(part, theirs, strict=True) if label is not None]
+            found = iter(await _graded(scorer, [p for p, _ in asked], [label for _, label in asked], stated))
+            other += [next(found) if label is not None else None for label in theirs]
+            progress.advance(len(part))
+    failing = [place for place, scored in enumerate(own) if not _is_full(scored, grader)]
+    confused = [place for place, scored in enumerate(other) if scored is not None and _is_full(scored, grader)]
+    num_others = sum(scored is not None for scored in other)
+    return LabelCheck(
+        source=rows[0].source,
+        grader=grader,
+        stated=stated,
+        num_rows=len(rows),
+        own=1 - len(failing) / len(rows),
+        other=len(confused) / num_others if num_others else None,
+        failing=tuple(_failing(rows[place], own[place], grader) for place in failing[:NUM_ROWS_TOLD]),
+        confused=tuple(
+            {"row": rows[place].prompt_id + 1, "label": rows[place].label, "other": others[place]}
+            for place in confused[:NUM_ROWS_TOLD]
+        ),
+        num_scores=len({scored.scores[grader] for scored in [*own, *other] if scored is not None}),
+    )
+
+
+async def _chosen_form(scorer: Scorer, grader: str, rows: Sequence[Prompt]) -> str:
+    """Return how most of some labels have full marks; where there is none, the plain one."""
+    passed = {}
+    for stated in STATED:
+        scored = await _graded(scorer, rows, [prompt.label for prompt in rows], stated)
+        passed[stated] = sum(_is_full(one, grader) for one in scored)
+        if passed[stated] == len(rows):
+            return stated
+    return max(passed, key=lambda stated: passed[stated])
+
+
+async def _graded(scorer: Scorer, prompts: Sequence[Prompt], labels: Sequence[Any], stated: str) -> list[Scored]:
+    answers = [
+        Answer(
+            stated.format(label=label_text(label)), prompt.label, prompt.messages, prompt.source, prompt.columns, num_tokens=1
+        )
+        for prompt, label in zip(prompts, labels, strict=True)
+    ]
+    return [scored for (scored,) in await scorer.score([[answer] for answer in answers])]
+
+
+def _other_labels(rows: Sequence[Prompt], seed: int) -> list[Any]:
+    """Return another row's label for each row, of another text; None where all are the same."""
+    texts = [label_text(prompt.label) for prompt in rows]
+    if len(set(texts)) == 1:
+        return [None] * len(rows)
+    places = list(range(len(rows)))
+    random.Random(f"other labels, seed {seed}").shuffle(places)
+    found = []
+    for text, place in zip(texts, places, strict=True):
+        while texts[place] == text:
+            place = (place + 1) % len(rows)
+        found.append(rows[place].label)
+    return found
+
+
+def _is_full(scored: Scored, grader: str) -> bool:
+    score = scored.scores[grader]
+    return score is not None and score >= PASSING_SCORE
+
+
+def _failing(prompt: Prompt, scored: Scored, grader: str) -> dict[str, Any]:
+    return {
+        "row": prompt.prompt_id + 1,
+        "label": prompt.label,
+        "score": scored.scores[grader],
+        "why": scored.failure,
+    }
+
+
+def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
+    reward, key = config.reward, f"data.sources.{check.source}.reward" if check.source else "data.reward"
+    problems = []
+    if check.own < reward.min_own_label:
+        rows = "".join(
+            f"\n        row {row['row']}: {label_text(row['label'])!r:.80} scores {row['score']}{row['why'] and ': '}{row['why']}"
+            for row in check.failing
+        )
+        value = f"{check.grader} gives full marks to {check.own:.1%} of {check.num_rows} labels as responses:{rows}"
+        allowed = f"at least {reward.min_own_label:.1%} (reward.min_own_label)"
+        remedy = "name the column of the answer in data.label_key, or a grader that reads such labels"
+        problems.append(Problem(key, value, allowed, remedy))
+    if check.other is not None and check.other > reward.max_other_label:
+        rows = "".join(
+            f"\n        row {row['row']}: {label_text(row['other'])!r:.60} for {label_text(row['label'])!r:.60}"
+            for row in check.confused
+        )
+        value = f"{check.grader} gives full marks to {check.other:.1%} of labels of other rows:{rows}"
+        allowed = f"at most {reward.max_other_label:.1%} (reward.max_other_label)"
+        problems.append(Problem(key, value, allowed, "choose a grader that tells these labels apart"))
+    return problems
+
+
+def _too_long(config: Config, lengths: Sequence[int]) -> list[Problem]:
+    limit = config.rollout.max_prompt_tokens
+    longer = sum(length > limit for length in lengths) if limit else 0
+    if not longer:
+        return []
+    value = f"{longer} of {len(lengths)} prompts ({longer / len(lengths):.1%}) are longer, the longest has {max(lengths)}"
+    remedy = "such a prompt ends the run: raise the limit, or leave them out of the data"
+    return [Problem("rollout.max_prompt_tokens", value, f"prompts of at most {limit} tokens", remedy)]
+
+
+def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Problem]:
+    suites: dict[str, list[str]] = {}
+    for prompt in heldout:
+        suites.setdefault(prompt.source or "held out", []).append(_asked(prompt))
+    found = find_overlaps(suites, map(_asked, train))
+    problems = []
+    for suite, texts in suites.items():
+        of_suite = [overlap for overlap in found if overlap.suite == suite]
+        if of_suite:
+            pairs = ", ".join(f"{one.place + 1} with {one.trained + 1}" for one in of_suite[:NUM_ROWS_TOLD])
+            value = f"{len(of_suite)} of {len(texts)} evaluation prompts share {NUM_WORDS} words in a row: {pairs}"
+            remedy = "a model may know their answers from training: leave them out of one of the two"
+            problems.append(Problem(f"data: {suite}", value, "none that is trained on", remedy))
+    return problems
+
+
+def _one_value(checks: Sequence[LabelCheck]) -> list[Problem]:
+    return [
+        Problem(
+            "data.reward",
+            f"{check.grader} gave one score to every response that was tried",
+            "a reward that tells right from wrong",
+            "without a difference nothing is learned: look at the function",
+        )
+        for check in checks
+        if check.num_scores == 1
+    ]
+
+
+def _asked(prompt: Prompt) -> str:
+    """Return what the user says: a system prompt is the same for all."""
+    return "\n".join(str(message.get("content") or "") for message in prompt.messages if message["role"] != "system")
+
+
+def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return some prompts from all over."""
+    stride = max(1, len(prompts) // count)
+    return list(prompts[::stride][:count])
+
+
+def print_check(found: DataCheck) -> None:
+    """Print on stdout what somebody wants to see before a first run."""
+    console = Console(highlight=False, soft_wrap=True)
+    for number, example in enumerate(found.examples, start=1):
+        source = f", {example['source']}" if example["source"] else ""
+        console.rule(f"prompt {number} of {len(found.examples)}: {counted(example['num_tokens'], 'token')}{source}")
+        console.print(example["text"], markup=False)
+        console.print(f"label: {label_text(example['label'])}", style="green", markup=False)
+    console.rule("what was found")
+    shortest, median, longest = found.lengths
+    console.print(f"prompts have {shortest} to {longest} tokens, half of them at most {median}")
+    for check in found.labels:
+        source = f"{check.source}: " if check.source else ""
+        other = "" if check.other is None else f", {check.other:.1%} those of other rows"
+        console.print(
+            f"{source}{check.grader} gives full marks to {check.own:.1%} of {counted(check.num_rows, 'label')}{other}"
+            f" (as {check.stated!r})",
+            markup=False,
+        )
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    if not found.problems and not found.warnings:
+        console.print("nothing speaks against training", style="green")
