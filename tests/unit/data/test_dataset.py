@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.data.dataset import load_prompts, write_prompts
 from posttrain.errors import ConfigError
-from posttrain.types import Prompt
+from posttrain.types import Prompt, SampleGroup
 
 USER = ({"role": "user", "content": "é {x} \u2028"},)
 PROMPTS = [
@@ -25,6 +25,15 @@ def test_a_line_says_no_more_than_there_is(tmp_path):
     lines = (tmp_path / "train.jsonl").read_text().split("\n")
     assert lines[0] == '{"prompt": [{"role": "user", "content": "é {x} \u2028"}], "label": "2"}'
     assert list(json.loads(lines[1])) == ["prompt", "label", "source", "columns", "tools"]
+
+
+def test_a_stored_rollout_has_its_prompt_whole_and_older_ones_are_read():
+    old = {"prompt": {"prompt_id": 3, "messages": list(USER), "label": "2"}, "samples": []}
+    assert SampleGroup.from_dict(old) == SampleGroup(Prompt(3, USER, "2"), ())
+    assert SampleGroup(Prompt(3, USER, "2"), ()).as_dict()["prompt"].keys() == old["prompt"].keys()
+    for prompt in PROMPTS:
+        stored = json.loads(json.dumps(SampleGroup(prompt, ()).as_dict()))
+        assert SampleGroup.from_dict(stored).prompt == prompt
 
 
 @pytest.mark.parametrize(

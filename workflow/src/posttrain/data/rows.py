@@ -210,7 +210,8 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None) -> Problem:
     dropped = "".join(f", {count} {reason} left out" for reason, count in found.dropped.items())
     num_lines = len(found.rows) + len(bad) + sum(found.dropped.values())
     value = f"{len(bad)} of {num_lines} lines are wrong:{listed}{more}" if bad else f"no prompts{dropped}"
-    allowed = f"one JSON object a line: {form.prompt!r} (messages or text), {form.label!r}, no prompt twice"
+    label = f", {form.label!r}" if form.label else ""
+    allowed = f"one JSON object a line: {form.prompt!r} (messages or text){label}, no prompt twice"
     other = sorted({row.remedy for row in bad} - {""})
     remedy = ", or ".join(["mend these lines", *other, "set data.prompt_key and data.label_key"])
     return Problem(found.name, value, allowed, remedy)
