@@ -34,7 +34,7 @@ def main() -> None:
     )
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
-    tokenizer = ChatTokenizer(args.checkpoint)
+    tokenizer = ChatTokenizer(args.checkpoint, config.data.chat_template_kwargs)
     rows = load_prompts(args.dataset / "heldout.jsonl")
     prompts = [tokenizer.render(prompt.messages, prompt.tools) for prompt in rows]
     log_folder = args.output.parent / "benchmark_serving.engines"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
 from posttrain.cli import RESOLVED, command_line, run
-from posttrain.data.check import check_data, print_check
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import raise_if_any
+from posttrain.evaluation.data_check import check_data, print_check
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from posttrain.config import schema
 from posttrain.config.docs import entries, json_schema, render_readme, sections, values_by_layer
-from posttrain.config.fields import row_of
-from posttrain.config.load import defaults_of
+from posttrain.config.fields import defaults_of, row_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 COMMITTED_SCHEMA = json.loads((CONFIG_DIR / "schema.json").read_text(encoding="utf-8"))

@@ -76,7 +76,8 @@ def test_code_of_a_checkpoint_is_not_run(folder):
 
 def test_variables_of_the_template(folder):
     (folder / "chat_template.jinja").write_text(
-        "{{ messages[0].content }}{% if not thinking %} 1{% endif %}{{ effort }}{% if add_generation_prompt %}={% endif %}"
+        "{{ messages[0].content }}{% if not thinking %} 1{% endif %}{{ effort }}"
+        "{% if add_generation_prompt %}={% endif %}"
     )
     chat = ChatTokenizer(folder, ["thinking=false", "effort=high"])
     assert chat.decode(chat.render([{"role": "user", "content": "a"}])) == "a 1high="

@@ -1,64 +1,89 @@
+"""Graders that hang, crash, raise or want all memory cost themselves, and no other answer its grade."""
+
 import asyncio
 import os
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 import psutil
 import pytest
 
-from posttrain.reward.grade import grade
-from posttrain.reward.graders import GraderPool
+from posttrain.config.reward import Reward
+from posttrain.reward.answer import Answer, Failure, Grade
+from posttrain.reward.grade import BuiltIn
+from posttrain.reward.graders import GraderPool, Job
 
 DEADLINE_SECONDS = 1.0
 
 
-def grade_or_hang(reward: str, response: str, label: str) -> float:
-    """Grade; but "hang" never ends, "fail" raises, "die" ends its process."""
-    while response == "hang":
-        pass
-    if response == "fail":
-        raise ValueError("a grader with a defect")
-    if response == "die":
-        os._exit(3)
-    return grade(reward, response, label)
+@dataclass(frozen=True)
+class Misbehaving:
+    """Grades; but "hang" never ends, "fail" raises, "die" ends its process, "swell" wants all memory."""
+
+    takes_groups: ClassVar[bool] = False
+    is_instant: ClassVar[bool] = False
+
+    def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
+        text = answers[0].text
+        while text == "hang":
+            pass
+        if text == "fail":
+            raise ValueError("a grader with a defect")
+        if text == "die":
+            os._exit(3)
+        if text == "swell":
+            return (Grade(float(len(bytearray(8 * 2**30)))),)
+        return tuple(Grade(float(answer.text == "42")) for answer in answers)
 
 
-def _grade_all(pool: GraderPool, responses: list[str], reward: str = "math_answer") -> tuple[list[float], int]:
-    return asyncio.run(pool.grade_all(reward, responses, ["42"] * len(responses)))
+def ask(pool: GraderPool, *texts: str) -> list[float | str]:
+    """Return the score of each text, or what kind of failure it was."""
+    results = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer(text),)) for text in texts]))
+    return [result.kind if isinstance(result, Failure) else result[0].score for result in results]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with GraderPool(DEADLINE_SECONDS, num_workers=2, grade_response=grade_or_hang) as pool:
+    with GraderPool(DEADLINE_SECONDS, num_workers=2, memory_gib=4) as pool:
+        ask(pool, "42", "42")  # workers have started
         yield pool
 
 
-def test_a_hanging_grader_costs_its_own_sample_only(pool):
+def test_a_hanging_grader_costs_its_own_answer_only(pool):
     # Both workers hang at first, and are replaced: the others are graded all the same.
-    scores, missed = _grade_all(pool, ["hang", "hang", "42", "41", "hang", "so 42"])
-    assert scores == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    assert missed == 3
+    found = ask(pool, "hang", "hang", "42", "41", "hang", "42")
+    assert found == ["deadline", "deadline", 1.0, 0.0, "deadline", 1.0]
 
 
 def test_the_hanging_processes_are_gone(pool):
-    _grade_all(pool, ["hang", "42"])
-    _grade_all(pool, ["42", "42"])
+    ask(pool, "hang", "42")
+    ask(pool, "42", "42")
     spinning = [child for child in psutil.Process().children(recursive=True) if child.cpu_percent(0.3) > 50]
     assert not spinning, [child.cmdline() for child in spinning]
 
 
-def test_the_pool_goes_on_after_a_miss(pool):
-    assert _grade_all(pool, ["42", "7"]) == ([1.0, 0.0], 0)
+def test_a_crash_and_an_exception_cost_their_own_answer_only(pool):
+    assert ask(pool, "42", "die", "fail", "41", "die", "42") == [1.0, "crash", "error", 0.0, "crash", 1.0]
 
 
-@pytest.mark.parametrize("response", ["fail", "die"])
-def test_a_failing_grader_ends_the_rollout_with_its_reason(pool, response):
-    with pytest.raises(RuntimeError, match="a grader failed"):
-        _grade_all(pool, ["42", response])
-    assert _grade_all(pool, ["42"]) == ([1.0], 0)
+def test_an_answer_does_not_take_the_nodes_memory(pool):
+    assert ask(pool, "42", "swell", "42") == [1.0, "error", 1.0]
+
+
+def test_what_it_said_is_told(pool):
+    (result,) = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer("fail"),))]))
+    assert result == Failure("error", "ValueError: a grader with a defect")
+
+
+def test_a_group_has_the_time_of_all_its_answers(pool):
+    (grades,) = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer("41"), Answer("42")))]))
+    assert [grade.score for grade in grades] == [0.0, 1.0]
 
 
 def test_comparing_strings_needs_no_process():
     with GraderPool(num_workers=1) as pool:
         started = time.perf_counter()
-        assert _grade_all(pool, ["42", " 42", "41"], reward="exact_match") == ([1.0, 1.0, 0.0], 0)
+        jobs = [Job(BuiltIn("exact_match", Reward()), (Answer(text, "42"),)) for text in ("42", " 42", "41")]
+        assert [grades[0].score for grades in asyncio.run(pool.grade_all(jobs))] == [1.0, 1.0, 0.0]
         assert time.perf_counter() - started < 0.2

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.config.own_reward import TRL, VERL, inspect_own
 from posttrain.errors import ConfigError
 from posttrain.reward.answer import Answer, Grade
-from posttrain.reward.own import TRL, VERL, inspect_own
+from posttrain.reward.own import OwnFunction
 
 VERL_SOURCE = """
 import re
@@ -47,27 +48,27 @@ def _answers(*texts: str, is_chat: bool = True, **columns) -> tuple[Answer, ...]
 
 
 def test_function_of_verl(source) -> None:
-    own = inspect_own(f"{source(VERL_SOURCE)}:compute_score", "data.reward")
-    assert (own.signature, own.takes_groups) == (VERL, False)
+    own = OwnFunction(inspect_own(f"{source(VERL_SOURCE)}:compute_score"))
+    assert (own.own.signature, own.takes_groups) == (VERL, False)
     assert own(_answers("is it 5 or 4", "no")) == (Grade(1.0, {"numbers": 2.0}), Grade(0.0, {"numbers": 0.0}))
     assert own(_answers("4", extra_info={"skip": True}))[0].score is None
 
 
 def test_functions_of_trl(source) -> None:
     path = source(TRL_SOURCE)
-    own = inspect_own(f"{path}:shares", "data.reward")
-    assert (own.signature, own.takes_groups) == (TRL, True)
+    own = OwnFunction(inspect_own(f"{path}:shares"))
+    assert (own.own.signature, own.takes_groups) == (TRL, True)
     grades = own(_answers("4", "4", "five", answer="4"))
     assert [grade.score for grade in grades] == pytest.approx([5 / 3, 5 / 3, 1 / 3])
     assert grades[0].parts == {"longest": 4.0}
-    assert inspect_own(f"{path}:nothing", "data.reward")(_answers("4"))[0].score is None
-    plain = inspect_own(f"{path}:plain", "data.reward")
+    assert OwnFunction(inspect_own(f"{path}:nothing"))(_answers("4"))[0].score is None
+    plain = OwnFunction(inspect_own(f"{path}:plain"))
     assert plain(_answers("4", is_chat=False, answer="2 + 2 = 4"))[0].score == 1.0
 
 
 def test_a_plan_executes_nothing(source, tmp_path: Path) -> None:
     path = source(f"open({str(tmp_path / 'ran')!r}, 'w')\n{VERL_SOURCE}")
-    own = inspect_own(f"{path}:compute_score", "data.reward")
+    own = OwnFunction(inspect_own(f"{path}:compute_score"))
     assert not (tmp_path / "ran").exists()
     own(_answers("4"))
     assert (tmp_path / "ran").exists()
@@ -82,13 +83,13 @@ def test_source_and_the_files_that_it_names_are_its_identity(source, tmp_path: P
     assert before.digest != after.digest
     assert inspect_own(f"{source(text + '# another comment')}:compute_score", "data.reward").digest != after.digest
     with pytest.raises(RuntimeError, match="has changed since the run was planned"):
-        before(_answers("4"))
+        OwnFunction(before)(_answers("4"))
 
 
 def test_a_file_beside_it_can_be_imported(source) -> None:
     source("RIGHT = '4'", "beside_the_reward.py")
     path = source("from beside_the_reward import RIGHT\ndef f(completions, **_):\n    return [RIGHT == '4']")
-    assert inspect_own(f"{path}:f", "data.reward")(_answers("4"))[0].score == 1.0
+    assert OwnFunction(inspect_own(f"{path}:f"))(_answers("4"))[0].score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -119,10 +120,10 @@ def test_no_file(text: str) -> None:
 def test_what_is_no_score_is_an_error(source, returned: str) -> None:
     path = source(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}")
     with pytest.raises(TypeError):
-        inspect_own(f"{path}:compute_score", "data.reward")(_answers("4"))
+        OwnFunction(inspect_own(f"{path}:compute_score"))(_answers("4"))
 
 
 def test_a_reward_for_each_completion(source) -> None:
     path = source("def f(completions):\n    return [1.0]")
     with pytest.raises(TypeError, match="1 rewards for 2 completions"):
-        inspect_own(f"{path}:f", "data.reward")(_answers("4", "5"))
+        OwnFunction(inspect_own(f"{path}:f"))(_answers("4", "5"))

@@ -6,6 +6,7 @@ H hidden size, N heads, V vocabulary, E experts, K keys kept by the indexer (top
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,3 +119,8 @@ class SampleGroup:
             for sample in row["samples"]
         )
         return SampleGroup(Prompt.from_dict(row["prompt"]), samples)
+
+
+def label_text(label: Any) -> str:
+    """Return a label as text: a text is itself, anything else its JSON."""
+    return label.strip() if isinstance(label, str) else json.dumps(label, ensure_ascii=False)

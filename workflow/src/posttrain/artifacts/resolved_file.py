@@ -13,8 +13,8 @@ from pathlib import Path
 
 from posttrain.artifacts.durable import write_text
 from posttrain.config import schema
-from posttrain.config.fields import build
-from posttrain.config.load import Resolved, leaves_of
+from posttrain.config.fields import build, leaves_of
+from posttrain.config.load import Resolved
 from posttrain.errors import CheckpointError
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from posttrain.artifacts import Paths, receipt_of
-from posttrain.data.check import check_data, print_check
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import Problem, raise_if_any
+from posttrain.evaluation.data_check import check_data, print_check
 
 
 def main(paths: Paths) -> None:

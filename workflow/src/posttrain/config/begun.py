@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from posttrain.config.fields import fields_of
-from posttrain.config.load import BASE, Resolved, leaves_of, read_yaml, run_name
+from posttrain.config.fields import fields_of, leaves_of
+from posttrain.config.load import BASE, Resolved, read_yaml, run_name
 from posttrain.config.schema import Config
 from posttrain.document import ANY
 from posttrain.errors import Problem, raise_if_any

@@ -85,7 +85,9 @@ class Data:
     num_heldout_prompts: int = _doc("Prompts held out for evaluation", minimum=1)
     num_digits: int = _doc("Digits per prompt (sort_digits)", 4, minimum=2, maximum=9)
     seed: int = _doc("Seed of generation and of the shuffle of each epoch", minimum=0)
-    reward: str = _doc("Grader of a response", choices=("exact_match", "math_answer"))
+    reward: str = _doc(
+        "What a response is graded by: a grader (docs/rewards.md), path.py:function, or a sum, math + 0.2*format"
+    )
     chat_template_kwargs: list[str] = _doc(
         "Variables of the chat template, NAME=VALUE each: enable_thinking=false", [], unnamed=[]
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import ValidationError
 
 from posttrain.config import schema
@@ -36,7 +36,7 @@ def leaf_types(section: type) -> dict[str, Any]:
 
 @lru_cache
 def fields_of(section: type, prefix: str = "") -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
-    """Return (dotted key, type, limits) of every value of a section; `ANY_NAME` stands for the name of a table's row."""
+    """Return (dotted key, type, limits) of every value of a section; `ANY_NAME` is the name of a table's row."""
     found: list[tuple[str, Any, Mapping[str, Any]]] = []
     for name, kind, metadata in members(section):
         if dataclasses.is_dataclass(kind):
@@ -182,3 +182,34 @@ def did_you_mean(word: str, known: Any) -> str | None:
     # Two swapped letters of four ("tyni") make a ratio of 0.5.
     matches = difflib.get_close_matches(word, list(map(str, known)), n=1, cutoff=0.5)
     return f"did you mean {matches[0]!r}?" if matches else None
+
+
+def leaves_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the values of a nested mapping by their dotted keys."""
+    return {dotted: value for _, _, dotted, value in walk(tree) if not isinstance(value, dict)}
+
+
+def walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:
+    """Yield (depth, key, dotted key, value) of a nested mapping, parents first."""
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        yield depth, str(key), dotted, value
+        if isinstance(value, dict):
+            yield from walk(value, f"{dotted}.", depth + 1)
+
+
+@lru_cache
+def defaults_of(section: type) -> dict[str, Any]:
+    """Return the default of every leaf by its dotted key, "???" where there is none; not to be changed."""
+    plain = OmegaConf.to_container(OmegaConf.structured(section))
+    assert isinstance(plain, dict)
+    return leaves_of(plain)
+
+
+def all_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema's defaults by their dotted keys, with those of each row of a table that `values` names."""
+    found = dict(defaults_of(schema.Config))
+    for table, row in tables().items():
+        for name in row_names(values, table):
+            found |= {f"{table}{name}.{key}": value for key, value in defaults_of(row).items()}
+    return found

@@ -14,8 +14,7 @@ import hashlib
 import json
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,18 @@ from posttrain.config.families import dimensions
 from posttrain.config.fields import (
     ANY_NAME,
     TYPE_NAMES,
+    all_defaults,
     build,
     check_ranges,
     did_you_mean,
     general_key,
     leaf_types,
-    row_names,
-    tables,
+    leaves_of,
     typed,
     unknown_key,
+    walk,
 )
+from posttrain.config.own_reward import own_digests
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
@@ -55,6 +56,8 @@ GONE = {f"{section}.{key}": value for (section, _), keys in GONE_KEYS.items() fo
 BASE = "base.yaml"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
+# Origin of what follows from the content of files that the configuration names.
+FILES = "the files that data.reward names"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,11 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
+    digests, problems = own_digests(config.data)
+    raise_if_any(problems)
+    if digests:
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, own_digests=digests))
+        merger.origins["reward.own_digests"] = FILES
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config.algorithm, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
@@ -180,15 +188,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def leaves_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values of a nested mapping by their dotted keys."""
-    return {dotted: value for _, _, dotted, value in _walk(tree) if not isinstance(value, dict)}
-
-
 def dump_resolved(resolved: Resolved) -> str:
     """Return the whole configuration as YAML, each line followed by a comment that tells where its value came from."""
     lines = []
-    for depth, key, dotted, value in _walk(dataclasses.asdict(resolved.config)):
+    for depth, key, dotted, value in walk(dataclasses.asdict(resolved.config)):
         indent = "  " * depth
         if isinstance(value, dict):
             lines += [f"{indent}{key}:"] if value else []
@@ -272,7 +275,7 @@ class _Merger:
 
     def add_tree(self, tree: Mapping[Any, Any], origin: str) -> None:
         """Add nested values as a layer."""
-        for _, _, dotted, value in _walk(tree):
+        for _, _, dotted, value in walk(tree):
             # A mapping is walked into; only one that the schema does not know is reported as a whole.
             if not isinstance(value, dict) or not self._is_section(dotted):
                 self.add_value(dotted, value, origin)
@@ -353,7 +356,7 @@ class _Merger:
 
     def _typed_config(self) -> schema.Config:
         """Return the typed configuration before its values are held against each other."""
-        known = {key: value for key, value in (self._defaults() | self._values).items() if value != "???"}
+        known = {key: value for key, value in (all_defaults(self._values) | self._values).items() if value != "???"}
         refused = {problem.key for problem in self.problems}
         # With a layer missing, what it would have set is not the user's omission.
         omitted = () if self._lacks_a_layer else self._types.keys() - known.keys() - refused
@@ -366,14 +369,6 @@ class _Merger:
         raise_if_any(self.problems)
         return typing.cast(schema.Config, build(schema.Config, known))
 
-    def _defaults(self) -> dict[str, Any]:
-        """Return the schema's defaults, and those of each row of a table that a layer has named."""
-        found = dict(defaults_of(schema.Config))
-        for table, row in tables().items():
-            for name in row_names(self._values, table):
-                found |= {f"{table}{name}.{key}": value for key, value in defaults_of(row).items()}
-        return found
-
     def _is_section(self, dotted: str) -> bool:
         return any(known.startswith(f"{general_key(dotted)}.") for known in self._types)
 
@@ -382,20 +377,3 @@ def run_name(config: schema.Config, fork: str) -> str:
     """Return the name of a run that was given none."""
     experiment = experiment_of(config)
     return f"{config.model.name}-{digest8([experiment, fork] if fork else experiment)}"
-
-
-def _walk(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[int, str, str, Any]]:
-    """Yield (depth, key, dotted key, value) of a nested mapping, parents first."""
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        yield depth, str(key), dotted, value
-        if isinstance(value, dict):
-            yield from _walk(value, f"{dotted}.", depth + 1)
-
-
-@lru_cache
-def defaults_of(section: type) -> dict[str, Any]:
-    """Return the default of every leaf by its dotted key, "???" where there is none; not to be changed."""
-    plain = OmegaConf.to_container(OmegaConf.structured(section))
-    assert isinstance(plain, dict)
-    return leaves_of(plain)

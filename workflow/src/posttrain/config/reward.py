@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from posttrain.document import ANY, _doc
 
+# The graders that the project brings.
+BUILT_IN = ("exact_match", "math_answer")
+
 
 @dataclass(frozen=True)
 class Reward:

@@ -10,13 +10,16 @@ from posttrain.config.data import KINDS, LOCAL_DATA, Data, sources_of
 from posttrain.config.derived import stage_chunks
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
+from posttrain.config.fields import did_you_mean
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
+from posttrain.config.reward import BUILT_IN
+from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
-from posttrain.errors import Problem
+from posttrain.errors import ConfigError, Problem
 
 Problems = Iterator[Problem]
 # A node's name becomes a folder's, and so do a model's, a hardware's and a site's.
@@ -84,6 +87,7 @@ def _data_sources(config: Config) -> Problems:
 
 
 def _data_source(data: Data, section: str) -> Problems:
+    yield from _reward(data.reward, f"{section}.reward")
     if data.kind not in KINDS:
         yield Problem(f"{section}.kind", repr(data.kind), f"one of {', '.join(KINDS)}", "choose one")
     if data.kind == "hub":
@@ -107,6 +111,19 @@ def _data_source(data: Data, section: str) -> Problems:
         allowed = f"at most {different} with the held-out ones: there are no more numbers of {data.num_digits} digits"
         remedy = "ask for fewer, or raise data.num_digits"
         yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
+
+
+def _reward(text: str, key: str) -> Problems:
+    """Whether a function of the user's is there is found out once, when the command is given (`config.load`)."""
+    try:
+        terms = parse_reward(text, key)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for term in terms:
+        if not term.is_own and term.grader not in BUILT_IN:
+            allowed = f"{', '.join(BUILT_IN)}, or path.py:function"
+            yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, BUILT_IN) or "choose one")
 
 
 def _repository(key: str, repo_id: str) -> Problems:

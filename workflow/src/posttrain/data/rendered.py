@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posttrain.data.chat import ChatTokenizer
 from posttrain.errors import Problem
-from posttrain.types import Prompt
+from posttrain.types import Prompt, label_text
 
 # Above this share of prompts, that a label stands in its prompt is no coincidence of small numbers.
 MANY = 0.5
@@ -91,8 +91,3 @@ def stop_tokens(folder: Path) -> list[int]:
         if (ids := content.get("eos_token_id")) is not None:
             return sorted(ids if isinstance(ids, list) else [ids])
     return []
-
-
-def label_text(label: object) -> str:
-    """Return a label as text: a text is itself, anything else its JSON."""
-    return label.strip() if isinstance(label, str) else json.dumps(label, ensure_ascii=False)

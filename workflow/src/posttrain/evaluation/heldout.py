@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.reward_sum import has_passed
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
@@ -22,9 +23,9 @@ from posttrain.engines.process import EngineProcess, check_all_alive, running_en
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.observability.progress import ProgressBar
-from posttrain.reward.formula import has_passed
 from posttrain.reward.graders import GraderPool
-from posttrain.reward.scoring import Scored, Scorer, answer_of, check_failures
+from posttrain.reward.scoring import Scored, Scorer, check_failures
+from posttrain.rollout.answers import answer_of
 from posttrain.types import Prompt
 
 SEED_TAG = "heldout"
@@ -71,7 +72,8 @@ def evaluate_checkpoint(
         log_folder: For the engines' logs.
 
     Returns:
-        See `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the one key that differs from run to run.
+        See `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the one key that differs from
+        run to run.
 
     Raises:
         RuntimeError: When an engine does not start or fails.
@@ -111,10 +113,10 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         responses: The k samples of each prompt side by side.
 
     Returns:
-        pass_rate, pass_at_k, num_prompts, num_samples (per prompt, k), num_responses, num_ungraded (responses without a
-        reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are several, the pass rate
-        of each source (pass_rate_by_source) and the mean of each grader (scores); and the first sample of the first
-        prompts as examples.
+        pass_rate, pass_at_k, num_prompts, num_samples (per prompt, k), num_responses, num_ungraded (responses without
+        a reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are several, the pass
+        rate of each source (pass_rate_by_source) and the mean of each grader (scores); and the first sample of the
+        first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.

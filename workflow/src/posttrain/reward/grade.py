@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import ClassVar
+
+from posttrain.config.reward import Reward
+from posttrain.reward.answer import Answer, Grade
+from posttrain.types import label_text
 
 # Thousands are grouped by commas ("1,234,567"); "1,2" is two numbers. No exponents: "1e999999999" would be a number
 # that no memory holds.
@@ -41,21 +45,48 @@ def math_answer(response: str, label: str) -> float:
     return float(bool(answer.strip()) and answer.strip() == expected.strip())
 
 
-GRADERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "math_answer": math_answer}
-
-
-def grade(reward: str, response: str, label: Any) -> float:
-    """Return the score of a response.
+@dataclass(frozen=True)
+class Rule:
+    """How a grader that the project brings works.
 
     Args:
-        reward: Name of a grader, `data.reward`.
-        response: Decoded text of the response.
-        label: What the dataset says; 72 is the same as "72".
-
-    Returns:
-        1.0 for a right answer, 0.0 for a wrong one.
+        function: Gives a response its score; None where the grader does not apply.
+        needs_label: Off, it looks at the response alone.
+        is_instant: It can neither hang nor take much memory, whatever the response is.
     """
-    return GRADERS[reward](response, label if isinstance(label, str) else json.dumps(label))
+
+    function: Callable[[Answer, Reward], float | None]
+    needs_label: bool = True
+    is_instant: bool = False
+
+
+GRADERS: Mapping[str, Rule] = {
+    "exact_match": Rule(lambda answer, _: exact_match(answer.text, label_text(answer.label)), is_instant=True),
+    "math_answer": Rule(lambda answer, _: math_answer(answer.text, label_text(answer.label))),
+}
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A grader of `GRADERS`, ready to be sent to a worker process.
+
+    Args:
+        name: Its name.
+        settings: The configuration's section.
+    """
+
+    name: str
+    settings: Reward
+    takes_groups: ClassVar[bool] = False
+
+    @property
+    def is_instant(self) -> bool:
+        """See `Rule`."""
+        return GRADERS[self.name].is_instant
+
+    def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
+        """Return the grade of each answer."""
+        return tuple(Grade(GRADERS[self.name].function(answer, self.settings)) for answer in answers)
 
 
 def _last_boxed(text: str) -> str | None:

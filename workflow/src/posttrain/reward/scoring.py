@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.data import sources_of
+from posttrain.config.own_reward import inspect_own
+from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
-from posttrain.data.chat import ChatTokenizer
-from posttrain.engines.responses import GenerateResult
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.formula import Term, parse_reward, total
-from posttrain.reward.graders import GraderPool, Job
-from posttrain.reward.own import OwnFunction, inspect_own
-from posttrain.types import Prompt
+from posttrain.reward.grade import BuiltIn
+from posttrain.reward.graders import Grader, GraderPool, Job
+from posttrain.reward.own import OwnFunction
 
 # Failures are told by the first ones.
 NUM_TOLD = 20
@@ -73,7 +72,7 @@ class Scorer:
         for term in self.terms[group[0].source]:
             grader = self._graders[term.grader]
             parts = [tuple(group)] if grader.takes_groups else [(answer,) for answer in group]
-            jobs += [(term, Job(grader, answers, grader.is_instant)) for answers in parts]
+            jobs += [(term, Job(grader, answers)) for answers in parts]
         return jobs
 
     def _scored(
@@ -106,24 +105,11 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
 
 def _grader(term: Term, config: Config) -> Grader:
     if not term.is_own:
-        return built_in(term.grader, config)
-    own = inspect_own(term.grader, "data.reward")
+        return BuiltIn(term.grader, config.reward)
+    own = inspect_own(term.grader)
     if own.digest not in config.reward.own_digests:
         raise RuntimeError(f"{term.grader} has changed since the run was planned; run again to plan with it as it is")
-    return own
-
-
-def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) -> Answer:
-    """Return what a grader sees of an engine's response."""
-    return Answer(
-        text=tokenizer.decode(result.output_ids),
-        label=prompt.label,
-        prompt=prompt.messages,
-        source=prompt.source,
-        columns=prompt.columns,
-        num_tokens=len(result.output_ids),
-        is_truncated=result.finish_reason == "length",
-    )
+    return OwnFunction(own)
 
 
 def check_failures(failures: Sequence[str], most: float) -> None:
@@ -140,7 +126,7 @@ def check_failures(failures: Sequence[str], most: float) -> None:
     if len(failed) > most * len(failures):
         told = "".join(f"\n    {reason}" for reason in dict.fromkeys(failed[:NUM_TOLD]))
         raise RuntimeError(
-            f"graders failed for {len(failed)} of {len(failures)} responses, more than reward.max_failure_share={most:g} "
-            f"allows:{told}\n  Mend the grader and run again: these responses are sampled and graded again. A higher "
-            "share leaves them out."
+            f"graders failed for {len(failed)} of {len(failures)} responses, more than "
+            f"reward.max_failure_share={most:g} allows:{told}\n  Mend the grader and run again: these responses are "
+            "sampled and graded anew. A higher share leaves them out."
         )

@@ -17,7 +17,8 @@ from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResu
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
 from posttrain.reward.graders import GraderPool
-from posttrain.reward.scoring import Scored, Scorer, answer_of, check_failures
+from posttrain.reward.scoring import Scored, Scorer, check_failures
+from posttrain.rollout.answers import answer_of
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
 

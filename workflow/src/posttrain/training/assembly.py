@@ -104,8 +104,9 @@ def _open_coordinator(
     config: Config, model_folder: Path, dataset: Path, client: EngineClient, store: RolloutStore, stack: ExitStack
 ) -> RolloutCoordinator:
     prompts = load_prompts(dataset / "train.jsonl")
-    graders = stack.enter_context(GraderPool())
-    return RolloutCoordinator(config, prompts, ChatTokenizer(model_folder), client, store, graders)
+    graders = stack.enter_context(GraderPool.of(config.reward))
+    tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
+    return RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
 
 
 def _open_client(

@@ -14,8 +14,8 @@ from typing import Any
 
 from posttrain.artifacts import Paths, read_receipt
 from posttrain.config.begun import refuse_other_experiment
-from posttrain.config.fields import did_you_mean
-from posttrain.config.load import leaves_of, read_yaml
+from posttrain.config.fields import did_you_mean, leaves_of
+from posttrain.config.load import read_yaml
 from posttrain.errors import Problem, raise_if_any
 from posttrain.training.checkpoints import check_sizes, committed_checkpoints
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
+from posttrain.config.reward_sum import has_passed
 from posttrain.megatron_backend.train_step import NO_SIGNAL, UpdateStatistics
-from posttrain.reward.formula import has_passed
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.training.phases import PhaseClock
 from posttrain.types import SampleGroup

@@ -51,7 +51,7 @@ def centered(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the sample standard deviation of each group's rewards [G, 1], those that are NaN apart; 0 of fewer than 2."""
+    """Return the sample standard deviation of each group's rewards that are not NaN [G, 1]; 0 of fewer than two."""
     whole = rewards.std(dim=1, keepdim=True)
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)

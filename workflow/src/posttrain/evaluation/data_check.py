@@ -1,8 +1,8 @@
 """Data, template and graders together, looked at before anything is trained.
 
-A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as if
-it were the response, once to its own prompt and once to another row's: the first must have full marks, the second must
-not. What else can be told from prompts and tokenizer alone is told, too, and refuses nothing.
+A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as
+if it were the response, once to its own prompt and once to another row's: the first must have full marks, the second
+must not. What else can be told from prompts and tokenizer alone is told, too, and refuses nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.config.data import sources_of
+from posttrain.config.reward_sum import PASSING_SCORE
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
-from posttrain.data.rendered import check_rendered, label_text
+from posttrain.data.rendered import check_rendered
 from posttrain.errors import Problem
 from posttrain.observability.progress import ProgressBar
 from posttrain.readable import counted
 from posttrain.reward.answer import Answer
-from posttrain.reward.formula import PASSING_SCORE
-from posttrain.reward.grade import needs_label
+from posttrain.reward.grade import GRADERS
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer
-from posttrain.types import Prompt
+from posttrain.types import Prompt, label_text
 
 NUM_EXAMPLES, NUM_ROWS_TOLD = 10, 10
 # How a response states an answer, in the order in which they are tried.
@@ -157,7 +157,7 @@ def check_labels(config: Config, prompts: Sequence[Prompt]) -> list[LabelCheck]:
         for name in sources_of(config.data):
             rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]
             first = scorer.terms[name][0]
-            if rows and (first.is_own or needs_label(first.grader)):
+            if rows and (first.is_own or GRADERS[first.grader].needs_label):
                 checks.append(asyncio.run(_check_source(scorer, first.column, rows, config.data.seed)))
     return checks
 
@@ -208,7 +208,12 @@ async def _chosen_form(scorer: Scorer, grader: str, rows: Sequence[Prompt]) -> s
 async def _graded(scorer: Scorer, prompts: Sequence[Prompt], labels: Sequence[Any], stated: str) -> list[Scored]:
     answers = [
         Answer(
-            stated.format(label=label_text(label)), prompt.label, prompt.messages, prompt.source, prompt.columns, num_tokens=1
+            stated.format(label=label_text(label)),
+            prompt.label,
+            prompt.messages,
+            prompt.source,
+            prompt.columns,
+            num_tokens=1,
         )
         for prompt, label in zip(prompts, labels, strict=True)
     ]
@@ -249,7 +254,8 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
     problems = []
     if check.own < reward.min_own_label:
         rows = "".join(
-            f"\n        row {row['row']}: {label_text(row['label'])!r:.80} scores {row['score']}{row['why'] and ': '}{row['why']}"
+            f"\n        row {row['row']}: {label_text(row['label'])!r:.80} scores {row['score']}"
+            + (f": {row['why']}" if row["why"] else "")
             for row in check.failing
         )
         value = f"{check.grader} gives full marks to {check.own:.1%} of {check.num_rows} labels as responses:{rows}"
@@ -272,7 +278,8 @@ def _too_long(config: Config, lengths: Sequence[int]) -> list[Problem]:
     longer = sum(length > limit for length in lengths) if limit else 0
     if not longer:
         return []
-    value = f"{longer} of {len(lengths)} prompts ({longer / len(lengths):.1%}) are longer, the longest has {max(lengths)}"
+    share = f"{longer} of {len(lengths)} prompts ({longer / len(lengths):.1%})"
+    value = f"{share} are longer, the longest has {max(lengths)}"
     remedy = "such a prompt ends the run: raise the limit, or leave them out of the data"
     return [Problem("rollout.max_prompt_tokens", value, f"prompts of at most {limit} tokens", remedy)]
 

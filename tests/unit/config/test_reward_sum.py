@@ -1,7 +1,7 @@
 import pytest
 
+from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.errors import ConfigError
-from posttrain.reward.formula import Term, parse_reward, total
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""Reward functions of the user, named `path.py:function`: what a plan has to know of them.
+
+It is read from the source, which is not executed for it: the signature, and the digest that makes the function a part
+of the run's identity. The digest covers the file and those that it names in `REWARD_FILES`; it sees no further.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.config.data import Data, sources_of
+from posttrain.config.reward_sum import parse_reward
+from posttrain.errors import ConfigError, Problem
+
+VERL, TRL = "verl", "TRL"
+# The parameters by which each is known, and those that it is given.
+SIGNATURES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    VERL: (("solution_str", "ground_truth"), ("data_source", "solution_str", "ground_truth", "extra_info")),
+    TRL: (("completions",), ("prompts", "completions", "log_metric", "log_extra")),
+}
+# What TRL's trainer hands over and a worker process does not have.
+TRAINERS_OWN = ("trainer_state", "completion_ids", "environments")
+# At the top level of a source: other files that its rewards depend on, relative to its folder.
+NAMED_FILES = "REWARD_FILES"
+_ALLOWED = "compute_score(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+
+
+@dataclass(frozen=True)
+class OwnReward:
+    """A reward function of the user's.
+
+    Args:
+        path: The source.
+        name: The function's.
+        signature: `VERL` or `TRL`.
+        digest: Of the source and the files that it names, SHA-256 in hex.
+    """
+
+    path: str
+    name: str
+    signature: str
+    digest: str
+
+
+def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
+    """Find the function that `path.py:function` names, without executing anything.
+
+    Args:
+        text: What the configuration says.
+        key: Where it says so, for the message.
+
+    Raises:
+        ConfigError: There is no such file or function, it is no Python, a file that it names is missing, or its
+            parameters are not those of a known signature.
+    """
+    path, _, name = text.rpartition(":")
+    try:
+        content = Path(path).read_bytes()
+        tree = ast.parse(content, path)
+    except (OSError, SyntaxError, ValueError) as error:
+        allowed = "path.py:function, from the folder in which the workflow runs"
+        raise _refused(key, f"{text!r}: {error}", allowed, "correct path or source") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    if name not in functions:
+        known = ", ".join(functions) or "none"
+        raise _refused(key, repr(text), f"a function at the top level of {path}: {known}", "correct the name")
+    arguments = functions[name].args
+    parameters = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    signature = next((kind for kind, (marks, _) in SIGNATURES.items() if set(marks) <= set(parameters)), "")
+    if not signature:
+        remedy = "wrap it in a function with one of these signatures"
+        raise _refused(key, f"{name}({', '.join(parameters)})", _ALLOWED, remedy)
+    if missing := [name for name in _required(arguments) if signature == TRL and name in TRAINERS_OWN]:
+        remedy = f"give {', '.join(missing)} a default: rewards are computed in processes beside the trainer"
+        raise _refused(key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
+    return OwnReward(path, name, signature, digest_of(path, content, key))
+
+
+def own_digests(config: Data) -> tuple[list[str], list[Problem]]:
+    """Return the digests of all functions of the user's that a configuration names, and what is wrong with them."""
+    digests: list[str] = []
+    problems: list[Problem] = []
+    for name, data in sources_of(config).items():
+        key = f"data.sources.{name}.reward" if name else "data.reward"
+        try:
+            digests += [inspect_own(term.grader, key).digest for term in parse_reward(data.reward, key) if term.is_own]
+        except ConfigError as error:
+            problems += error.problems
+    return list(dict.fromkeys(digests)), problems
+
+
+def _refused(key: str, value: str, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(key, value, allowed, remedy)])
+
+
+def _required(arguments: ast.arguments) -> list[str]:
+    """Return the names of all parameters without a default."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    without = [*plain[: len(plain) - len(arguments.defaults)], *(arg for arg, default in named if default is None)]
+    return [argument.arg for argument in without]
+
+
+def digest_of(path: str, content: bytes, key: str = "data.reward") -> str:
+    """Return the digest of a source and of the files that it names, in order.
+
+    Raises:
+        ConfigError: One of them is not there.
+    """
+    digest = hashlib.sha256(content)
+    for name in _named_files(ast.parse(content, path), path, key):
+        try:
+            named = (Path(path).parent / name).read_bytes()
+        except OSError as error:
+            raise _refused(key, f"{NAMED_FILES} of {path}: {error}", "files that are there", "correct it") from error
+        # Each with its length, so that a byte cannot move from one file to the next.
+        digest.update(b"%d:%s" % (len(named), named))
+    return digest.hexdigest()
+
+
+def _named_files(tree: ast.Module, path: str, key: str) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == NAMED_FILES for t in node.targets):
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError:
+                names = None
+            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+                allowed = "a list of texts that is written out: what a plan reads, it does not execute"
+                raise _refused(key, f"{NAMED_FILES} in line {node.lineno} of {path}", allowed, "write the names out")
+            return list(names)
+    return []

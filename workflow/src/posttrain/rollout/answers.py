@@ -1,0 +1,21 @@
+"""From an engine's tokens to what a grader sees."""
+
+from __future__ import annotations
+
+from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.responses import GenerateResult
+from posttrain.reward.answer import Answer
+from posttrain.types import Prompt
+
+
+def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) -> Answer:
+    """Return what a grader sees of an engine's response."""
+    return Answer(
+        text=tokenizer.decode(result.output_ids),
+        label=prompt.label,
+        prompt=prompt.messages,
+        source=prompt.source,
+        columns=prompt.columns,
+        num_tokens=len(result.output_ids),
+        is_truncated=result.finish_reason == "length",
+    )
