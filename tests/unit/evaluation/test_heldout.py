@@ -9,6 +9,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.evaluation.heldout import GradedResponse, make_requests, sample_responses, summarize
 from posttrain.planner.resolve import resolve
+from posttrain.reward.scoring import Scored
 from posttrain.types import Prompt
 
 CONFIG = Path(__file__).parents[3] / "config"
@@ -22,7 +23,9 @@ def config(overrides):
 
 
 def response(prompt, index, reward, tokens=4, truncated=False):
-    return GradedResponse(PROMPTS[prompt], index, f"text {prompt}.{index}", tokens, truncated, reward)
+    return GradedResponse(
+        PROMPTS[prompt], index, f"text {prompt}.{index}", tokens, truncated, Scored(reward, {"math": reward}, {})
+    )
 
 
 def test_rates_by_hand():

@@ -18,6 +18,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
+from posttrain.reward.answer import Failure, Grade
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore
@@ -143,7 +144,7 @@ def test_prompts_seeds_and_parameters_of_a_step(collect, step: int) -> None:
 
 def test_answers_become_graded_samples_in_prompt_order(collect, tmp_path: Path) -> None:
     rollout = collect(1, Engine("1"))
-    assert (rollout.num_replayed, rollout.grader_timeouts) == (0, 0)
+    assert rollout.num_replayed == 0
     assert [group.prompt for group in rollout.groups] == [PROMPTS[i] for i in STEPS[1]]
     for place, group in enumerate(rollout.groups):
         assert [sample.sample_index for sample in group.samples] == [0, 1]
@@ -248,17 +249,26 @@ def test_what_was_made_with_other_settings_is_made_again(collect, caplog: pytest
     assert collect(1, Engine(), **change).groups == again.groups, "they take the place of the others"
 
 
-class LateGraders(GraderPool):
-    """As if the first response of each request were not graded in time."""
+class FailingGraders(GraderPool):
+    """As if the first response of each group could not be graded."""
 
-    async def grade_all(self, reward, responses, labels):
-        assert (reward, set(labels)) == ("exact_match", {"7"})
-        return [0.0, *[1.0] * (len(responses) - 1)], 1
+    async def grade_all(self, jobs):
+        assert {answer.label for job in jobs for answer in job.answers} == {"7"}
+        return [Failure("deadline", "too late"), *[(Grade(1.0),)] * (len(jobs) - 1)]
 
 
-def test_graders_that_do_not_answer_are_counted(collect) -> None:
-    rollout = collect(1, Engine("1"), graders=LateGraders())
-    assert rollout.grader_timeouts == 2
+def test_what_could_not_be_graded_has_no_reward_and_is_stored_so(collect) -> None:
+    rollout = collect(1, Engine("1"), graders=FailingGraders(), reward__max_failure_share=0.5)
     rewards = [[sample.reward for sample in group.samples] for group in rollout.groups]
-    assert rewards == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
-    assert collect(1, Engine()).grader_timeouts == 0, "of those that are replayed"
+    assert rewards == [[None, 1.0], [1.0, 1.0], [None, 1.0]]
+    assert rollout.groups[0].samples[0].failure == "exact_match: deadline: too late"
+    again = collect(1, Engine(), reward__max_failure_share=0.5)
+    assert (again.num_replayed, again.groups) == (3, rollout.groups), "it is not graded again"
+
+
+def test_too_many_failures_end_the_run_and_store_nothing(collect) -> None:
+    with pytest.raises(RuntimeError, match=r"failed for 2 of 6 responses(?s:.*)exact_match: deadline: too late"):
+        collect(1, Engine("1"), graders=FailingGraders(), reward__max_failure_share=0.3)
+    rollout = collect(1, Engine("1"), reward__max_failure_share=0.3)
+    assert all(sample.reward is not None for group in rollout.groups for sample in group.samples)
+    assert rollout.num_replayed == 0
