@@ -19,6 +19,9 @@ rule fork_checkpoint:
         runs("fork_checkpoint", FROM_CONFIG, "--receipt {output:q}")
 
 
+CHECKED = receipt_of(PATHS.data_check)
+
+
 rule check_data:
     """Looks at prompts, labels, tokenizer and graders together, before anything is trained."""
     input:
@@ -26,7 +29,7 @@ rule check_data:
         dataset=receipt_of(PATHS.dataset),
         run=lambda wildcards: may_run(),
     output:
-        receipt=receipt_of(PATHS.data_check),
+        receipt=CHECKED,
         found=PATHS.data_check,
     log:
         PATHS.run_log("check_data"),
@@ -57,7 +60,8 @@ rule train_grpo:
         torch_dist=receipt_of(PATHS.torch_dist),
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
-        checked=until_made(PATHS.train_done, receipt_of(PATHS.data_check)),
+        # What was trained by a version without this check stays trained.
+        checked=until_made(PATHS.train_done, CHECKED) if CHECKED.exists() or not PATHS.train_done.exists() else [],
         # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),

@@ -8,6 +8,7 @@ from tests.support.hub_server import HubServer
 
 from posttrain.artifacts import record_files
 from posttrain.checkpoint.hub.listing import HubSource
+from posttrain.config.data import DataSource
 from posttrain.config.schema import Data
 from posttrain.data import dataset_files
 from posttrain.data.dataset import load_prompts
@@ -255,3 +256,32 @@ def test_a_split_that_the_repository_does_not_have(make, hub, tmp_path):
     data = _of_hub(hub, _split_repo(tmp_path / "repo", CARD), subset="main", split="validation")
     with pytest.raises(ConfigError, match=r"data.subset, data.split = 'main, validation'"):
         make(data)
+
+
+def test_several_sources_make_one_dataset(make, read, tmp_path):
+    files = {
+        "train_file": _write(tmp_path / "c.jsonl", ["d", "e"]),
+        "heldout_file": _write(tmp_path / "d.jsonl", ["v"]),
+    }
+    sources = {
+        "numbers": DataSource(kind="sort_digits"),
+        "letters": DataSource(num_heldout_prompts=1, prompt_key="question", label_key="answer", **files),
+    }
+    data = replace(DATA, kind="files", sources=sources)
+    make(data)
+    train, heldout = (load_prompts(tmp_path / "data.partial" / f"{side}.jsonl") for side in ("train", "heldout"))
+    assert [prompt.source for prompt in train] == ["numbers"] * 20 + ["letters"] * 2
+    assert [prompt.label for prompt in train[20:]] == ["D", "E"]
+    assert [prompt.source for prompt in heldout] == ["numbers"] * 5 + ["letters"]
+    assert [prompt.prompt_id for prompt in train] == list(range(22))
+    assert [path.name for path in local_files(data)] == ["c.jsonl", "d.jsonl"]
+
+
+def test_a_prompt_that_one_source_trains_on_and_another_holds_out_is_refused(make, tmp_path):
+    one, other = (_local(tmp_path / name, *rows) for name, rows in (("x", ("ab", "cd")), ("y", ("ef", "ga"))))
+    keys = ("train_file", "heldout_file", "prompt_key", "label_key")
+    sources = {
+        name: DataSource(**{key: getattr(data, key) for key in keys}) for name, data in (("one", one), ("other", other))
+    }
+    with pytest.raises(ConfigError, match=r"1 that are trained on, too: number 4"):
+        make(replace(one, sources=sources))

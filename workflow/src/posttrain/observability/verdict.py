@@ -155,7 +155,9 @@ def _rewards(run: RunData) -> list[Finding]:
     if low < high:
         spread = f"mean rewards of {format_number(low)} to {format_number(high)}"
     if high == 0:
-        remedy = "look at the samples: where a right answer has reward 0, data.label_key or data.reward is wrong"
+        remedy = (
+            "`posttrain check-data` tells whether data.reward reads the labels of data.label_key; look at the samples"
+        )
     else:
         remedy = "take prompts that the model gets right now and then, or raise rollout.num_samples_per_prompt"
     if mean == 1:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
+from posttrain.training.lessons import LessonWatch
 from posttrain.training.phases import PhaseClock
 from posttrain.training.run import TrainingRun
 
@@ -30,14 +31,14 @@ def train(run: TrainingRun, until: int = 0) -> bool:
         Whether the last step is done.
     """
     num_steps = until or run.config.training.num_steps
-    finished = run.resume()
+    finished, lessons = run.resume(), LessonWatch()
     with ProgressBar("train", num_steps, unit="steps", quiet=not run.is_rank0) as bar:
         bar.advance(finished)
         while finished < num_steps and not run.ends_early:
             with run.traced(finished):
                 metrics = train_step(run, finished)
             finished += 1
-            bar.advance(1, note=progress_note(metrics))
+            bar.advance(1, note=progress_note(metrics) + lessons.note(metrics))
     run.state.finish_save(PhaseClock(finished))
     if run.ends_early:
         log.info("asked to end: step %d is saved", finished)

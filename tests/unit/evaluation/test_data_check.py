@@ -1,0 +1,119 @@
+"""Data that must be refused before anything is trained, and data that must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
+from posttrain.evaluation.data_check import check_data, print_check
+from posttrain.planner.resolve import resolve
+from posttrain.types import Prompt
+
+CONFIG = Path(__file__).parents[3] / "config"
+OWN = """
+def by_source(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == f"<{ground_truth}>")
+
+def generous(completions, **columns):
+    return [1.0 for _ in completions]
+
+def fails(completions, **columns):
+    raise RuntimeError("no network")
+"""
+
+
+def prompts(labels: list, first: str = "sort", source: str = "") -> list[Prompt]:
+    return [Prompt(i, ({"role": "user", "content": f"{first} {i}"},), label, source) for i, label in enumerate(labels)]
+
+
+NUMBERS = [str(100 + i) for i in range(40)]
+HELDOUT = prompts(["1", "2"], "hold")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tokenizer(256).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_token_ids()}))
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder: Path):
+    def check(train: list[Prompt], reward: str = "exact_match", more: str = "", heldout: list[Prompt] = HELDOUT):
+        words = f"data.reward={reward} {more}"
+        config = resolve({"model": "tiny", "site": "local", "set": words}, CONFIG).config
+        return check_data(config, folder, train, heldout)
+
+    return check
+
+
+def test_sound_data_pass_and_are_shown(check, capsys: pytest.CaptureFixture) -> None:
+    found = check(prompts(NUMBERS))
+    assert (found.problems, found.warnings) == ([], [])
+    (labels,) = found.labels
+    assert (labels.own, labels.other, labels.num_rows, labels.stated) == (1.0, 0.0, 40, "{label}")
+    assert len(found.examples) == 10
+    assert found.examples[0]["text"].endswith("<|assistant|>\n")
+    assert found.lengths == (12, 13, 13)
+    json.dumps(found.as_dict(), allow_nan=False)
+    print_check(found)
+    told = capsys.readouterr().out
+    assert "exact_match gives full marks to 100.0% of 40 labels, 0.0% those of other rows" in told
+    assert "nothing speaks against training" in told
+
+
+def test_labels_that_no_grader_understands_are_refused_with_their_rows(check) -> None:
+    found = check(prompts([f"answer number {i}!" for i in range(30)] + NUMBERS[:10]), "math_answer")
+    (problem,) = found.problems
+    assert problem.key == "data.reward"
+    assert "row 1: 'answer number 0!'" in problem.value
+    assert "reward.min_own_label" in problem.allowed
+    assert check(prompts(NUMBERS), "math_answer").problems == []
+
+
+def test_a_grader_that_takes_any_label_is_refused(check, folder: Path) -> None:
+    found = check(prompts(NUMBERS), f"{folder}/own.py:generous")
+    (problem,) = found.problems
+    assert "gives full marks to 100.0% of labels of other rows" in problem.value
+    (warning,) = found.warnings
+    assert "one score to every response" in warning.value
+
+
+def test_the_form_in_which_a_label_is_stated_is_found(check, folder: Path) -> None:
+    (labels,) = check(prompts(["1", "2"]), "math_answer").labels
+    assert labels.stated == "{label}"
+    found = check(prompts(NUMBERS), f"{folder}/own.py:by_source")
+    assert "gives full marks to 0.0% of 40 labels" in found.problems[0].value
+
+
+def test_graders_that_fail_end_the_check(check, folder: Path) -> None:
+    (problem,) = check(prompts(NUMBERS), f"{folder}/own.py:fails").problems
+    assert "error: RuntimeError: no network" in problem.value
+
+
+def test_each_source_is_graded_by_its_own_reward(check, folder: Path) -> None:
+    train = [*prompts(NUMBERS, source="sums"), *prompts(["a", "b"], "say", "words")]
+    sources = (
+        f"data.sources.sums.reward=math_answer data.sources.words.reward={folder}/own.py:by_source "
+        "data.sources.sums.weight=2"
+    )
+    sums, words = check(train, more=sources).labels
+    assert (sums.source, sums.grader, sums.own) == ("sums", "math_answer", 1.0)
+    assert (words.source, words.grader, words.own) == ("words", "by_source", 0.0)
+
+
+def test_held_out_prompts_that_are_trained_on_are_named(check) -> None:
+    words = " ".join(f"w{i}" for i in range(20))
+    train = [*prompts(NUMBERS), Prompt(40, ({"role": "user", "content": f"a {words}"},), "x")]
+    found = check(train, heldout=[*HELDOUT, Prompt(2, ({"role": "user", "content": f"{words} b"},), "y")])
+    (warning,) = found.warnings
+    assert "1 of 3 evaluation prompts share 13 words in a row: 3 with 41" in warning.value
+
+
+def test_prompts_over_the_limit_are_counted(check) -> None:
+    (warning,) = check(prompts(NUMBERS), more="rollout.max_prompt_tokens=12").warnings
+    assert "30 of 40 prompts (75.0%) are longer, the longest has 13" in warning.value
