@@ -1,0 +1,56 @@
+"""What a grader sees of a response, and what it says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response, as a grader sees it.
+
+    Args:
+        text: Decoded, without the end token.
+        label: Any JSON value; None where the source has none.
+        prompt: The chat messages that were asked.
+        source: Name of the data's source.
+        columns: The other columns of the row.
+        num_tokens: Length of the response in tokens, the end token included.
+        is_truncated: It was cut at the longest allowed length.
+    """
+
+    text: str
+    label: Any = None
+    prompt: tuple[Mapping[str, str], ...] = ()
+    source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a grader says about one answer.
+
+    Args:
+        score: None where the grader does not apply to this answer, which is not 0.
+        parts: Further numbers by name; they become metrics.
+    """
+
+    score: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no grade.
+
+    Args:
+        kind: "deadline" (not answered in time), "crash" (the worker died or had no memory left), "error" (raised).
+        reason: For a reader.
+    """
+
+    kind: str
+    reason: str
