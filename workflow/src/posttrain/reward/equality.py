@@ -56,13 +56,16 @@ def _same(left: str, right: str) -> bool:
 def _unwrap(text: str) -> str:
     """Return what is inside of brackets that mean nothing: "(C)", "{5}", "\\text{13}"."""
     while True:
-        plain = re.sub(r"^\\text\{\(?([^{}()]*)\)?\}$", r"\1", text) if re.search(r"\{\W*(?:\w|\d+)\W*\}$", text) else text
+        plain = (
+            re.sub(r"^\\text\{\(?([^{}()]*)\)?\}$", r"\1", text) if re.search(r"\{\W*(?:\w|\d+)\W*\}$", text) else text
+        )
         found = _brackets(plain)
         if found and (found[0] == "{" or (found[0] == "(" and found[2] == ")" and len(found[1]) == 1)):
             plain = plain[1:-1]
-        if plain.strip() == text:
+        plain = plain.strip().removeprefix("+").strip()
+        if plain == text:
             return text
-        text = plain.strip()
+        text = plain
 
 
 def _same_lists(left: str, right: str) -> bool | None:
@@ -158,10 +161,15 @@ def _same_equations(left: str, right: str) -> bool | None:
         return None
     if len(first) > 1 and len(second) > 1:
         if squeeze(first[0]) == squeeze(second[0]):
-            return all(_same(side, second[-1]) for side in first[1:])
+            return _same(first[-1], second[-1]) and _is_chain(first[1:]) and _is_chain(second[1:])
         return is_proportional((first[0], first[-1]), (second[0], second[-1]))
     sides, value = (first, right) if len(first) > 1 else (second, left)
-    return all(_same(side, value) for side in (sides[1:] if _is_name(sides[0]) else sides))
+    return _same(sides[-1], value) and _is_chain(sides[1:] if _is_name(sides[0]) else sides)
+
+
+def _is_chain(sides: Sequence[str]) -> bool:
+    """Tell whether "3+2 = 5" holds: what is on the way to the last side may be left to compute."""
+    return all(_same(side, sides[-1]) or same_value(side, sides[-1]) for side in sides[:-1])
 
 
 def _sides(text: str) -> list[str]:

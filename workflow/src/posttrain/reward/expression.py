@@ -28,6 +28,7 @@ _REFUSED = re.compile(
     r"|[\x00-\x08]",
     re.ASCII,
 )
+_LETTER = re.compile(r"\\text\{ ?([a-zA-Z]) ?\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
 # Powers of expressions are computed by SymPy as far as they are numbers: (9^{9999})^{9999} would be.
 _POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
@@ -50,7 +51,7 @@ def same_value(left: str, right: str) -> bool:
     Returns:
         False too where either cannot be read, or would cost too much.
     """
-    if is_costly(left) or is_costly(right):
+    if is_costly(left) or is_costly(right) or _capitals(left) != _capitals(right):
         return False
     first, second = _read(left), _read(right)
     if first is None or second is None:
@@ -90,6 +91,11 @@ def is_costly(text: str) -> bool:
     return _depth(text) > _MAX_DEPTH
 
 
+def _capitals(text: str) -> set[str]:
+    """Return the letters that are capitals: math-verify reads X as x."""
+    return set(re.findall(r"[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
+
+
 def _depth(text: str) -> int:
     """Return how deep brackets are nested; without bound where they do not fit together."""
     closing = {")": "(", "]": "[", "}": "{"}
@@ -112,7 +118,9 @@ def _read(text: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    exact = _DECIMAL.sub(lambda found: rf"{{\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}}}}", text)
+    exact = _DECIMAL.sub(
+        lambda found: rf"{{\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}}}}", _LETTER.sub(r"{\1}", text)
+    )
     # Its own deadlines are signals, which a thread cannot have; ours is the worker's.
     found = parse(
         f"${exact}$",
@@ -123,7 +131,9 @@ def _read(text: str) -> Any:
     )
     if len(found) != 1 or not isinstance(found[0], (sympy.Expr, sympy.MatrixBase)):
         return None
-    return found[0].doit()
+    # The letter i is the imaginary unit, and all others are real: math-verify decides that expression by expression.
+    letters = {old: sympy.I if old.name == "i" else sympy.Symbol(old.name, real=True) for old in found[0].free_symbols}
+    return found[0].xreplace(letters).doit()
 
 
 def _same_at_points(left: Any, right: Any) -> bool:

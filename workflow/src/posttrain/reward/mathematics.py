@@ -19,9 +19,9 @@ from posttrain.reward.notation import MAX_LENGTH
 DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOXED = "\\boxed{"
-_STATED = re.compile(r"answer\**\s*(?:is|:)[\s:*]*([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(r"answer\**\s*(?:is|:)[\s:*]*", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"(?<![\w.,/^])[-+\u2212]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.?\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
+    r"(?<![\w.,/^])[-+\u2212]?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
     r"(?: ?/ ?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)?(?!\w)",
     re.ASCII,
 )
@@ -89,8 +89,8 @@ def _lenient(text: str) -> str | None:
     if "####" in text:
         return text[text.rindex("####") + 4 :].lstrip().partition("\n")[0]
     tail = text[-_TAIL:]
-    if stated := _STATED.findall(tail):
-        return _stated(stated[-1])
+    if stated := list(_STATED.finditer(tail)):
+        return _stated(tail[stated[-1].end() :].partition("\n")[0])
     numbers = _NUMBER.findall(tail)
     return numbers[-1] if numbers else None
 

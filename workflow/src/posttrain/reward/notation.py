@@ -72,12 +72,14 @@ def clean(text: str) -> str:
     plain = text.translate(_CHARACTERS).strip().strip("*").replace("**", "^")
     for pattern, spelling in _COMPILED:
         plain = pattern.sub(spelling, plain)
-    return plain.strip().lstrip("=").strip(" .;,:").removeprefix("+").strip()
+    return plain.strip().lstrip("=;,: ").rstrip(" .;,:").removeprefix("+").strip()
 
 
 def squeeze(text: str) -> str:
     """Return text without the white space that says nothing: "4 2" stays two numbers, a command keeps its end."""
-    return re.sub(r"(?<!\d)(?<!\\[a-zA-Z]) (?=.)|(?<=\d) (?!\d)", "", re.sub(r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1", text))
+    return re.sub(
+        r"(?<!\d)(?<!\\[a-zA-Z]) (?=.)|(?<=\d) (?!\d)", "", re.sub(r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1", text)
+    )
 
 
 def number(text: str) -> Fraction | None:
@@ -97,7 +99,7 @@ def number(text: str) -> Fraction | None:
         if denominator == 0:
             return None
         return _signed(sign, int(whole) + Fraction(int(top or other_top), denominator))
-    plain = re.sub(r" (?!\d{3}(?!\d))|(?<!\d) ", "", text)
+    plain = re.sub(r" (?!\d)|(?<!\d) ", "", text)
     if power := _POWER_OF_TEN.fullmatch(plain):
         return _signed(power[1], Fraction(10) ** int(power[2] or power[3]))
     if quotient := _QUOTIENT.fullmatch(plain) or _SLASH.fullmatch(plain):
