@@ -2,14 +2,14 @@ import time
 
 import pytest
 
-from posttrain.config.reward import BUILT_IN, Reward
+from posttrain.config.reward import BUILT_IN
 from posttrain.reward.answer import Answer
-from posttrain.reward.grade import GRADERS, BuiltIn
+from posttrain.reward.grade import GRADERS
+from posttrain.reward.grade import grade as grade_answer
 
 
 def grade(name, response, label):
-    (found,) = BuiltIn(name, Reward())((Answer(response, label),))
-    return found.score
+    return grade_answer(name, Answer(response, label)).score
 
 
 EXACT = [

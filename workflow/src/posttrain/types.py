@@ -23,6 +23,7 @@ class Prompt:
         source: The dataset that it is from, where a run mixes several.
         columns: What else the row has, in JSON's types.
         tools: JSON schemas of the functions that a response may call, None for none.
+        is_text: The row has the prompt as a text, which became one user message.
     """
 
     prompt_id: int
@@ -31,6 +32,7 @@ class Prompt:
     source: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    is_text: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prompt as plain JSON types, without source, columns and tools where it has none."""

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from posttrain.document import ANY, _doc
 
+THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 # The graders that the project brings.
-BUILT_IN = ("exact_match", "math_answer")
+BUILT_IN = (
+    *("exact_match", "choice", "f1", "math", "math_answer", "math_dapo", "math_deepscaler"),
+    *("format", "length", "overlong", "repetition"),
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Reward:
         "A response must be graded within this; its process is killed then", 10.0, exclusive_minimum=0, unnamed=ANY
     )
     num_workers: int = _doc("Processes that grade", 2, minimum=1, unnamed=ANY)
-    memory_gib: float = _doc("Memory that each of them may take", 4.0, exclusive_minimum=0, unnamed=ANY)
+    memory_gib: float = _doc("Memory that each of them may take for an answer", 1.0, exclusive_minimum=0, unnamed=ANY)
     max_failure_share: float = _doc(
         "Share of a step's responses whose grader may fail (deadline, crash, exception): they have no reward and are "
         "counted; more end the run",
@@ -43,15 +47,15 @@ class Reward:
     )
     format_pattern: str = _doc(
         "`format`: regular expression that a whole response must match",
-        r"<think>.*</think>\s*<answer>.*</answer>\s*",
-        unnamed=r"<think>.*</think>\s*<answer>.*</answer>\s*",
+        THINK_THEN_ANSWER,
+        unnamed=THINK_THEN_ANSWER,
     )
-    target_tokens: int = _doc("`length`: response length that is best", 512, minimum=1, unnamed=512)
+    target_tokens: int = _doc("`length`: response length that is best", 1024, minimum=1, unnamed=1024)
     overlong_buffer_tokens: int = _doc(
-        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1",
-        512,
+        "`overlong`: tokens before rollout.max_response_tokens in which the punishment grows to 1; at most all of it",
+        4096,
         minimum=1,
-        unnamed=512,
+        unnamed=4096,
     )
     repetition_ngram: int = _doc(
         "`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4

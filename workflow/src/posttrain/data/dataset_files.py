@@ -226,7 +226,7 @@ def _load_sides(data: Data, sides: Sequence[Side], report: Path) -> tuple[list[R
 
 def _prompts(rows: Sequence[Row], source: str, first: int) -> list[Prompt]:
     return [
-        Prompt(number, row.messages, row.label, source, row.columns, row.tools)
+        Prompt(number, row.messages, row.label, source, row.columns, row.tools, row.is_text)
         for number, row in enumerate(rows, start=first)
     ]
 

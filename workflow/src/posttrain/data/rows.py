@@ -68,12 +68,14 @@ class Row:
         label: What a response is compared with, of any JSON type; None where the form has no labels.
         columns: All other columns, in JSON's types.
         tools: JSON schemas of the functions that a response may call, None for none.
+        is_text: The prompt is a text, not messages.
     """
 
     messages: tuple[dict[str, Any], ...]
     label: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,9 @@ class _RowReader:
             return BadRow(place, "; ".join([*reasons, str(error)]), "set data.unlabeled=drop to leave them out")
         except RowError as error:
             reasons.append(str(error))
-        return BadRow(place, "; ".join(reasons)) if reasons else Row(messages, label, columns, tools)
+        if reasons:
+            return BadRow(place, "; ".join(reasons))
+        return Row(messages, label, columns, tools, isinstance(self._prompt.find(raw.content), str))
 
     def _tried(self, reasons: list[str], read: Any, value: Any) -> Any:
         try:

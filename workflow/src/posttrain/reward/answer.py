@@ -1,4 +1,4 @@
-"""What goes into the process that grades, and what comes out of it."""
+"""What a grader sees of a response, and what it says about it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What a grader sees of one response.
+    """One response, as a grader sees it.
 
     Args:
         text: Decoded, without the end token.
-        label: Of any JSON type; None where the source has none.
-        prompt: Chat messages.
-        source: Name of the data's source, "" where there is one.
-        columns: The row's other columns.
-        num_tokens: Its length.
+        label: Any JSON value; None where the source has none.
+        prompt: The chat messages that were asked.
+        source: Name of the data's source.
+        columns: The other columns of the row.
+        num_tokens: Length of the response in tokens, the end token included.
         is_truncated: It was cut at the longest allowed length.
-        is_chat: The row's prompt is chat messages, not a text.
+        is_chat: The row has its prompt as chat messages, not as a text.
     """
 
     text: str
     label: Any = None
-    prompt: tuple[Mapping[str, Any], ...] = ()
+    prompt: tuple[Mapping[str, str], ...] = ()
     source: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
@@ -34,11 +34,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a grader says of one response.
+    """What a grader says about one answer.
 
     Args:
-        score: None where it does not apply, which is not 0.
-        parts: Further numbers, which become metrics.
+        score: None where the grader does not apply to this answer, which is not 0.
+        parts: Further numbers by name; they become metrics.
     """
 
     score: float | None
@@ -47,11 +47,11 @@ class Grade:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a response has no grade.
+    """Why there is no grade.
 
     Args:
-        kind: "deadline", "crash" (the process died) or "error" (it raised).
-        reason: In words.
+        kind: "deadline" (not answered in time), "crash" (the worker died or had no memory left), "error" (raised).
+        reason: For a reader.
     """
 
     kind: str

@@ -13,10 +13,11 @@ from posttrain.config.data import sources_of
 from posttrain.config.own_reward import inspect_own
 from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
+from posttrain.errors import ConfigError, Problem
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.grade import BuiltIn
-from posttrain.reward.graders import Grader, GraderPool, Job
+from posttrain.reward.graders import BuiltIn, GraderPool, Job
 from posttrain.reward.own import OwnFunction
+from posttrain.reward.shape import ShapeSettings
 
 # Failures are told by the first ones.
 NUM_TOLD = 20
@@ -72,7 +73,7 @@ class Scorer:
         for term in self.terms[group[0].source]:
             grader = self._graders[term.grader]
             parts = [tuple(group)] if grader.takes_groups else [(answer,) for answer in group]
-            jobs += [(term, Job(grader, answers)) for answers in parts]
+            jobs += [(term, Job(grader, answers, grader.is_instant)) for answers in parts]
         return jobs
 
     def _scored(
@@ -103,13 +104,33 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
     return Scored(None if failures else total(terms, scores), scores, parts, "; ".join(failures))
 
 
-def _grader(term: Term, config: Config) -> Grader:
+def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction:
     if not term.is_own:
-        return BuiltIn(term.grader, config.reward)
+        return BuiltIn(term.grader, shape_settings(config))
     own = inspect_own(term.grader)
     if own.digest not in config.reward.own_digests:
         raise RuntimeError(f"{term.grader} has changed since the run was planned; run again to plan with it as it is")
     return OwnFunction(own)
+
+
+def shape_settings(config: Config) -> ShapeSettings:
+    """Return what the graders of form are told.
+
+    Raises:
+        ConfigError: `reward.format_pattern` is no regular expression, or may take exponential time.
+    """
+    reward, longest = config.reward, config.rollout.max_response_tokens
+    try:
+        return ShapeSettings(
+            format_pattern=reward.format_pattern,
+            target_tokens=reward.target_tokens,
+            max_tokens=longest,
+            overlong_buffer_tokens=min(reward.overlong_buffer_tokens, longest),
+            repetition_ngram=reward.repetition_ngram,
+        )
+    except ValueError as error:
+        allowed = "a regular expression that needs no exponential time"
+        raise ConfigError([Problem("reward.format_pattern", str(error), allowed, "correct it")]) from error
 
 
 def check_failures(failures: Sequence[str], most: float) -> None:

@@ -18,4 +18,5 @@ def answer_of(prompt: Prompt, tokenizer: ChatTokenizer, result: GenerateResult) 
         columns=prompt.columns,
         num_tokens=len(result.output_ids),
         is_truncated=result.finish_reason == "length",
+        is_chat=not prompt.is_text,
     )

@@ -1,0 +1,188 @@
+"""Values of LaTeX expressions: math-verify reads them, and they are compared at points, exactly enough.
+
+Nothing is evaluated as Python: math-verify's grammar makes SymPy objects. What a response could make expensive is
+refused before it is read, so that hostile text costs microseconds and not a killed worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+from posttrain.reward.notation import MAX_LENGTH
+
+_MAX_DEPTH = 12
+_MAX_COMMANDS = 60
+_MAX_CELLS = 64
+_REFUSED = re.compile(
+    r"\d{201}"  # numbers of any length
+    r"|\d_|\d\.\d+\.\d|--|\+\+"  # no numbers
+    r"|[-+*/^=]$|^[*/^]"  # half an expression
+    r"|\^ ?\{? ?-? ?\d{5}"  # exponents over 9,999
+    r"|\^ ?\{[^{}]*\d ?\^|\^ ?\d ?\^|\^ ?\{[^{}]*\^[^{}]*\{[^{}]*\^"  # towers of powers
+    r"|!\)*!|\d{5} ?!|[)}\]] ?!"  # factorials of more than 9,999, of factorials and of what is computed
+    r"|\\(?:sum|prod|int|iint|oint|lim|bigcup|dots|ldots|cdots)(?![a-z])"  # no end in sight
+    r"|\\binom\{[^{}]*(?:\d{5}|[\^!])|\\binom\{[^{}]*\}\{[^{}]*(?:\d{5}|[\^!])"
+    r"|[\x00-\x08]",
+    re.ASCII,
+)
+_LETTER = re.compile(r"\\text\{ ?([a-zA-Z]) ?\}")
+_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
+# Powers of expressions are computed by SymPy as far as they are numbers: (9^{9999})^{9999} would be.
+_POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
+_MAX_POWER = 10_000
+_POINTS = ((3, 7), (11, 5), (23, 9), (-2, 3), (-17, 4))
+_DIGITS = 30
+_TOLERANCE = 1e-22
+
+
+def same_value(left: str, right: str) -> bool:
+    """Tell whether two expressions have the same value, for all values of their letters.
+
+    Numbers in them are exact (0.5 is 1/2, 0.333 is not 1/3). Both are computed to 30 digits, for letters at five
+    points: where either is not real it does not count, as long as two points are left.
+
+    Args:
+        left: LaTeX from `notation.clean`.
+        right: The same.
+
+    Returns:
+        False too where either cannot be read, or would cost too much.
+    """
+    if is_costly(left) or is_costly(right) or _capitals(left) != _capitals(right):
+        return False
+    first, second = _read(left), _read(right)
+    if first is None or second is None:
+        return False
+    if hasattr(first, "shape") or hasattr(second, "shape"):
+        if getattr(first, "shape", None) != getattr(second, "shape", None):
+            return False
+        return all(_same_at_points(a, b) for a, b in zip(first.flat(), second.flat(), strict=True))
+    return _same_at_points(first, second)
+
+
+def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
+    """Tell whether two equations, each a pair of sides, say the same: their differences are multiples of each other."""
+    if any(is_costly(side) for side in (*left, *right)):
+        return False
+    sides = [_read(side) for side in (*left, *right)]
+    if any(side is None or hasattr(side, "shape") for side in sides):
+        return False
+    first, second = sides[0] - sides[1], sides[2] - sides[3]
+    if not first.free_symbols or first.free_symbols != second.free_symbols:
+        return False
+    ratios = [a / b for a, b in _values(first, second) if b and a]
+    return len(ratios) > 1 and all(_is_close(ratio, ratios[0]) for ratio in ratios)
+
+
+def is_costly(text: str) -> bool:
+    """Tell whether an expression is no answer, or one whose reading or computing could take more than moments."""
+    if len(text) > MAX_LENGTH or _REFUSED.search(text):
+        return True
+    if text.count("\\") > _MAX_COMMANDS + text.count("\\\\") * 2 or text.count("&") > _MAX_CELLS:
+        return True
+    total = 1
+    for found in _POWER.finditer(text):
+        total *= max(1, int(found[1] or found[2]))
+        if total > _MAX_POWER:
+            return True
+    return _depth(text) > _MAX_DEPTH
+
+
+def _capitals(text: str) -> set[str]:
+    """Return the letters that are capitals: math-verify reads X as x."""
+    return set(re.findall(r"[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
+
+
+def _depth(text: str) -> int:
+    """Return how deep brackets are nested; without bound where they do not fit together."""
+    closing = {")": "(", "]": "[", "}": "{"}
+    open_ones: list[str] = []
+    deepest = 0
+    for letter in re.sub(r"\\[{}]", "", text):
+        if letter in "([{":
+            open_ones.append(letter)
+            deepest = max(deepest, len(open_ones))
+        elif letter in closing and (not open_ones or open_ones.pop() != closing[letter]):
+            return MAX_LENGTH
+    return MAX_LENGTH if open_ones else deepest
+
+
+def warm_up() -> None:
+    """Import what reads expressions, and let it read some: the first ones take seconds."""
+    for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x"):
+        _read(text)
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str) -> Any:
+    """Return a SymPy expression or matrix; None for anything else."""
+    # A second and 60 MB, which answers that are plain numbers or words do not need.
+    import sympy
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    exact = _DECIMAL.sub(_as_fraction, _LETTER.sub(r"{\1}", text))
+    # Its own deadlines are signals, which a thread cannot have; ours is the worker's.
+    found = parse(
+        f"${exact}$",
+        [LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+    if len(found) != 1 or not isinstance(found[0], (sympy.Expr, sympy.MatrixBase)):
+        return None
+    # The letter i is the imaginary unit, and all others are real: math-verify decides that expression by expression.
+    letters = {old: sympy.I if old.name == "i" else sympy.Symbol(old.name, real=True) for old in found[0].free_symbols}
+    return found[0].xreplace(letters).doit()
+
+
+def _same_at_points(left: Any, right: Any) -> bool:
+    if left == right:
+        return not left.has(*_undefined())
+    if left.free_symbols != right.free_symbols and not _is_constant(left, right):
+        return False
+    values = _values(left, right)
+    return bool(values) and all(_is_close(a, b) for a, b in values)
+
+
+def _is_constant(left: Any, right: Any) -> bool:
+    """Tell whether letters cancel: x/x and 1."""
+    import sympy
+
+    return bool(sympy.simplify(left - right).is_number)
+
+
+def _undefined() -> tuple[Any, ...]:
+    import sympy
+
+    return sympy.nan, sympy.zoo, sympy.oo, -sympy.oo
+
+
+def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
+    """Return both values at all points where both are real; with fewer than two such points, where they are finite."""
+    import sympy
+
+    letters = sorted(left.free_symbols | right.free_symbols, key=str)
+    points = [
+        {letter: sympy.Rational(*point) + sympy.Rational(place, 13) for place, letter in enumerate(letters)}
+        for point in (_POINTS if letters else _POINTS[:1])
+    ]
+    pairs = [(left.subs(point).evalf(_DIGITS), right.subs(point).evalf(_DIGITS)) for point in points]
+    finite = [pair for pair in pairs if all(value.is_number and not value.has(*_undefined()) for value in pair)]
+    real = [pair for pair in finite if all(value.is_real for value in pair)]
+    return real if len(real) > 1 else finite
+
+
+def _is_close(left: Any, right: Any) -> bool:
+    """Compare by the larger one: 1/2004! is not 1/2006!."""
+    if not left or not right:
+        return bool(left == right)
+    return bool(abs(left - right) <= _TOLERANCE * max(abs(left), abs(right)))
