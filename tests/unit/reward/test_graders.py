@@ -5,60 +5,142 @@ import time
 import psutil
 import pytest
 
-from posttrain.reward.grade import grade
-from posttrain.reward.graders import GraderPool
+from posttrain.reward.answer import Answer, Failure, Grade
+from posttrain.reward.graders import GraderPool, Job, built_in, built_in_jobs, scores_of
 
 DEADLINE_SECONDS = 1.0
 
 
-def grade_or_hang(reward: str, response: str, label: str) -> float:
-    """Grade; but "hang" never ends, "fail" raises, "die" ends its process."""
-    while response == "hang":
-        pass
-    if response == "fail":
-        raise ValueError("a grader with a defect")
-    if response == "die":
-        os._exit(3)
-    return grade(reward, response, label)
+def obey(answers):
+    """Grade by the words of the answers: "hang" never ends, "die" ends its process, and so on."""
+    grades = []
+    for answer in answers:
+        while answer.text == "hang":
+            pass
+        if answer.text == "nap":
+            time.sleep(0.3)
+        if answer.text == "fail":
+            raise ValueError("a grader with a defect")
+        if answer.text == "die":
+            os._exit(3)
+        if answer.text == "fill":
+            bytearray(1 << 40)
+        grades.append(Grade(float(answer.text == "42"), {"length": len(answer.text)}))
+    return tuple(grades) if "few" not in answers[0].text else ()
 
 
-def _grade_all(pool: GraderPool, responses: list[str], reward: str = "math_answer") -> tuple[list[float], int]:
-    return asyncio.run(pool.grade_all(reward, responses, ["42"] * len(responses)))
+class ElsewhereOnly:
+    """A grader that no worker can import."""
+
+    def __reduce__(self):
+        return (os.environ.__getitem__, ("no such variable",))
+
+    def __call__(self, answers):
+        return ()
+
+
+def grade_all(pool, *texts, grader=obey):
+    return asyncio.run(pool.grade_all([Job(grader, (Answer(text),)) for text in texts]))
+
+
+def said(outcomes):
+    return [outcome.kind if isinstance(outcome, Failure) else outcome[0].score for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with GraderPool(DEADLINE_SECONDS, num_workers=2, grade_response=grade_or_hang) as pool:
+    with GraderPool(DEADLINE_SECONDS, num_workers=2) as pool:
         yield pool
 
 
-def test_a_hanging_grader_costs_its_own_sample_only(pool):
+def test_a_hanging_grader_costs_its_own_answer_only(pool):
     # Both workers hang at first, and are replaced: the others are graded all the same.
-    scores, missed = _grade_all(pool, ["hang", "hang", "42", "41", "hang", "so 42"])
-    assert scores == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    assert missed == 3
+    outcomes = grade_all(pool, "hang", "hang", "42", "41", "hang", "42")
+    assert said(outcomes) == ["deadline", "deadline", 1.0, 0.0, "deadline", 1.0]
+    assert outcomes[0].reason == "not graded within 1 s"
 
 
 def test_the_hanging_processes_are_gone(pool):
-    _grade_all(pool, ["hang", "42"])
-    _grade_all(pool, ["42", "42"])
+    grade_all(pool, "hang", "42")
+    grade_all(pool, "42", "42")
     spinning = [child for child in psutil.Process().children(recursive=True) if child.cpu_percent(0.3) > 50]
     assert not spinning, [child.cmdline() for child in spinning]
 
 
-def test_the_pool_goes_on_after_a_miss(pool):
-    assert _grade_all(pool, ["42", "7"]) == ([1.0, 0.0], 0)
+def test_of_answers_that_share_a_message_only_the_guilty_one_fails(pool):
+    texts = ["42", "41"] * 50
+    for place, text in ((3, "hang"), (40, "die"), (77, "fail"), (78, "fill")):
+        texts[place] = text
+    outcomes = said(grade_all(pool, *texts))
+    wanted = [1.0, 0.0] * 50
+    wanted[3], wanted[40], wanted[77], wanted[78] = "deadline", "crash", "error", "crash"
+    assert outcomes == wanted
 
 
-@pytest.mark.parametrize("response", ["fail", "die"])
-def test_a_failing_grader_ends_the_rollout_with_its_reason(pool, response):
-    with pytest.raises(RuntimeError, match="a grader failed"):
-        _grade_all(pool, ["42", response])
-    assert _grade_all(pool, ["42"]) == ([1.0], 0)
+def test_the_deadline_is_each_answer_s_own(pool):
+    assert said(grade_all(pool, *["nap"] * 60)) == [0.0] * 60
 
 
-def test_comparing_strings_needs_no_process():
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("die", "crash", "the worker died with exit code 3"),
+        ("fail", "error", "ValueError: a grader with a defect"),
+        ("fill", "crash", "the worker had no memory left"),
+        ("few", "error", "ValueError: 0 grades for 1 answers"),
+    ],
+)
+def test_a_failure_says_what_happened(pool, text, kind, reason):
+    assert grade_all(pool, text, "42") == [Failure(kind, reason), (Grade(1.0, {"length": 2.0}),)]
+
+
+def test_a_grader_that_workers_cannot_import_is_an_error(pool):
+    outcomes = grade_all(pool, "42", grader=ElsewhereOnly())
+    assert outcomes == [Failure("error", "KeyError: 'no such variable'")]
+    assert said(grade_all(pool, "42")) == [1.0]
+
+
+def test_workers_that_are_killed_from_outside_are_replaced(pool):
+    grade_all(pool, "42")
+    for child in psutil.Process().children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+    assert said(grade_all(pool, "42", "41", "42")) == [1.0, 0.0, 1.0]
+
+
+def test_the_answers_of_a_group_are_graded_together(pool):
+    group = Job(obey, (Answer("42"), Answer("41"), Answer("42")))
+    assert asyncio.run(pool.grade_all([group, group])) == [(obey(group.answers))] * 2
+
+
+def test_an_instant_grader_needs_no_process():
     with GraderPool(num_workers=1) as pool:
         started = time.perf_counter()
-        assert _grade_all(pool, ["42", " 42", "41"], reward="exact_match") == ([1.0, 1.0, 0.0], 0)
+        answers = [Answer(text, "42") for text in ("42", " 42", "41")]
+        outcomes = asyncio.run(pool.grade_all(built_in_jobs("exact_match", answers)))
+        assert said(outcomes) == [1.0, 1.0, 0.0]
         assert time.perf_counter() - started < 0.2
+
+
+def test_a_name_that_is_no_grader_is_an_error():
+    with pytest.raises(KeyError, match="math_dapo"):
+        built_in("maths")
+
+
+class Outcomes:
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+
+    async def grade_all(self, jobs):
+        return self.outcomes
+
+
+def test_a_missed_deadline_counts_as_0_and_is_counted():
+    pool = Outcomes((Grade(1.0),), Failure("deadline", "late"))
+    assert asyncio.run(scores_of(pool, "math_answer", [Answer("1", "1")] * 2)) == ([1.0, 0.0], 1)
+
+
+@pytest.mark.parametrize("outcome", [Failure("crash", "dead"), Failure("error", "dead"), (Grade(None),)])
+def test_what_else_has_no_score_ends_the_rollout(outcome):
+    with pytest.raises(RuntimeError, match=r"a grader failed: dead|does not apply"):
+        asyncio.run(scores_of(Outcomes(outcome), "math_answer", [Answer("1", "1")]))

@@ -18,6 +18,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
+from posttrain.reward.answer import Failure, Grade
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.persisted import RolloutStore
@@ -251,9 +252,9 @@ def test_what_was_made_with_other_settings_is_made_again(collect, caplog: pytest
 class LateGraders(GraderPool):
     """As if the first response of each request were not graded in time."""
 
-    async def grade_all(self, reward, responses, labels):
-        assert (reward, set(labels)) == ("exact_match", {"7"})
-        return [0.0, *[1.0] * (len(responses) - 1)], 1
+    async def grade_all(self, jobs):
+        assert {(job.grader.name, job.answers[0].label) for job in jobs} == {("exact_match", "7")}
+        return [Failure("deadline", "late"), *[(Grade(1.0),)] * (len(jobs) - 1)]
 
 
 def test_graders_that_do_not_answer_are_counted(collect) -> None:

@@ -22,7 +22,8 @@ from posttrain.engines.process import EngineProcess, check_all_alive, running_en
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.observability.progress import ProgressBar
-from posttrain.reward.graders import GraderPool
+from posttrain.reward.answer import Answer
+from posttrain.reward.graders import GraderPool, scores_of
 from posttrain.types import Prompt
 
 SEED_TAG = "heldout"
@@ -175,8 +176,17 @@ def _grade(
     asked = [prompts[place // count] for place in range(len(results))]
     texts = [tokenizer.decode(result.output_ids) for result in results]
     with GraderPool() as graders:
-        labels = [prompt.label for prompt in asked]
-        rewards, num_missed = asyncio.run(graders.grade_all(config.data.reward, texts, labels))
+        answers = [
+            Answer(
+                text=text,
+                label=prompt.label,
+                prompt=prompt.messages,
+                num_tokens=len(result.output_ids),
+                is_truncated=result.finish_reason == "length",
+            )
+            for text, prompt, result in zip(texts, asked, results, strict=True)
+        ]
+        rewards, num_missed = asyncio.run(scores_of(graders, config.data.reward, answers))
     graded = [
         GradedResponse(
             prompt=asked[place],

@@ -17,6 +17,7 @@ _MAX_PARTS = 32
 _AND = re.compile(r"(?:, ?)?(?:\\text\{ ?(?:and|or) ?\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\lor(?![a-z])|\\vee)")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
 _NAME = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?'?(?:\([a-zA-Z, ]+\))?")
+_MARKED = re.compile(r"^\\text\{\W*(\w|\d+)\W*\}$")
 _FUNCTION = re.compile(r"\\(?:a?(?:rc)?(?:sin|cos|tan|sec|csc|cot)|log|ln|exp|sqrt|max|min|int|sum)(?![a-z])")
 _ORDER = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 _REVERSED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -56,9 +57,7 @@ def _same(left: str, right: str) -> bool:
 def _unwrap(text: str) -> str:
     """Return what is inside of brackets that mean nothing: "(C)", "{5}", "\\text{13}"."""
     while True:
-        plain = (
-            re.sub(r"^\\text\{\(?([^{}()]*)\)?\}$", r"\1", text) if re.search(r"\{\W*(?:\w|\d+)\W*\}$", text) else text
-        )
+        plain = _MARKED.sub(r"\1", text)
         found = _brackets(plain)
         if found and (found[0] == "{" or (found[0] == "(" and found[2] == ")" and len(found[1]) == 1)):
             plain = plain[1:-1]
@@ -183,7 +182,7 @@ def _is_name(side: str) -> bool:
 
 
 def _same_quantity(left: str, right: str) -> bool:
-    """Compare values with their units: a unit that one side leaves out is not missed, a percentage is also its value."""
+    """Compare values with units: one that a side leaves out is not missed, a percentage is its value too."""
     (first, unit), (second, other) = split_unit(left), split_unit(right)
     if unit and not other:
         second, other = _with_symbol(second, unit)

@@ -110,6 +110,16 @@ def _depth(text: str) -> int:
     return MAX_LENGTH if open_ones else deepest
 
 
+def warm_up() -> None:
+    """Import what reads expressions, and let it read some: the first ones take seconds."""
+    for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x"):
+        _read(text)
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
+
+
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> Any:
     """Return a SymPy expression or matrix; None for anything else."""
@@ -118,9 +128,7 @@ def _read(text: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    exact = _DECIMAL.sub(
-        lambda found: rf"{{\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}}}}", _LETTER.sub(r"{\1}", text)
-    )
+    exact = _DECIMAL.sub(_as_fraction, _LETTER.sub(r"{\1}", text))
     # Its own deadlines are signals, which a thread cannot have; ours is the worker's.
     found = parse(
         f"${exact}$",

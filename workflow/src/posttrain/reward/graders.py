@@ -1,44 +1,106 @@
-"""Grades responses with a deadline each: a grader that hangs costs its own sample, not the rollout."""
+"""Grades answers with a deadline each: a grader that hangs, or dies, costs its own answer, not the rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import multiprocessing
+import pickle
+import resource
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as DeadlineMissed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from types import TracebackType
 
-from pebble import ProcessPool
+import psutil
+from pebble import ProcessExpired, ProcessPool
 
-from posttrain.reward.grade import grade
+from posttrain.reward.answer import Answer, Failure, Grade
+from posttrain.reward.expression import warm_up
+from posttrain.reward.grade import GRADERS, grade
+from posttrain.reward.shape import ShapeSettings
 
 log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 10.0
 NUM_WORKERS = 2
-# Comparing two strings cannot hang: such a grader runs where it is called, without a process in between.
-INSTANT_GRADERS = ("exact_match",)
+# Beyond what a worker has mapped when it starts; the largest answer of the labelled ones takes 200 MiB.
+MEMORY_BYTES = 1 << 30
+# A plain number takes a tenth of a millisecond and a round trip to a worker ten times that: several share one.
+_JOBS_PER_MESSAGE = 32
+
+Grades = tuple[Grade, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Answers that one call of a grader grades.
+
+    Args:
+        grader: Answers to a grade each; another process can import it.
+        answers: One, or those of a group.
+        is_instant: It cannot hang: it runs where it is called, without a process in between.
+    """
+
+    grader: Callable[[tuple[Answer, ...]], Grades]
+    answers: tuple[Answer, ...]
+    is_instant: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in grader with its settings, which another process can import; `built_in` makes it."""
+
+    name: str
+    settings: ShapeSettings
+
+    def __call__(self, answers: tuple[Answer, ...]) -> Grades:
+        """Return one grade per answer."""
+        return tuple(grade(self.name, answer, self.settings) for answer in answers)
+
+
+def built_in(name: str, settings: ShapeSettings | None = None) -> BuiltIn:
+    """Return a built-in grader as a callable for jobs.
+
+    Raises:
+        KeyError: For a name that is none.
+    """
+    if name not in GRADERS:
+        raise KeyError(f"no grader {name!r}; there are {', '.join(GRADERS)}")
+    return BuiltIn(name, settings or ShapeSettings())
+
+
+def built_in_jobs(name: str, answers: Sequence[Answer], settings: ShapeSettings | None = None) -> list[Job]:
+    """Return one job per answer for a built-in grader."""
+    grader = built_in(name, settings)
+    return [Job(grader, (answer,), GRADERS[name].is_instant) for answer in answers]
 
 
 class GraderPool:
     """Worker processes that grade; one that misses the deadline is killed and replaced.
 
     Args:
-        deadline_seconds: Per response.
-        num_workers: Processes; they start with the first response that needs them.
-        grade_response: (name of the grader, response, label) to a score; a function that another process can import.
+        deadline_seconds: Per job.
+        num_workers: Processes; they start with the first job that needs them.
+        memory_bytes: What a worker may map beyond what it has at its start.
     """
 
     def __init__(
         self,
         deadline_seconds: float = DEADLINE_SECONDS,
         num_workers: int = NUM_WORKERS,
-        grade_response: Callable[[str, str, str], float] = grade,
+        memory_bytes: int = MEMORY_BYTES,
     ):
-        self._deadline, self._grade = deadline_seconds, grade_response
+        self._deadline, self._num_workers = deadline_seconds, num_workers
         # A trainer has threads and holds locks: workers start from a clean interpreter, not from a fork of it.
-        self._pool = ProcessPool(num_workers, context=multiprocessing.get_context("spawn"))
+        self._context, self._memory_bytes = multiprocessing.get_context("spawn"), memory_bytes
+        self._pool = self._start()
+
+    def _start(self) -> ProcessPool:
+        settings = {"initializer": _prepare, "initargs": (self._memory_bytes,), "context": self._context}
+        return ProcessPool(self._num_workers, **settings)
 
     def __enter__(self) -> GraderPool:
         return self
@@ -49,36 +111,119 @@ class GraderPool:
         self._pool.stop()
         self._pool.join()
 
-    async def grade_all(self, reward: str, responses: Sequence[str], labels: Sequence[str]) -> tuple[list[float], int]:
-        """Grade every response.
+    async def grade_all(self, jobs: Sequence[Job]) -> list[Grades | Failure]:
+        """Grade all jobs.
+
+        Jobs share messages. Where a message is not answered in time or its worker dies, each of its jobs is asked
+        again alone, so that only the guilty one fails.
 
         Args:
-            reward: Name of the grader, `data.reward`.
-            responses: Decoded texts.
-            labels: One each.
+            jobs: In any order.
 
         Returns:
-            The scores in order, 0.0 where the deadline was missed, and how many missed it.
+            The grades of each job, or why there are none, in the order of the jobs. No score is invented.
         """
-        if reward in INSTANT_GRADERS:
-            return [self._grade(reward, text, label) for text, label in zip(responses, labels, strict=True)], 0
-        futures = [
-            asyncio.wrap_future(self._pool.schedule(self._grade, args=(reward, text, label), timeout=self._deadline))
-            for text, label in zip(responses, labels, strict=True)
-        ]
-        results = await asyncio.gather(*futures, return_exceptions=True)
-        return self._count_missed(results)
-
-    def _count_missed(self, results: Sequence[float | BaseException]) -> tuple[list[float], int]:
-        scores, missed = [], 0
-        for result in results:
-            if isinstance(result, DeadlineMissed):
-                missed += 1
-                scores.append(0.0)
-            elif isinstance(result, BaseException):
-                raise RuntimeError(f"a grader failed: {result}") from result
+        results: dict[int, Grades | Failure] = {
+            place: outcome for place, job in enumerate(jobs) if job.is_instant for outcome in _grade_each([job])
+        }
+        far = [place for place, job in enumerate(jobs) if not job.is_instant]
+        size = min(_JOBS_PER_MESSAGE, max(1, len(far) // (4 * self._num_workers)))
+        messages = [far[start : start + size] for start in range(0, len(far), size)]
+        suspects = []
+        for message, answered in zip(messages, await self._ask_all(jobs, messages), strict=True):
+            if isinstance(answered, Failure) and len(message) == 1:
+                results[message[0]] = answered
+            elif answered is None or isinstance(answered, Failure):
+                suspects += message
             else:
-                scores.append(result)
-        if missed:
-            log.warning("%d responses were not graded within %g s; they count as 0", missed, self._deadline)
-        return scores, missed
+                results |= zip(message, answered, strict=True)
+        for place, answered in zip(suspects, await self._ask_all(jobs, [[one] for one in suspects]), strict=True):
+            results[place] = answered[0] if isinstance(answered, list) else answered or _POOL_BROKE
+        if suspects:
+            failed = sum(isinstance(results[place], Failure) for place in suspects)
+            log.warning("%d answers were asked again one by one; %d of them have no grade", len(suspects), failed)
+        return [results[place] for place in range(len(jobs))]
+
+    async def _ask_all(
+        self, jobs: Sequence[Job], messages: Sequence[Sequence[int]]
+    ) -> list[list[Grades | Failure] | Failure | None]:
+        if not self._pool.active:
+            self._pool.join()
+            self._pool = self._start()
+        return await asyncio.gather(*(self._ask([jobs[place] for place in message]) for message in messages))
+
+    async def _ask(self, jobs: Sequence[Job]) -> list[Grades | Failure] | Failure | None:
+        """Have one worker grade jobs, all within one deadline; None where the pool broke before it could."""
+        try:
+            # A function that the worker cannot import would end the worker while it receives a message, and the
+            # message would be lost: it is packed here and unpacked where errors are caught.
+            packed = pickle.dumps(list(jobs))
+            return await asyncio.wrap_future(self._pool.schedule(_grade_packed, args=(packed,), timeout=self._deadline))
+        except DeadlineMissed:
+            return Failure("deadline", f"not graded within {self._deadline:g} s")
+        except ProcessExpired as error:
+            return Failure("crash", f"the worker died with exit code {error.exitcode}")
+        except BrokenProcessPool:
+            return None
+        except Exception as error:
+            return Failure("error", f"{type(error).__name__}: {error}")
+
+
+async def scores_of(pool: GraderPool, name: str, answers: Sequence[Answer]) -> tuple[list[float], int]:
+    """Return one score per answer of a built-in grader, 0.0 where its deadline was missed, and how many missed it.
+
+    Raises:
+        RuntimeError: A grader failed otherwise, or does not apply to an answer.
+    """
+    scores, missed = [], 0
+    for outcome in await pool.grade_all(built_in_jobs(name, answers)):
+        if isinstance(outcome, Failure):
+            if outcome.kind != "deadline":
+                raise RuntimeError(f"a grader failed: {outcome.reason}")
+            missed += 1
+            scores.append(0.0)
+        elif outcome[0].score is None:
+            raise RuntimeError(f"the grader {name} does not apply to an answer without a label")
+        else:
+            scores.append(outcome[0].score)
+    if missed:
+        log.warning("%d responses were not graded in time; they count as 0", missed)
+    return scores, missed
+
+
+_POOL_BROKE = Failure("crash", "the workers died twice before they could grade")
+
+
+def _grade_packed(jobs: bytes) -> list[Grades | Failure]:
+    return _grade_each(pickle.loads(jobs))
+
+
+def _grade_each(jobs: Sequence[Job]) -> list[Grades | Failure]:
+    """Grade jobs one after the other; what one of them raises is its own failure."""
+    results: list[Grades | Failure] = []
+    for job in jobs:
+        try:
+            grades = tuple(_as_plain(grade) for grade in job.grader(job.answers))
+            if len(grades) != len(job.answers):
+                raise ValueError(f"{len(grades)} grades for {len(job.answers)} answers")
+            results.append(grades)
+        except MemoryError:
+            results.append(Failure("crash", "the worker had no memory left"))
+        except Exception as error:
+            results.append(Failure("error", f"{type(error).__name__}: {error}"))
+    return results
+
+
+def _as_plain(grade: Grade) -> Grade:
+    """Return a grade of floats only: what else a function returns might not reach another process."""
+    score = None if grade.score is None else float(grade.score)
+    return Grade(score, {str(name): float(value) for name, value in grade.parts.items()})
+
+
+def _prepare(memory_bytes: int) -> None:
+    """Limit a new worker's memory, and read what an answer should not have to wait for."""
+    # A grader that hangs in C would not hear a handler in Python, and cost seconds more than the deadline.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    warm_up()
+    limit = psutil.Process().memory_info().vms + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -77,9 +77,7 @@ def clean(text: str) -> str:
 
 def squeeze(text: str) -> str:
     """Return text without the white space that says nothing: "4 2" stays two numbers, a command keeps its end."""
-    return re.sub(
-        r"(?<!\d)(?<!\\[a-zA-Z]) (?=.)|(?<=\d) (?!\d)", "", re.sub(r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1", text)
-    )
+    return re.sub(r"(\\[a-zA-Z]+ (?=[a-zA-Z])|\d (?=\d))| ", r"\1", text)
 
 
 def number(text: str) -> Fraction | None:
@@ -99,7 +97,7 @@ def number(text: str) -> Fraction | None:
         if denominator == 0:
             return None
         return _signed(sign, int(whole) + Fraction(int(top or other_top), denominator))
-    plain = re.sub(r" (?!\d)|(?<!\d) ", "", text)
+    plain = squeeze(text)
     if power := _POWER_OF_TEN.fullmatch(plain):
         return _signed(power[1], Fraction(10) ** int(power[2] or power[3]))
     if quotient := _QUOTIENT.fullmatch(plain) or _SLASH.fullmatch(plain):

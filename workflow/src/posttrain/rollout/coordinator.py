@@ -14,7 +14,8 @@ from posttrain.data.dataset import PromptOrder
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
-from posttrain.reward.graders import GraderPool
+from posttrain.reward.answer import Answer
+from posttrain.reward.graders import GraderPool, scores_of
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -121,8 +122,17 @@ class RolloutCoordinator:
     ) -> tuple[list[SampleGroup], int]:
         size = self._config.rollout.num_samples_per_prompt
         texts = [self._tokenizer.decode(answer.output_ids) for answer in answers]
-        labels = [prompt.label for prompt in prompts for _ in range(size)]
-        rewards, timeouts = await self._graders.grade_all(self._config.data.reward, texts, labels)
+        responses = [
+            Answer(
+                text=texts[i],
+                label=prompts[i // size].label,
+                prompt=prompts[i // size].messages,
+                num_tokens=len(answer.output_ids),
+                is_truncated=answer.finish_reason == "length",
+            )
+            for i, answer in enumerate(answers)
+        ]
+        rewards, timeouts = await scores_of(self._graders, self._config.data.reward, responses)
         samples = [
             _sample(prompts[i // size], i % size, requests[i], answers[i], rewards[i]) for i in range(len(requests))
         ]
