@@ -65,6 +65,7 @@ PLACES = {
     ("data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
     ("launch/greeting.py", "connection.recv"): "bytes of a socket",
     ("reward/graders.py", "ProcessPool"): "pipes of this process's own children",
+    ("reward/graders.py", "pickle.loads"): "what the parent packed for this child",
 }
 
 

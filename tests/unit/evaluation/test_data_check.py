@@ -67,10 +67,10 @@ def test_sound_data_pass_and_are_shown(check, capsys: pytest.CaptureFixture) -> 
 
 
 def test_labels_that_no_grader_understands_are_refused_with_their_rows(check) -> None:
-    found = check(prompts([f"answer number {i}!" for i in range(30)] + NUMBERS[:10]), "math_answer")
+    found = check(prompts([{"answer": i} for i in range(30)] + NUMBERS[:10]), "math_answer")
     (problem,) = found.problems
     assert problem.key == "data.reward"
-    assert "row 1: 'answer number 0!'" in problem.value
+    assert """row 1: '{"answer": 0}' scores None: math_answer: error: ValueError: no label""" in problem.value
     assert "reward.min_own_label" in problem.allowed
     assert check(prompts(NUMBERS), "math_answer").problems == []
 

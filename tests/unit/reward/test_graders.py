@@ -1,10 +1,6 @@
-"""Graders that hang, crash, raise or want all memory cost themselves, and no other answer its grade."""
-
 import asyncio
 import os
 import time
-from dataclasses import dataclass
-from typing import ClassVar
 
 import psutil
 import pytest
@@ -16,76 +12,113 @@ from posttrain.reward.shape import ShapeSettings
 DEADLINE_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Misbehaving:
-    """Grades; but "hang" never ends, "fail" raises, "die" ends its process, "swell" wants all memory."""
-
-    takes_groups: ClassVar[bool] = False
-    is_instant: ClassVar[bool] = False
-
-    def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
-        text = answers[0].text
-        while text == "hang":
+def obey(answers):
+    """Grade by the words of the answers: "hang" never ends, "die" ends its process, and so on."""
+    grades = []
+    for answer in answers:
+        while answer.text == "hang":
             pass
-        if text == "fail":
+        if answer.text == "nap":
+            time.sleep(0.3)
+        if answer.text == "fail":
             raise ValueError("a grader with a defect")
-        if text == "die":
+        if answer.text == "die":
             os._exit(3)
-        if text == "swell":
-            return (Grade(float(len(bytearray(8 * 2**30)))),)
-        return tuple(Grade(float(answer.text == "42")) for answer in answers)
+        if answer.text == "fill":
+            bytearray(1 << 40)
+        grades.append(Grade(float(answer.text == "42"), {"length": len(answer.text)}))
+    return tuple(grades) if "few" not in answers[0].text else ()
 
 
-def ask(pool: GraderPool, *texts: str) -> list[float | str]:
-    """Return the score of each text, or what kind of failure it was."""
-    results = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer(text),)) for text in texts]))
-    return [result.kind if isinstance(result, Failure) else result[0].score for result in results]
+class ElsewhereOnly:
+    """A grader that no worker can import."""
+
+    def __reduce__(self):
+        return (os.environ.__getitem__, ("no such variable",))
+
+    def __call__(self, answers):
+        return ()
+
+
+def grade_all(pool, *texts, grader=obey):
+    return asyncio.run(pool.grade_all([Job(grader, (Answer(text),)) for text in texts]))
+
+
+def said(outcomes):
+    return [outcome.kind if isinstance(outcome, Failure) else outcome[0].score for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
 def pool():
     with GraderPool(DEADLINE_SECONDS, num_workers=2) as pool:
-        ask(pool, "42", "42")  # workers have started
         yield pool
 
 
 def test_a_hanging_grader_costs_its_own_answer_only(pool):
     # Both workers hang at first, and are replaced: the others are graded all the same.
-    found = ask(pool, "hang", "hang", "42", "41", "hang", "42")
-    assert found == ["deadline", "deadline", 1.0, 0.0, "deadline", 1.0]
+    outcomes = grade_all(pool, "hang", "hang", "42", "41", "hang", "42")
+    assert said(outcomes) == ["deadline", "deadline", 1.0, 0.0, "deadline", 1.0]
+    assert outcomes[0].reason == "not graded within 1 s"
 
 
 def test_the_hanging_processes_are_gone(pool):
-    ask(pool, "hang", "42")
-    ask(pool, "42", "42")
+    grade_all(pool, "hang", "42")
+    grade_all(pool, "42", "42")
     spinning = [child for child in psutil.Process().children(recursive=True) if child.cpu_percent(0.3) > 50]
     assert not spinning, [child.cmdline() for child in spinning]
 
 
-def test_a_crash_and_an_exception_cost_their_own_answer_only(pool):
-    assert ask(pool, "42", "die", "fail", "41", "die", "42") == [1.0, "crash", "error", 0.0, "crash", 1.0]
+def test_of_answers_that_share_a_message_only_the_guilty_one_fails(pool):
+    texts = ["42", "41"] * 50
+    for place, text in ((3, "hang"), (40, "die"), (77, "fail"), (78, "fill")):
+        texts[place] = text
+    outcomes = said(grade_all(pool, *texts))
+    wanted = [1.0, 0.0] * 50
+    wanted[3], wanted[40], wanted[77], wanted[78] = "deadline", "crash", "error", "crash"
+    assert outcomes == wanted
 
 
-def test_an_answer_does_not_take_the_nodes_memory(pool):
-    assert ask(pool, "42", "swell", "42") == [1.0, "crash", 1.0]
+def test_the_deadline_is_each_answer_s_own(pool):
+    assert said(grade_all(pool, *["nap"] * 60)) == [0.0] * 60
 
 
-def test_what_it_said_is_told(pool):
-    (result,) = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer("fail"),))]))
-    assert result == Failure("error", "ValueError: a grader with a defect")
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("die", "crash", "the worker died with exit code 3"),
+        ("fail", "error", "ValueError: a grader with a defect"),
+        ("fill", "crash", "the worker had no memory left"),
+        ("few", "error", "ValueError: 0 grades for 1 answers"),
+    ],
+)
+def test_a_failure_says_what_happened(pool, text, kind, reason):
+    assert grade_all(pool, text, "42") == [Failure(kind, reason), (Grade(1.0, {"length": 2.0}),)]
 
 
-def test_a_group_has_the_time_of_all_its_answers(pool):
-    (grades,) = asyncio.run(pool.grade_all([Job(Misbehaving(), (Answer("41"), Answer("42")))]))
-    assert [grade.score for grade in grades] == [0.0, 1.0]
+def test_a_grader_that_workers_cannot_import_is_an_error(pool):
+    outcomes = grade_all(pool, "42", grader=ElsewhereOnly())
+    assert outcomes == [Failure("error", "KeyError: 'no such variable'")]
+    assert said(grade_all(pool, "42")) == [1.0]
 
 
-def test_comparing_strings_needs_no_process():
+def test_workers_that_are_killed_from_outside_are_replaced(pool):
+    grade_all(pool, "42")
+    for child in psutil.Process().children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+    assert said(grade_all(pool, "42", "41", "42")) == [1.0, 0.0, 1.0]
+
+
+def test_the_answers_of_a_group_are_graded_together(pool):
+    group = Job(obey, (Answer("42"), Answer("41"), Answer("42")))
+    assert asyncio.run(pool.grade_all([group, group])) == [(obey(group.answers))] * 2
+
+
+def test_an_instant_grader_needs_no_process():
     with GraderPool(num_workers=1) as pool:
         started = time.perf_counter()
-        jobs = [
-            Job(BuiltIn("exact_match", ShapeSettings()), (Answer(text, "42"),), is_instant=True)
-            for text in ("42", " 42", "41")
-        ]
-        assert [grades[0].score for grades in asyncio.run(pool.grade_all(jobs))] == [1.0, 1.0, 0.0]
+        grader = BuiltIn("exact_match", ShapeSettings())
+        jobs = [Job(grader, (Answer(text, "42"),), grader.is_instant) for text in ("42", " 42", "41")]
+        outcomes = asyncio.run(pool.grade_all(jobs))
+        assert said(outcomes) == [1.0, 1.0, 0.0]
         assert time.perf_counter() - started < 0.2

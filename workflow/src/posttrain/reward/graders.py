@@ -30,7 +30,7 @@ DEADLINE_SECONDS = 10.0
 NUM_WORKERS = 2
 # Beyond what a worker has mapped when it starts; the largest answer of the labelled ones takes 200 MiB.
 MEMORY_BYTES = 1 << 30
-# A round trip to a worker costs a third of a millisecond and a plain number a tenth: several share one.
+# A plain number takes a tenth of a millisecond and a round trip to a worker ten times that: several share one.
 _JOBS_PER_MESSAGE = 32
 
 Grades = tuple[Grade, ...]
