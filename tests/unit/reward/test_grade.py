@@ -2,7 +2,15 @@ import time
 
 import pytest
 
-from posttrain.reward.grade import grade
+from posttrain.config.reward import BUILT_IN
+from posttrain.reward.answer import Answer
+from posttrain.reward.grade import GRADERS
+from posttrain.reward.grade import grade as grade_answer
+
+
+def grade(name, response, label):
+    return grade_answer(name, Answer(response, label)).score
+
 
 EXACT = [
     ("1134", "1134", 1.0),
@@ -33,7 +41,7 @@ MATH = [
     (r"\boxed{x^{2}+1}", "x^{2}-1", 0.0),
     (r"\boxed{}", "", 0.0),
     (r"\boxed{ 7 }", "7", 1.0),
-    (r"\boxed{\$5}", "5", 0.0),
+    (r"\boxed{\$5}", "5", 1.0),
     (r"\boxed{$5$}", "5", 1.0),
     (r"\boxed{50\%}", "50", 1.0),
     # a box that is not closed is none
@@ -43,7 +51,7 @@ MATH = [
     ("first 41, then 42.", "42", 1.0),
     ("first 42, then 41.", "42", 0.0),
     ("it is 1,234,567 metres", "1234567", 1.0),
-    ("one of 1,2", "2", 1.0),
+    ("one of 1,2", "2", 0.0),
     ("one of 1,2", "12", 0.0),
     ("-3", "-3", 1.0),
     ("3", "-3", 0.0),
@@ -93,6 +101,5 @@ def test_hostile_text_is_graded_in_no_time(response):
     assert time.perf_counter() - started < 1.0
 
 
-def test_an_unknown_grader_is_an_error():
-    with pytest.raises(KeyError, match="exact"):
-        grade("exact", "1", "1")
+def test_the_names_that_a_configuration_may_have():
+    assert set(BUILT_IN) == GRADERS.keys()
