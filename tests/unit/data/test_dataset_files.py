@@ -72,6 +72,7 @@ def test_two_local_files_give_messages(make, read, tmp_path):
             "prompt": [{"role": "user", "content": text}],
             "label": text.upper(),
             "columns": {"answer": text.upper()},
+            "is_text": True,
         }
         for text in "abc"
     ]

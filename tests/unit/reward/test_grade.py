@@ -45,7 +45,7 @@ MATH = [
     (r"\boxed{$5$}", "5", 1.0),
     (r"\boxed{50\%}", "50", 1.0),
     # a box that is not closed is none
-    (r"1 or \boxed{2", "2", 1.0),
+    (r"1 or \boxed{2", "2", 0.0),
     # the last number
     ("the answer is 42", "42", 1.0),
     ("first 41, then 42.", "42", 1.0),
