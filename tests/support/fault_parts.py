@@ -29,6 +29,7 @@ PARTS = {
     "cuda": "what a first run on GPUs meets, on fake CUDA (`make env-fake-cuda`)",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
+    "graders": "10,000 hostile responses and a bystander",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",
 }

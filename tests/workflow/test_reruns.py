@@ -19,7 +19,8 @@ FETCHED = {"list_hf_checkpoint", "download_hf_checkpoint", "finalize_hf_checkpoi
 PATCHED = {"patch_hf_config"}
 CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
 QUANTISED = {"quantize", "finalize_quantized"}
-STAGED = {"stage_to_node_local", "stage_all_nodes"}
+# What a run does before it trains.
+STAGED = {"stage_to_node_local", "stage_all_nodes", "check_data"}
 TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate", "render_report"}
 
 

@@ -175,7 +175,8 @@ def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
         {letter: sympy.Rational(*point) + sympy.Rational(place, 13) for place, letter in enumerate(letters)}
         for point in (_POINTS if letters else _POINTS[:1])
     ]
-    pairs = [(left.subs(point).evalf(_DIGITS), right.subs(point).evalf(_DIGITS)) for point in points]
+    # Not `subs`: exact numbers in nested roots take exponential time.
+    pairs = [tuple(side.evalf(_DIGITS, subs=point) for side in (left, right)) for point in points]
     finite = [pair for pair in pairs if all(value.is_number and not value.has(*_undefined()) for value in pair)]
     real = [pair for pair in finite if all(value.is_real for value in pair)]
     return real if len(real) > 1 else finite

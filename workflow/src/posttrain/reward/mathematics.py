@@ -50,13 +50,14 @@ def math_deepscaler(answer: Answer) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last complete \\boxed{...}, without boxes around it; None where there is none.
+    """Return the content of the last complete \\boxed{...}, the inner one of two; None where there is none.
 
     Args:
         text: Of any length and any form; the time is linear.
     """
     starts: list[tuple[int, int]] = []
-    depth, found, place = 0, None, 0
+    depth, place = 0, 0
+    found = (-1, -1)
     while (place := _next_brace(text, place)) >= 0:
         if text[place] == "{":
             if text.endswith(_BOXED, 0, place + 1):
@@ -65,12 +66,11 @@ def last_boxed(text: str) -> str | None:
         else:
             depth -= 1
             if starts and starts[-1][0] == depth:
-                begin = starts.pop()[1]
-                found = found if found and begin < found[0] and _BOXED not in text[begin : found[0]] else (begin, place)
+                found = max(found, (starts.pop()[1], place))
             elif depth < 0:
                 depth, starts = 0, []
         place += 1
-    return None if found is None else text[found[0] : found[1]]
+    return text[found[0] : found[1]] if found[0] >= 0 else None
 
 
 def _next_brace(text: str, place: int) -> int:
