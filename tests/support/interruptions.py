@@ -50,7 +50,7 @@ OUTPUTS = {
     "finalize_torch_dist": ["tiny/*/torch_dist-????????.receipt.json"],
     "quantize": ["tiny/*/rollout_fp8-*.parts/*.receipt.json"],
     "finalize_quantized": ["tiny/*/rollout_fp8-????????.receipt.json"],
-    "check_data": ["tiny-*/data_check.json"],
+    "approve_data": ["tiny-*/data_check.json"],
     "resolve_config": ["tiny-*/experiment.yaml", "tiny-*/config.resolved.yaml"],
     "stage_to_node_local": ["tiny-*/node_local/*.json", "tiny-*/node_local.staged"],
     "export_hf": ["tiny-*/hf.parts/*.receipt.json"],

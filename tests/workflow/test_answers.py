@@ -93,6 +93,18 @@ def test_verify_rollout_weights(finished: WorkflowFolder) -> None:
     assert json.loads(report.read_text()) != json.loads(told[0])
 
 
+def test_check_data(finished: WorkflowFolder) -> None:
+    (prompts,) = finished.store.glob("datasets/*/train.jsonl")
+
+    def change() -> None:
+        first, *others = prompts.read_text().splitlines(keepends=True)
+        prompts.write_text("".join([json.dumps({**json.loads(first), "label": "another"}) + "\n", *others]))
+
+    before, after = asked_twice(finished, "check_data", change)
+    assert "label: another" not in before
+    assert "label: another" in after
+
+
 def test_benchmark_serving(finished: WorkflowFolder) -> None:
     shard = sorted((finished.run_folder / "hf").glob("*.safetensors"))[0]
     assert shard.name in asked_twice(finished, "benchmark_serving", lambda: flip_a_byte(shard), code=1)[1]

@@ -20,7 +20,7 @@ PATCHED = {"patch_hf_config"}
 CONVERTED = {"convert_hf_to_torch_dist", "finalize_torch_dist"}
 QUANTISED = {"quantize", "finalize_quantized"}
 # What a run does before it trains.
-STAGED = {"stage_to_node_local", "stage_all_nodes", "check_data"}
+STAGED = {"stage_to_node_local", "stage_all_nodes", "approve_data"}
 TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate", "render_report"}
 
 

@@ -22,8 +22,8 @@ rule fork_checkpoint:
 CHECKED = receipt_of(PATHS.data_check)
 
 
-rule check_data:
-    """Looks at prompts, labels, tokenizer and graders together, before anything is trained."""
+rule approve_data:
+    """Grades every label as if it were the response, before anything is trained."""
     input:
         checkpoint=receipt_of(PATHS.hf_patched),
         dataset=receipt_of(PATHS.dataset),
@@ -32,26 +32,39 @@ rule check_data:
         receipt=CHECKED,
         found=PATHS.data_check,
     log:
-        PATHS.run_log("check_data"),
+        PATHS.run_log("approve_data"),
     benchmark:
-        PATHS.run_log("check_data").with_suffix(".benchmark.tsv")
+        PATHS.run_log("approve_data").with_suffix(".benchmark.tsv")
     priority: 50
     params:
-        format_version=FORMAT_VERSIONS["check_data"],
+        format_version=FORMAT_VERSIONS["approve_data"],
         # Whoever lowers a limit, or mends the grader, is told anew.
         settings=json.dumps([dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]),
         checkpoint=PATHS.hf_patched,
         dataset=PATHS.dataset,
     message:
-        f"check prompts, labels and graders{NEEDS.message('check_data')}"
+        f"check prompts, labels and graders{NEEDS.message('approve_data')}"
     shell:
         runs(
-            "check_data",
+            "approve_data",
             FROM_CONFIG,
             "--checkpoint {params.checkpoint:q}",
             "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --output {output.found:q}",
             where=IN_IMAGE,
         )
+
+
+rule check_data:
+    """Answers: what prompts, labels, tokenizer and graders say of each other."""
+    input:
+        receipt_of(PATHS.hf_patched),
+        receipt_of(PATHS.dataset),
+    log:
+        PATHS.run_log("check_data"),
+    message:
+        f"show prompts, grade every label of {RESOLVED.run}"
+    shell:
+        runs("check_data", FROM_CONFIG, where=IN_IMAGE)
 
 
 rule train_grpo:

@@ -27,7 +27,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "make_tiny_model": 1,
     "download_hf_checkpoint": 1,
     "finalize_hf_checkpoint": 1,
-    "check_data": 1,
+    "approve_data": 1,
     "download_dataset": 2,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,

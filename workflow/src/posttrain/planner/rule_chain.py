@@ -79,13 +79,13 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
 
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
     ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_quantized")
-    before = (*ready, "check_data", "fork_checkpoint")
+    before = (*ready, "approve_data", "fork_checkpoint")
     checked = ("patch_hf_config", "download_dataset")
     exported, evaluated = ("finalize_export_hf", "download_dataset"), ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
     return [
         RuleNode("fork_checkpoint", "begins with another run's state", ()),
-        RuleNode("check_data", "shows prompts, grades every label", checked),
+        RuleNode("approve_data", "grades every label as a response", checked),
         RuleNode("evaluate before", "pass rate of the model as it came", checked),
         RuleNode("train_grpo", "rollout, update, weight sync", before),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),

@@ -32,7 +32,7 @@ def main() -> None:
     inputs = {"dataset": dataset.digest}
     write_json(args.output, {**found.as_dict(), "inputs": inputs})
     files = record_files(args.output.parent, [args.output.name])
-    write_receipt(receipt_of(args.output), Receipt("check_data", files, inputs, {}), started)
+    write_receipt(receipt_of(args.output), Receipt("approve_data", files, inputs, {}), started)
 
 
 if __name__ == "__main__":

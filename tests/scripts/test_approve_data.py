@@ -1,0 +1,43 @@
+import json
+import subprocess
+import sys
+
+from tests.support.evaluation_inputs import ROOT, make_inputs
+
+from posttrain.artifacts import receipt_of, record_files, write_receipt
+from posttrain.artifacts.receipts import Receipt
+from posttrain.data.sort_digits import generate_prompts
+
+
+def approve(folder, overrides):
+    arguments = make_inputs(folder, overrides)
+    dataset = folder / "dataset"
+    train, _ = generate_prompts(4, 50, 1, seed=0)
+    (dataset / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
+    write_receipt(receipt_of(dataset), Receipt("download_dataset", record_files(dataset), {}, {}))
+    place = arguments.index("--checkpoint-receipt")
+    del arguments[place : place + 2]
+    output = folder / "run" / "data_check.json"
+    more = ["--dataset-receipt", receipt_of(dataset), "--output", output]
+    words = [sys.executable, ROOT / "scripts" / "approve_data.py", *arguments, *more]
+    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120)
+    return ended, output
+
+
+def test_what_is_approved_is_written_with_a_receipt(tmp_path):
+    ended, output = approve(tmp_path, "")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(output.read_text())
+    assert found["labels"][0]["own"] == 1.0
+    assert len(found["examples"]) == 10
+    assert receipt_of(output).exists()
+
+
+def test_what_is_refused_leaves_nothing(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def f(completions, **_):\n    return [0.0 for _ in completions]\n")
+    ended, output = approve(tmp_path, f"data.reward={own}:f")
+    assert ended.returncode == 1
+    assert "gives full marks to 0.0% of 50 labels" in ended.stderr
+    assert not output.exists()
+    assert not receipt_of(output).exists()

@@ -1,0 +1,17 @@
+from pathlib import Path
+
+import pytest
+
+from posttrain.artifacts import Paths
+from posttrain.commands.check_data import main
+from posttrain.errors import ConfigError
+from posttrain.planner.resolve import resolve
+
+CONFIG = Path(__file__).parents[3] / "config"
+
+
+def test_what_is_not_made_yet_is_told_with_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="2 problems") as refused:
+        main(Paths(resolve({"model": "tiny", "site": "local"}, CONFIG)))
+    assert "`snakemake --cores 2 check_data` makes them" in str(refused.value)
