@@ -94,7 +94,7 @@ def test_the_page_shows_what_an_engineer_looks_for(run, html):
         "Reward and pass rate",
     )
     assert [piece for piece in wanted if piece not in text] == []
-    for wrong in ("['", "1 values", "0 files", "0 B", "230 kB"):
+    for wrong in ("['", " 1 values", " 0 files", " 0 B", "230 kB"):
         assert wrong not in text
     assert "evaluation after evaluate 1 " in " ".join(text.split()), "a result is one file"
     # Learning rate and first update's ratio, which never change, are a line of text.

@@ -86,7 +86,10 @@ def test_the_change_is_told_with_its_ends(run: RunData) -> None:
 
 
 def test_a_run_whose_rewards_were_all_equal_has_learned_nothing(tmp_path: Path) -> None:
-    for reward, what in ((0.0, "a right answer has reward 0"), (1.0, "prompts that the model gets right now and then")):
+    for reward, what in (
+        (0.0, "tells whether data.reward can read the labels"),
+        (1.0, "prompts that the model gets right now and then"),
+    ):
         made = make_run(tmp_path / str(reward), num_steps=5, reward=reward)
         verdict = judge_run(read_run(made.inputs))
         assert (verdict.level, verdict.headline) == ("bad", "Nothing was learned")
