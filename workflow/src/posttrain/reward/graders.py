@@ -99,8 +99,9 @@ class GraderPool:
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
-        settings = {"initializer": _prepare, "initargs": (self._memory_bytes,), "context": self._context}
-        return ProcessPool(self._num_workers, **settings)
+        return ProcessPool(
+            self._num_workers, initializer=_prepare, initargs=(self._memory_bytes,), context=self._context
+        )
 
     def __enter__(self) -> GraderPool:
         return self
@@ -150,7 +151,14 @@ class GraderPool:
         if not self._pool.active:
             self._pool.join()
             self._pool = self._start()
-        return await asyncio.gather(*(self._ask([jobs[place] for place in message]) for message in messages))
+        # As many as the workers need next: what waits for its turn is not copied into a message yet.
+        turns = asyncio.Semaphore(2 * self._num_workers)
+
+        async def ask(message: Sequence[int]) -> list[Grades | Failure] | Failure | None:
+            async with turns:
+                return await self._ask([jobs[place] for place in message])
+
+        return await asyncio.gather(*(ask(message) for message in messages))
 
     async def _ask(self, jobs: Sequence[Job]) -> list[Grades | Failure] | Failure | None:
         """Have one worker grade jobs, all within one deadline; None where the pool broke before it could."""
