@@ -20,7 +20,7 @@ def obey(answers):
         if answer.text == "die":
             os._exit(3)
         if answer.text == "fill":
-            bytearray(1 << 40)
+            bytearray(2 << 30)
         grades.append(Grade(float(answer.text == "42"), {"length": len(answer.text)}))
     return tuple(grades) if "few" not in answers[0].text else ()
 

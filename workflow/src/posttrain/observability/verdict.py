@@ -155,9 +155,7 @@ def _rewards(run: RunData) -> list[Finding]:
     if low < high:
         spread = f"mean rewards of {format_number(low)} to {format_number(high)}"
     if high == 0:
-        remedy = (
-            "`posttrain check-data` tells whether data.reward reads the labels of data.label_key; look at the samples"
-        )
+        remedy = "`posttrain check-data` tells whether data.reward can read the labels; then look at the samples"
     else:
         remedy = "take prompts that the model gets right now and then, or raise rollout.num_samples_per_prompt"
     if mean == 1:

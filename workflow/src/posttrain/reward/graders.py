@@ -152,7 +152,14 @@ class GraderPool:
         if not self._pool.active:
             self._pool.join()
             self._pool = self._start()
-        return await asyncio.gather(*(self._ask([jobs[place] for place in message]) for message in messages))
+        # As many as the workers need next: what waits for its turn is not copied into a message yet.
+        turns = asyncio.Semaphore(2 * self._num_workers)
+
+        async def ask(message: Sequence[int]) -> list[Grades | Failure] | Failure | None:
+            async with turns:
+                return await self._ask([jobs[place] for place in message])
+
+        return await asyncio.gather(*(ask(message) for message in messages))
 
     async def _ask(self, jobs: Sequence[Job]) -> list[Grades | Failure] | Failure | None:
         """Have one worker grade jobs, all within one deadline; None where the pool broke before it could."""
