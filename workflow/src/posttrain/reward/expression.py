@@ -18,7 +18,7 @@ _MAX_COMMANDS = 60
 _MAX_CELLS = 64
 _REFUSED = re.compile(
     r"\d{201}"  # numbers of any length
-    r"|\d_|\d\.\d+\.\d|--|\+\+"  # no numbers
+    r"|\d_|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+"  # no numbers
     r"|[-+*/^=]$|^[*/^]"  # half an expression
     r"|\^ ?\{? ?-? ?\d{5}"  # exponents over 9,999
     r"|\^ ?\{[^{}]*\d ?\^|\^ ?\d ?\^|\^ ?\{[^{}]*\^[^{}]*\{[^{}]*\^"  # towers of powers

@@ -30,6 +30,8 @@ DEADLINE_SECONDS = 10.0
 NUM_WORKERS = 2
 # Beyond what a worker has mapped when it starts; the largest answer of the labelled ones takes 200 MiB.
 MEMORY_BYTES = 1 << 30
+# To start a worker takes a second, and on a machine that is busy with else much more.
+_START_SECONDS = 180.0
 # A plain number takes a tenth of a millisecond and a round trip to a worker ten times that: several share one.
 _JOBS_PER_MESSAGE = 32
 
@@ -168,7 +170,13 @@ class GraderPool:
             # A function that the worker cannot import would end the worker while it receives a message, and the
             # message would be lost: it is packed here and unpacked where errors are caught.
             packed = pickle.dumps(list(jobs))
-            return await asyncio.wrap_future(self._pool.schedule(_grade_packed, args=(packed,), timeout=deadline))
+            future = asyncio.wrap_future(self._pool.schedule(_grade_packed, args=(packed,), timeout=deadline))
+            # A worker that is killed just as it takes a message takes it along, and its deadline never begins.
+            await asyncio.wait([future], timeout=_START_SECONDS + 3 * deadline)
+            if not future.done():
+                future.cancel()
+                return None
+            return future.result()
         except DeadlineMissed:
             return Failure("deadline", f"not graded within {deadline:g} s")
         except ProcessExpired as error:
