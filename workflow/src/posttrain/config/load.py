@@ -132,7 +132,7 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config.algorithm, merger.presets)
+    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
 
@@ -252,7 +252,7 @@ class _Merger:
         for key, value in lines[name].items():
             if f"algorithm.{key}" not in chosen:
                 self.add_value(f"algorithm.{key}", value, f"{self._dir.name}/{PRESETS}: {name}")
-        self.problems += unused_numbers(self._values, chosen)
+        self.problems += unused_numbers(schema_defaults() | self._values, chosen)
 
     def add_chosen(self, choose_layout: ChooseLayout) -> None:
         """Add the planner's layout; called last, because it depends on everything that the other layers set."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from posttrain.config.data import LOCAL_DATA
-from posttrain.config.derived import stage_chunks
+from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.launch_rules import LAUNCH_RULES
@@ -16,6 +16,7 @@ from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
+from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
@@ -115,7 +116,7 @@ def _architecture(config: Config) -> Problems:
 
 def _group(config: Config) -> Problems:
     # An advantage is the distance from the group's mean: of one response it is always 0, and nothing is learned.
-    if config.rollout.num_samples_per_prompt < 2:
+    if uses_engines(config) and config.rollout.num_samples_per_prompt < 2:
         remedy = "raise it; lower rollout.rollout_batch_size to keep the number of samples"
         yield Problem("rollout.num_samples_per_prompt", "1", "at least 2: GRPO compares a prompt's responses", remedy)
 
@@ -243,6 +244,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _architecture,
     *LAYOUT_RULES,
     _group,
+    *SUPERVISED_RULES,
     *OPTIMIZER_RULES,
     _positions,
     _recomputation,

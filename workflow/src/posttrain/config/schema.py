@@ -166,6 +166,13 @@ class Training:
     num_steps: int = _doc("Rollout-and-train rounds", minimum=1)
     global_batch_size: int = _doc("Samples per optimizer step", minimum=1)
     seed: int = _doc("Seed of sampling and of the model-parallel RNG", minimum=0)
+    objective: str = _doc(
+        "rl: responses are sampled and learned from by their rewards (`algorithm`); sft: responses that the data give "
+        "become more likely, without engines (docs/sft.md)",
+        "rl",
+        choices=("rl", "sft"),
+        unnamed="rl",
+    )
 
 
 @dataclass(frozen=True)
