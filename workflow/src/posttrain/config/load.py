@@ -144,6 +144,7 @@ def experiment_of(config: schema.Config) -> dict[str, Any]:
     left out, and keys that are gone stay in their places.
     """
     sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+    sections["model"]["source"] = _named("source", config.model.source)
     sections["model"]["architecture"] = dimensions(config.model.architecture)
     return sections
 

@@ -14,6 +14,7 @@ from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
+from posttrain.config.request import RUN_NAME
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.config.supervised_rules import SUPERVISED_RULES
@@ -72,6 +73,13 @@ def _model_source(config: Config) -> Problems:
         yield from _repository("model.source.repo_id", source.repo_id)
         if source.revision != UNPINNED:
             yield from _pinned("model.source.revision", source.revision)
+    if source.kind == "run" and not re.fullmatch(RUN_NAME, source.run):
+        yield Problem(
+            "model.source.run", repr(source.run), "a run's name", "`snakemake status --cores 1` shows all runs"
+        )
+    if source.kind == "run" and source.revision and not re.fullmatch("[0-9a-f]{64}", source.revision):
+        allowed = "'', or the 64 hex digits of the export's receipt"
+        yield Problem("model.source.revision", repr(source.revision), allowed, "leave it out: it is found by itself")
     if source.kind == "folder" and not source.folder:
         yield Problem("model.source.folder", "''", "a folder", "give the folder of the checkpoint")
 

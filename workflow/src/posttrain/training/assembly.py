@@ -72,8 +72,7 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
-        policy = build_policy(config)
-        store = RolloutStore(run_folder / "rollouts")
+        policy, store = build_policy(config), RolloutStore(run_folder / "rollouts")
         client, maker, sinks = None, None, None
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
@@ -86,18 +85,15 @@ def open_run(
         source = stored if is_stored else SynchronousSource(runner, share, wait, client, maker)
         forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
         writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
-        comparison, publisher = None, None
-        if uses_engines(config):
-            weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
-            comparison = EngineComparison(config, policy, weights)
-            publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
+        weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
+        publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
             source=source,
-            comparison=comparison,
-            publisher=publisher,
+            comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
+            publisher=publisher if uses_engines(config) else None,
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
             sinks=sinks,
             traces=run_folder / "traces",
