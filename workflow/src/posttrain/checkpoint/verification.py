@@ -1,9 +1,10 @@
 """The proof of where every byte came from: each artefact's bytes are read again, each link is followed to the source.
 
 A link is the digest of a receipt that another receipt names. The chain ends at the Hub's own list of files, whose
-SHA-256 is compared too, at the local folder that was taken, or at a step that makes its output from a seed, or
-at what another run has exported, whose chain is its own. What is missing on the way counts as wrong. No name and no date is trusted. Files of the run that nothing proves are counted at
-the end. A hand that writes receipts anew, too, is not found out: whoever may write there is trusted.
+SHA-256 is compared too, at the local folder that was taken, at a step that makes its output from a seed, or at what
+another run has exported, whose chain is its own. What is missing on the way counts as wrong. No name and no date is
+trusted. Files of the run that nothing proves are counted at the end. A hand that writes receipts anew, too, is not
+found out: whoever may write there is trusted.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class Source:
     )
     repo_id: str = _doc("Hub repository, `owner/name`", "")
     revision: str = _doc(
-        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched. With "
-        "kind=run the digest of the exported model's receipt, found by itself",
+        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched. "
+        "With kind=run the digest of the exported model's receipt, found by itself",
         "",
     )
     folder: str = _doc("Folder with a checkpoint in Hub layout, for kind=folder", "")
