@@ -81,7 +81,7 @@ QWEN_LIKE = """{%- for m in messages %}<|im_start|>{{ m.role }}
 
 </think>
 
-{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}
+{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}
 {%- else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -127,7 +127,7 @@ def test_an_answer_of_qwen_ends_with_its_end_of_turn_and_nothing_behind_it(folde
     reasoned = {"role": "assistant", "content": "<think>\nso\n</think>\n\n1134"}
     assert shown(chat, chat.render_answered(MESSAGES, reasoned)[1]) == "<think>\nso\n</think>\n\n1134<|im_end|>"
     calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
-    assert shown(chat, chat.render_answered(MESSAGES, calling)[1]).endswith("<tool_call>add</tool_call><|im_end|>")
+    assert shown(chat, chat.render_answered(MESSAGES, calling)[1]).endswith("(add)<|im_end|>")
 
 
 def test_an_answer_without_any_end_of_turn_ends_the_text(folder):

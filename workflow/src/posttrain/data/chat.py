@@ -83,7 +83,7 @@ class ChatTokenizer:
             for turns, is_asked in ((messages, True), ([*messages, answer], False))
         )
         rest = whole.removeprefix(prompt)
-        if not whole.startswith(prompt) or not _holds(rest, str(answer.get("content") or "")):
+        if not whole.startswith(prompt) or not _ends_with(whole, prompt, str(answer.get("content") or "")):
             raise ConfigError([self._not_to_be_learned(prompt, whole)])
         tokens, stops = self.tokenizer.encode(rest, add_special_tokens=False), self._stops
         ends = [place for place, token in enumerate(tokens, start=1) if token in stops]
@@ -160,6 +160,8 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, list) else [ids])
 
 
-def _holds(text: str, part: str) -> bool:
-    """Tell whether a text has another in it; templates strip lines."""
-    return "".join(part.split()) in "".join(text.split())
+def _ends_with(text: str, prompt: str, answer: str) -> bool:
+    """Tell whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
+    squeezed, start, wanted = ("".join(some.split()) for some in (text, prompt, answer))
+    place = squeezed.rfind(wanted)
+    return not wanted or (place >= 0 and place + len(wanted) > len(start))
