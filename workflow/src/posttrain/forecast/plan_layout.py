@@ -106,10 +106,12 @@ def engines_by_gpu(config: Config) -> dict[int, str]:
 
 def _engine_of_each_gpu(config: Config) -> Iterator[str]:
     engine = config.engine
+    if not uses_engines(config):
+        return
     prefills = engine.pd.num_prefill_engines
     for index in range(prefills):
         yield from [f"prefill {index}"] * engine.pd.gpus_per_prefill_engine
-    for index in range(engine.num_engines if uses_engines(config) else 0):
+    for index in range(engine.num_engines):
         yield from [f"{'decode' if prefills else 'engine'} {index}"] * engine.gpus_per_engine
 
 
