@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a run of its own: no engine, the same bits after a kill, and a model that RL begins with."""
+"""Supervised fine-tuning as a run: no engine, the same bits after a kill, and a model that RL begins with."""
 
 from __future__ import annotations
 
