@@ -2,7 +2,9 @@
 from posttrain.artifacts import manifest_of
 from posttrain.data.raw_rows import local_files
 
-SOURCE_FOLDER = PATHS.made_model if CFG.model.source.kind == "made" else CFG.model.source.folder
+SOURCE_FOLDER = PATHS.source_folder
+# What a step has made has a receipt.
+SOURCE_RECEIPT = receipt_of(SOURCE_FOLDER) if CFG.model.source.kind in ("made", "run") else []
 # Of a folder that no rule makes, a changed file is a changed source.
 SOURCE_FILES = (
     sorted(path for path in Path(SOURCE_FOLDER).rglob("*") if path.is_file())
@@ -44,7 +46,7 @@ HF_PARTS = parts_of(PATHS.hf, CFG.download.num_parts)
 rule list_hf_checkpoint:
     """Lists what a Hub repository or a folder holds, with sizes and hashes."""
     input:
-        made=receipt_of(PATHS.made_model) if CFG.model.source.kind == "made" else [],
+        made=SOURCE_RECEIPT,
         files=SOURCE_FILES,
     output:
         update(manifest_of(PATHS.hf)),

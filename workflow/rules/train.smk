@@ -1,4 +1,5 @@
 # Training: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
+from posttrain.config.derived import uses_engines
 
 
 rule fork_checkpoint:
@@ -19,7 +20,9 @@ rule fork_checkpoint:
         runs("fork_checkpoint", FROM_CONFIG, "--receipt {output:q}")
 
 
-CHECKED = receipt_of(PATHS.data_check)
+CHECKED, IS_TRAINED = receipt_of(PATHS.data_check), PATHS.train_done.exists()
+# Given responses have no reward.
+IS_GRADED = uses_engines(CFG)
 
 
 rule approve_data:
@@ -74,7 +77,7 @@ rule train_grpo:
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
         # What was trained by a version without this check stays trained.
-        checked=until_made(PATHS.train_done, CHECKED) if CHECKED.exists() or not PATHS.train_done.exists() else [],
+        checked=until_made(PATHS.train_done, CHECKED) if IS_GRADED and (CHECKED.exists() or not IS_TRAINED) else [],
         # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),

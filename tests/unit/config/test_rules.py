@@ -105,6 +105,15 @@ VIOLATIONS = (
     ("glm5", "rollout.overlong_samples=cut rollout.max_prompt_tokens=32768", ["trainer.max_tokens_per_gpu"]),
     ("tiny", "rollout.max_prompt_tokens=249", ["rollout.max_response_tokens"]),
     ("tiny", "rollout.num_samples_per_prompt=1", ["training.global_batch_size", "rollout.num_samples_per_prompt"]),
+    # Given responses have no groups, and none of what belongs to sampling.
+    ("tiny", "training.objective=sft", ["rollout.num_samples_per_prompt", "rollout.fp8"]),
+    (
+        "tiny_qwen3",
+        "training.objective=sft rollout.num_samples_per_prompt=1 training.global_batch_size=16 rollout.fp8=false "
+        "rollout.temperature=0.7 data.response_key=why",
+        ["rollout.temperature", "data.response_key"],
+    ),
+    ("tiny", "model.source.kind=run", ["model.source.run"]),
     # 80 steps, of two updates each.
     ("tiny", "optimizer.lr_warmup_steps=81", ["optimizer.lr_warmup_steps"]),
     ("tiny", "logging.profile_steps=[81]", ["logging.profile_steps"]),

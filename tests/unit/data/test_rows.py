@@ -259,3 +259,26 @@ def test_a_wrong_template_or_key_is_told_before_the_rows(tmp_path):
         with pytest.raises(ConfigError, match=rf"data\.{key} = "):
             _read(path, **reading)
     assert PromptTemplate("{prompt}").columns == set()
+
+
+def test_a_response_to_learn_stands_in_a_column_of_its_own(tmp_path):
+    answer = [{"role": "assistant", "content": "2, of course"}]
+    rows = [
+        {"prompt": "1+1", "label": "2", "why": "because"},
+        {"prompt": "1+2", "label": "3", "why": answer},
+        {"prompt": "1+3", "label": "4"},
+        {"prompt": "1+4", "label": "5", "why": 5},
+        {"prompt": "1+5", "label": "6", "why": [*answer, *answer]},
+        {"prompt": "1+6", "label": "7", "why": [{"role": "user", "content": "no"}]},
+    ]
+    found = _read(_write(tmp_path / "train.jsonl", rows), response_key="why")
+    assert [row.columns["why"] for row in found.rows] == ["because", answer]
+    assert list(_reasons(found)) == ["line 3", "line 4", "line 5", "line 6"]
+    assert "expected a text or one message of the assistant" in _reasons(found)["line 4"]
+
+
+def test_a_response_is_kept_where_rewards_do_not_read_it(tmp_path):
+    row = {"problem": "1+1", "solution": "so 2", "answer": "2", "generations": ["<think>a</think>2"]}
+    path = _write(tmp_path / "train.jsonl", [row])
+    assert "generations" not in _read(path).rows[0].columns
+    assert _read(path, response_key="generations[0]").rows[0].columns["generations"] == ["<think>a</think>2"]

@@ -303,7 +303,7 @@ def test_given_responses_are_learned_without_rollout_engine_or_old_log_probabili
     losses = [one.loss for one in said]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
-    assert all((list(one.named), one.outcome) == (["entropy"], "applied") for one in said)
+    assert all((sorted(one.named), one.outcome) == (["entropy", "logprob_mean"], "applied") for one in said)
 
 
 def test_an_update_without_signal_moves_no_weight_but_by_choice(make_policy) -> None:

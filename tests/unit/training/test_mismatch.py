@@ -81,3 +81,4 @@ def test_the_progress_line_is_loud_above_the_limit() -> None:
     assert progress_note(metrics) == "reward 0.250"
     assert progress_note({**metrics, "mismatch/share_of_limit": 7.104}) == "reward 0.250, MISMATCH 7.1 x its limit"
     assert progress_note({}) == "reward 0.000"
+    assert progress_note({"train/loss": 2.0, "train/perplexity": 7.389}) == "perplexity 7.389", "of given responses"

@@ -70,7 +70,7 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
         is_outside = not isinstance(error, ConfigError | CheckpointError)
         if is_outside and os.environ.get("POSTTRAIN_TRACEBACK"):
             raise
-        if refusal := explain(error):
+        if refusal := str(error) if isinstance(error, ConfigError) else explain(error):
             leave_last_words(refusal)
             _refuse(refusal)
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""

@@ -1,8 +1,14 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from posttrain.planner.problems import find_warnings
+from posttrain.config.load import Resolved
+from posttrain.forecast.plan import build_plan
+from posttrain.forecast.plan_layout import engines_by_gpu
+from posttrain.launch.placement import engines_on_node
+from posttrain.planner.problems import find_problems, find_warnings
+from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.activations import (
     MicroBatch,
     forward_bytes,
@@ -24,8 +30,10 @@ from posttrain.planner.sizing.memory_phases import (
     save_staging_bytes,
 )
 from posttrain.planner.sizing.phases import ASLEEP, PHASES
+from posttrain.planner.timing.step_time import step_durations
 from posttrain.training.phases import PhaseClock
 
+CONFIG = Path(__file__).parents[4] / "config"
 STAGE_1 = range(20, 40)
 
 
@@ -57,6 +65,27 @@ def test_who_is_awake_is_on_the_gpu_and_who_sleeps_in_host_memory(resolved):
     held = (stage.weights_bytes + stage.optimizer_bytes) / GIB + served.weights_gib_per_gpu
     staged = rows["asleep"].host["save_staging"]  # a checkpoint may still be on its way to the disk
     assert rows["asleep"].host_gib == pytest.approx(held + staged)
+
+
+@pytest.mark.parametrize("model", ["glm5", "qwen3_4b"])
+def test_given_responses_leave_the_engines_room_to_the_trainer(model):
+    """No engine in any phase, on no GPU and in no host memory, and a trainer that never sleeps."""
+    sampled, given = (
+        resolve({"model": model, "site": "local", **recipe}, CONFIG).config for recipe in ({}, {"recipe": "sft"})
+    )
+    parts = {part for item in phase_memory(given) for part in (*item.gpu, *item.host)}
+    assert not {part for part in parts if part.startswith(("engine", "kv_pool", "sleeping", "sync"))}
+    assert all({"weights", "optimizer"} <= item.gpu.keys() for item in phase_memory(given))
+    assert any("engine_weights" in item.gpu for item in phase_memory(sampled))
+    huge = dataclasses.replace(given, engine=dataclasses.replace(given.engine, num_engines=999, gpus_per_engine=1))
+    assert [problem.key for problem in find_problems(huge)] == []
+    seconds = step_durations(given, 1e9)
+    assert (seconds["step_rollout"], seconds["step_weight_sync"], seconds["step_old_logprobs"]) == (0, 0, 0)
+    assert seconds["step_train"] > 0
+    plan = build_plan(Resolved(given, {}, "run"))
+    assert (plan["engine"]["num_engines"], plan["best_split"]) == (0, None)
+    assert engines_by_gpu(given) == {}
+    assert engines_on_node(given, 0) == []
 
 
 def test_the_pool_and_the_weights_of_an_engine_are_its_static_share(resolved):

@@ -7,67 +7,84 @@ from dataclasses import dataclass
 from posttrain.algorithm.parts import part_names
 from posttrain.document import ANY, _doc
 
+# Of what is learned from rewards: beside given responses it would be without effect.
+_OF_REWARDS = {"training.objective": ("rl",)}
+
 
 @dataclass(frozen=True)
 class Algorithm:
     """How the policy learns from rewards: five parts that any value of the others goes with."""
 
     preset: str = _doc(
-        "Line of `config/algorithms.yaml`: what it says stands between `base.yaml` and the model's file", unnamed=ANY
+        "Line of `config/algorithms.yaml`: what it says stands between `base.yaml` and the model's file",
+        unnamed=ANY,
+        used_by=_OF_REWARDS,
     )
-    advantage_estimator: str = _doc("How rewards become advantages", choices=part_names("advantage"))
+    advantage_estimator: str = _doc(
+        "How rewards become advantages", choices=part_names("advantage"), used_by=_OF_REWARDS
+    )
     normalize_by_std: bool = _doc(
         "Divide the group's advantages by its standard deviation (off: Dr. GRPO)",
-        used_by={"algorithm.advantage_estimator": ("grpo",)},
+        used_by=_OF_REWARDS | {"algorithm.advantage_estimator": ("grpo",)},
     )
     ratio_level: str = _doc(
         "What has one importance ratio: each token, a sequence (the product of its tokens' ratios), or a sequence by "
         "their geometric mean (GSPO)",
         choices=part_names("level"),
         unnamed="token",
+        used_by=_OF_REWARDS,
     )
     old_logprobs: str = _doc(
         "What the importance ratio compares with: log-probabilities of the trainer before the first update, or those "
         "that the engine reported when it sampled",
         choices=("trainer", "engine"),
         unnamed="trainer",
+        used_by=_OF_REWARDS,
     )
-    clip: str = _doc("How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled")
-    clip_ratio_low: float = _doc("The importance ratio is clipped below 1 - this", minimum=0, maximum=1)
-    clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0)
+    clip: str = _doc(
+        "How the importance ratio is bounded", choices=part_names("clip"), unnamed="decoupled", used_by=_OF_REWARDS
+    )
+    clip_ratio_low: float = _doc(
+        "The importance ratio is clipped below 1 - this", minimum=0, maximum=1, used_by=_OF_REWARDS
+    )
+    clip_ratio_high: float = _doc("The importance ratio is clipped above 1 + this", minimum=0, used_by=_OF_REWARDS)
     clip_ratio_dual: float = _doc(
         "Where the advantage is negative, a ratio above this counts as this",
         exclusive_minimum=1,
         unnamed=3.0,
-        used_by={"algorithm.clip": ("dual",)},
+        used_by=_OF_REWARDS | {"algorithm.clip": ("dual",)},
     )
     loss_aggregation: str = _doc("Denominator of the loss", choices=part_names("aggregation"))
     correction: str = _doc(
-        "How the difference between trainer and engine is corrected", choices=part_names("correction"), unnamed="none"
+        "How the difference between trainer and engine is corrected",
+        choices=part_names("correction"),
+        unnamed="none",
+        used_by=_OF_REWARDS,
     )
     correction_level: str = _doc(
         "What has one factor of the correction",
         choices=part_names("level"),
         unnamed="token",
-        used_by={"algorithm.correction": ("mask", "truncate")},
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
     )
     correction_low: float = _doc(
         "A smaller factor of the correction becomes 0",
         minimum=0,
         unnamed=0.0,
-        used_by={"algorithm.correction": ("mask",)},
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask",)},
     )
     correction_high: float = _doc(
         "Largest factor of the correction",
         exclusive_minimum=0,
         unnamed=2.0,
-        used_by={"algorithm.correction": ("mask", "truncate")},
+        used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
     )
     zero_advantages: str = _doc(
         "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
         "weight decay move them (update)",
         choices=("skip", "update"),
         unnamed="update",
+        used_by=_OF_REWARDS,
     )
     non_finite: str = _doc(
         "A non-finite loss or gradient norm ends the run (abort) or is counted and leaves the "

@@ -26,7 +26,7 @@ class SupervisedFineTuning:
     """
 
     needs = Needs()
-    statistics: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ("logprob_mean",)
 
     def __init__(self, loss_aggregation: str, longest: int):
         self._loss_aggregation, self._longest = loss_aggregation, longest
@@ -43,4 +43,4 @@ class SupervisedFineTuning:
         self, logprobs: torch.Tensor, batch: TokenBatch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """See `Objective`."""
-        return -logprobs * batch.advantages, {}
+        return -logprobs * batch.advantages, {"logprob_mean": logprobs.detach()}

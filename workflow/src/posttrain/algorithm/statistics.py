@@ -47,6 +47,7 @@ def _doc_of_bin(part: int, place: int) -> str:
 
 STATISTICS: Mapping[str, Statistic] = {
     "entropy": Statistic("Mean entropy of the policy at response tokens, at the sampling temperature", unit="nats"),
+    "logprob_mean": Statistic("Mean log-probability of the given response tokens", unit="nats"),
     "importance_ratio_mean": Statistic("Mean of exp(logprobs - old_logprobs) over response tokens"),
     "importance_ratio_square_mean": Statistic("Mean of its square; with the mean it gives the effective sample size"),
     "first_update_ratio_max_abs_deviation": Statistic(

@@ -72,6 +72,8 @@ class Paths:
         model = self.resolved.config.model
         if model.source.kind == "hub":
             return model.source.revision[:12]
+        if model.source.kind == "run":
+            return f"run{model.source.revision[:9]}"
         if model.source.kind == "folder":
             return f"folder{digest8(os.path.abspath(model.source.folder))[:6]}"
         return f"made{digest8(self._made_from())}"
@@ -86,6 +88,19 @@ class Paths:
     def made_model(self) -> Path:
         """The model that make_tiny_model makes, in the layout of a Hub repository."""
         return self.store / "made" / f"{self.resolved.config.model.name}-{digest8(self._made_from())}"
+
+    @property
+    def source_export(self) -> Path:
+        """What the run has trained that `model.source` names, in Hub layout."""
+        config = self.resolved.config
+        return Path(config.site.results) / config.model.source.run / "hf"
+
+    @property
+    def source_folder(self) -> Path:
+        """Where the model's files come from, when they are on this machine."""
+        source = self.resolved.config.model.source
+        of_kind = {"made": self.made_model, "run": self.source_export}
+        return of_kind.get(source.kind, Path(source.folder))
 
     @property
     def hf(self) -> Path:

@@ -1,9 +1,10 @@
 """The proof of where every byte came from: each artefact's bytes are read again, each link is followed to the source.
 
 A link is the digest of a receipt that another receipt names. The chain ends at the Hub's own list of files, whose
-SHA-256 is compared too, at the local folder that was taken, or at a step that makes its output from a seed. What is
-missing on the way counts as wrong. No name and no date is trusted. Files of the run that nothing proves are counted at
-the end. A hand that writes receipts anew, too, is not found out: whoever may write there is trusted.
+SHA-256 is compared too, at the local folder that was taken, at a step that makes its output from a seed, or at what
+another run has exported, whose chain is its own. What is missing on the way counts as wrong. No name and no date is
+trusted. Files of the run that nothing proves are counted at the end. A hand that writes receipts anew, too, is not
+found out: whoever may write there is trusted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
     verdicts = [Verdict(a, problems=[a.damage] if a.damage else []) for a in artefacts]
     readable = [verdict for verdict in verdicts if verdict.artefact.receipt is not None]
     for verdict in readable:
-        _follow_links(verdict, known)
+        if verdict.artefact.receipt_path == receipt_of(paths.source_export):
+            verdict.made_from.append(f"{paths.source_export.parent}: `posttrain verify` of that run goes on")
+        else:
+            _follow_links(verdict, known)
         verdict.problems.extend(_unlike_run(verdict.artefact, paths))
         verdict.problems.extend(_unlisted_files(verdict.artefact))
     _check_files(readable, content)
@@ -159,7 +163,7 @@ def raise_bad_files(verdicts: Iterable[Verdict]) -> None:
 def _find_gaps(paths: Paths, found: Iterable[Artefact], whole_run: bool) -> Iterator[Artefact]:
     """Yield what must have a receipt and has none."""
     store = [paths.dataset, paths.hf, paths.hf_patched, paths.torch_dist, paths.rollout_weights]
-    made = [paths.made_model] if paths.resolved.config.model.source.kind == "made" else []
+    made = [paths.source_folder] if paths.resolved.config.model.source.kind in ("made", "run") else []
     needed = [receipt_of(folder) for folder in (*made, *store)]
     needed += [paths.train_done, receipt_of(paths.hf_export)] if whole_run else []
     there = {artefact.receipt_path for artefact in found}

@@ -65,6 +65,12 @@ class Data:
     label_key: str = _doc(
         "Where the label is: a column or a path such as reward_model.ground_truth; as for `prompt_key`", "label"
     )
+    response_key: str = _doc(
+        "Where the response to learn is, a text or one assistant's message: a column or a path; '' takes the label",
+        "",
+        unnamed="",
+        used_by={"training.objective": ("sft",)},
+    )
     system_prompt: str = _doc("Put before every prompt, in the place of a system message that it has", "", unnamed="")
     prompt_template: str = _doc(
         "Put around every prompt's last user message: {prompt} is its text, {name} another column", "", unnamed=""

@@ -30,6 +30,11 @@ def data_parallel_size(config: Config) -> int:
     return world_size(config) // model_parallel_size(config)
 
 
+def uses_engines(config: Config) -> bool:
+    """Tell whether the training job has engines; given responses need none."""
+    return config.training.objective == "rl"
+
+
 def rollout_samples_per_step(config: Config) -> int:
     """Return the samples that one rollout makes."""
     return config.rollout.rollout_batch_size * config.rollout.num_samples_per_prompt

@@ -157,11 +157,11 @@ def values_by_layer(config_dir: Path) -> dict[str, str]:
     A value of base.yaml is given; for keys that only chosen files set, their folder is named.
     """
     found = {"nodes": "the model's `defaults.nodes`"}
-    for line in read_yaml(config_dir / PRESETS).values():
-        found |= {f"algorithm.{key}": f"set in `{PRESETS}`" for key in line}
     for folder in ("sites", "hardware", "nodes", "recipes", "models"):
         for path in sorted((config_dir / folder).glob("*.yaml")):
             found |= {key: f"set in `{folder}/`" for key, _ in _leaves(path)}
+    for line in read_yaml(config_dir / PRESETS).values():
+        found |= {f"algorithm.{key}": f"set in `{PRESETS}`" for key in line}
     return found | {key: f"`{_spell(value)}` in `base.yaml`" for key, value in _leaves(config_dir / "base.yaml")}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, world_size
+from posttrain.config.derived import engine_gpus, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -16,7 +16,7 @@ DEEPEP_MAX_TOKENS = 1024
 def check_started_engines(config: Config) -> Problems:
     """Yield what can be planned but not started by this version: it has no router that knows who prefills."""
     engine, key = config.engine, "engine.pd.num_prefill_engines"
-    if engine.pd.num_prefill_engines:
+    if engine.pd.num_prefill_engines and uses_engines(config):
         count = max(world_size(config) // engine.gpus_per_engine, 1)
         allowed = "0 to train with this version, which has no router between engines that prefill and that decode"
         remedy = f"plan it; to train, let every engine do both: set='{key}=0 engine.num_engines={count}'"

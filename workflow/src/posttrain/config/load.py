@@ -144,7 +144,7 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if digests:
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, own_digests=digests))
         merger.origins["reward.own_digests"] = FILES
-    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config.algorithm, merger.presets)
+    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
 
@@ -156,6 +156,7 @@ def experiment_of(config: schema.Config) -> dict[str, Any]:
     left out, and keys that are gone stay in their places.
     """
     sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
+    sections["model"]["source"] = _named("source", config.model.source)
     sections["model"]["architecture"] = dimensions(config.model.architecture)
     return {name: section for name, section in sections.items() if section}
 
@@ -259,7 +260,7 @@ class _Merger:
         for key, value in lines[name].items():
             if f"algorithm.{key}" not in chosen:
                 self.add_value(f"algorithm.{key}", value, f"{self._dir.name}/{PRESETS}: {name}")
-        self.problems += unused_numbers(self._values, chosen)
+        self.problems += unused_numbers(all_defaults(self._values) | self._values, chosen)
 
     def add_chosen(self, choose_layout: ChooseLayout) -> None:
         """Add the planner's layout; called last, because it depends on everything that the other layers set."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks, world_size
+from posttrain.config.derived import stage_chunks, uses_engines, world_size
 from posttrain.config.schema import Config
 
 
@@ -54,7 +54,8 @@ def node_share(config: Config, node: int) -> NodeShare:
         # A last stage whose output matrix is the embedding has a copy of it.
         has_embedding=0 in held or (stages - 1 in held and config.model.architecture.tie_word_embeddings),
         has_output=stages - 1 in held,
-        runs_engine=config.hardware.device == "cpu" or node * per_node < _engine_gpus(config),
+        runs_engine=uses_engines(config)
+        and (config.hardware.device == "cpu" or node * per_node < _engine_gpus(config)),
     )
 
 

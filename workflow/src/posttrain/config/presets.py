@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from posttrain.algorithm.settings import Algorithm
 from posttrain.config import schema
 from posttrain.config.fields import fields_of
 from posttrain.errors import Problem
@@ -16,8 +15,11 @@ from posttrain.errors import Problem
 PRESETS = "algorithms.yaml"
 
 
-def algorithm_name(algorithm: Algorithm, presets: Mapping[str, Mapping[str, Any]]) -> str:
+def algorithm_name(config: schema.Config, presets: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the preset that has these parts, the chosen one first; otherwise what differs from the chosen one."""
+    algorithm = config.algorithm
+    if config.training.objective == "sft":
+        return "supervised fine-tuning"
     chosen = presets[algorithm.preset]
     for name, line in {algorithm.preset: chosen, **presets}.items():
         if all(getattr(algorithm, key) == value for key, value in line.items()):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from posttrain.config.data import KINDS, LOCAL_DATA, Data, sources_of
-from posttrain.config.derived import stage_chunks
+from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.fields import did_you_mean
@@ -15,10 +15,12 @@ from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
 from posttrain.config.presets import check_bounds
+from posttrain.config.request import RUN_NAME
 from posttrain.config.reward import BUILT_IN
 from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import SITE_RULES, check_launcher
+from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import ConfigError, Problem
 
 Problems = Iterator[Problem]
@@ -74,6 +76,13 @@ def _model_source(config: Config) -> Problems:
         yield from _repository("model.source.repo_id", source.repo_id)
         if source.revision != UNPINNED:
             yield from _pinned("model.source.revision", source.revision)
+    if source.kind == "run" and not re.fullmatch(RUN_NAME, source.run):
+        yield Problem(
+            "model.source.run", repr(source.run), "a run's name", "`snakemake status --cores 1` shows all runs"
+        )
+    if source.kind == "run" and source.revision and not re.fullmatch("[0-9a-f]{64}", source.revision):
+        allowed = "'', or the 64 hex digits of the export's receipt"
+        yield Problem("model.source.revision", repr(source.revision), allowed, "leave it out: it is found by itself")
     if source.kind == "folder" and not source.folder:
         yield Problem("model.source.folder", "''", "a folder", "give the folder of the checkpoint")
 
@@ -143,7 +152,7 @@ def _architecture(config: Config) -> Problems:
 
 def _group(config: Config) -> Problems:
     # An advantage is the distance from the group's mean: of one response it is always 0, and nothing is learned.
-    if config.rollout.num_samples_per_prompt < 2:
+    if uses_engines(config) and config.rollout.num_samples_per_prompt < 2:
         remedy = "raise it; lower rollout.rollout_batch_size to keep the number of samples"
         yield Problem("rollout.num_samples_per_prompt", "1", "at least 2: GRPO compares a prompt's responses", remedy)
 
@@ -271,6 +280,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _architecture,
     *LAYOUT_RULES,
     _group,
+    *SUPERVISED_RULES,
     *OPTIMIZER_RULES,
     _positions,
     _recomputation,

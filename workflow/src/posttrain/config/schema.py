@@ -32,14 +32,18 @@ class Source:
     """Where the model's files come from."""
 
     kind: str = _doc(
-        "hub: a Hugging Face repository; folder: a local folder; made: by the rule make_tiny_model",
-        choices=("hub", "folder", "made"),
+        "hub: a Hugging Face repository; folder: a local folder; run: what another run has trained; made: by the rule "
+        "make_tiny_model",
+        choices=("hub", "folder", "run", "made"),
     )
     repo_id: str = _doc("Hub repository, `owner/name`", "")
     revision: str = _doc(
-        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched", ""
+        "Pinned commit of the repository, 40 hex digits, quoted; `unpinned` can be planned, but nothing is fetched. "
+        "With kind=run the digest of the exported model's receipt, found by itself",
+        "",
     )
     folder: str = _doc("Folder with a checkpoint in Hub layout, for kind=folder", "")
+    run: str = _doc("Name of the run whose exported model is taken, for kind=run", "", unnamed="")
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,13 @@ class Training:
     num_steps: int = _doc("Rollout-and-train rounds", minimum=1)
     global_batch_size: int = _doc("Samples per optimizer step", minimum=1)
     seed: int = _doc("Seed of sampling and of the model-parallel RNG", minimum=0)
+    objective: str = _doc(
+        "rl: responses are sampled and learned from by their rewards (`algorithm`); sft: responses that the data give "
+        "become more likely, without engines (docs/sft.md)",
+        "rl",
+        choices=("rl", "sft"),
+        unnamed="rl",
+    )
 
 
 @dataclass(frozen=True)

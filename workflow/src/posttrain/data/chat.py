@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from posttrain.errors import CheckpointError, ConfigError, Problem
+
+# Of a template's refusal, as much as tells where it is.
+SHOWN_CHARACTERS = 40
 
 
 class ChatTokenizer:
@@ -40,6 +44,7 @@ class ChatTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self._folder = folder
         self._template_kwargs = parse_template_kwargs(template_kwargs)
+        self._ends_of_turns: dict[bool, int] = {}
 
     def render(
         self,
@@ -57,19 +62,85 @@ class ChatTokenizer:
         Raises:
             CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
         """
-        conversation = [dict(message) for message in messages]
+        return tuple(self._apply(messages, tools, add_generation_prompt=generation_prompt, tokenize=True))
+
+    def render_answered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the token ids of a prompt and of a given answer, which ends as a sampled one does: with a stop token.
+
+        The answer is what the conversation's text has behind the prompt's, up to the last stop token. Where a template
+        ends an answer with the next turn's first token, as GLM's do, that one is added.
+
+        Args:
+            messages: As for `render`.
+            answer: The assistant's message.
+            tools: As for `render`.
+
+        Raises:
+            ConfigError: The template renders a prompt differently when it is answered, or leaves out some of that.
+            CheckpointError: See `render`; or nothing says what ends an answer.
+        """
+        prompt, whole = (
+            str(self._apply(turns, tools, add_generation_prompt=is_asked, tokenize=False))
+            for turns, is_asked in ((messages, True), ([*messages, answer], False))
+        )
+        rest = whole.removeprefix(prompt)
+        if not whole.startswith(prompt) or not _ends_with(whole, prompt, str(answer.get("content") or "")):
+            raise ConfigError([self._not_to_be_learned(prompt, whole)])
+        tokens, stops = self.tokenizer.encode(rest, add_special_tokens=False), self._stops
+        ends = [place for place, token in enumerate(tokens, start=1) if token in stops]
+        response = tokens[: ends[-1]] if ends else [*tokens, self._end_of_turn("tool_calls" in answer)]
+        return self.render(messages, tools), tuple(response)
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+    ) -> Any:
         try:
-            ids = self.tokenizer.apply_chat_template(
-                conversation,
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=generation_prompt,
-                tokenize=True,
                 return_dict=False,
+                **options,
                 **self._template_kwargs,
             )
         except TemplateError as error:
             raise CheckpointError(f"{self._folder}: the chat template cannot be rendered: {error}") from error
-        return tuple(ids)
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        return stop_token_ids(self._folder)
+
+    def _end_of_turn(self, calls_tool: bool) -> int:
+        """Return the stop token with which the turn after an answer begins; where it is none, the end of text."""
+        if calls_tool in self._ends_of_turns:
+            return self._ends_of_turns[calls_tool]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        following = {"role": "tool" if calls_tool else "user", "content": "a"}
+        before, after = (
+            str(self._apply(some, None, add_generation_prompt=False, tokenize=False))
+            for some in (turns, [*turns, following])
+        )
+        found = self.tokenizer.encode(after.removeprefix(before), add_special_tokens=False)[:1]
+        found += [self.tokenizer.eos_token_id, *sorted(self._stops)]
+        self._ends_of_turns[calls_tool] = next(token for token in found if token in self._stops)
+        return self._ends_of_turns[calls_tool]
+
+    def _not_to_be_learned(self, prompt: str, whole: str) -> Problem:
+        place = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+        asked, answered = (text[place : place + SHOWN_CHARACTERS] for text in (prompt, whole))
+        value = f"{asked!r} where it asks for an answer, {answered!r} with the answer"
+        if whole.startswith(prompt):
+            value = f"{answered!r} behind the prompt, which lacks some of the answer"
+        allowed = "a template whose prompt is how the answered conversation begins, and that keeps the answer whole"
+        remedy = (
+            "let answers begin as the template's generation prompt ends (with <think>, for example), or bring along a "
+            "template that leaves answers as they are"
+        )
+        return Problem(f"{self._folder}: chat template", value, allowed, remedy)
 
     def decode(self, response_tokens: Sequence[int]) -> str:
         """Return the text of a response; end token and other special tokens leave no trace."""
@@ -99,3 +170,30 @@ def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = text
     return found
+
+
+def stop_token_ids(folder: Path) -> frozenset[int]:
+    """Return the tokens of which any ends a response.
+
+    Args:
+        folder: A checkpoint in Hub layout.
+
+    Raises:
+        CheckpointError: It names none.
+    """
+    found = [
+        json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        for name in ("generation_config.json", "config.json")
+        if (path := folder / name).exists()
+    ]
+    ids = next((ids for ids in found if ids is not None), None)
+    if ids is None:
+        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else [ids])
+
+
+def _ends_with(text: str, prompt: str, answer: str) -> bool:
+    """Tell whether a text has the whole answer, which reaches beyond the prompt; templates strip lines."""
+    squeezed, start, wanted = ("".join(some.split()) for some in (text, prompt, answer))
+    place = squeezed.rfind(wanted)
+    return not wanted or (place >= 0 and place + len(wanted) > len(start))

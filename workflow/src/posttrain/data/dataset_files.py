@@ -204,6 +204,7 @@ def reading_of(data: Data) -> Reading:
         # The defaults stand for what is recognised, where a file has no such columns.
         prompt_key="" if data.prompt_key == OWN.prompt else data.prompt_key,
         label_key="" if data.label_key == OWN.label else data.label_key,
+        response_key=data.response_key,
         system_prompt=data.system_prompt,
         prompt_template=data.prompt_template,
         duplicates=data.duplicates,

@@ -58,6 +58,22 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def answer_of(value: Any) -> dict[str, Any]:
+    """Return the assistant's message that a given response is.
+
+    Args:
+        value: Its text, or a list with this one message.
+
+    Raises:
+        RowError: It is something else.
+    """
+    if _is_text(value):
+        return {"role": "assistant", "content": value}
+    if not isinstance(value, list) or len(value) != 1 or not _is_message(value[0]) or value[0]["role"] != "assistant":
+        raise RowError(f"is {kind_of(value)}, expected a text or one message of the assistant, to be learned")
+    return {name: value[0][name] for name in FIELDS if value[0].get(name) is not None}
+
+
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools of a row, None for none.
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from posttrain.config.data import Data, sources_of
+from posttrain.types import Prompt
+
 # Weights are taken as fractions with denominators up to this: 0.1 is one tenth, not the nearest binary number.
 MAX_DENOMINATOR = 10**6
 
@@ -112,6 +115,24 @@ class MixedOrder:
             goes_left = node.num_left(cursor + 1) > before
             node, cursor = (node.left, before) if goes_left else (node.right, cursor - before)
         return node, cursor
+
+
+class PromptMix:
+    """The prompts of a run in the order in which its steps take them.
+
+    Args:
+        prompts: Of all sources.
+        data: The configuration's section: sources, weights, seed.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], data: Data):
+        self._of_source = [[prompt for prompt in prompts if prompt.source == name] for name in sources_of(data)]
+        weights = [source.weight for source in data.sources.values()] or [1.0]
+        self._order = MixedOrder([len(some) for some in self._of_source], weights, data.seed)
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """Return `count` prompts from the cursor on; see `PromptOrder.take`."""
+        return [self._of_source[source][place] for source, place in self._order.take(start, count)]
 
 
 def _whole(weights: Sequence[float]) -> list[int]:

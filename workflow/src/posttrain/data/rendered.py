@@ -6,12 +6,11 @@ worse than it can, and one that cannot end its answer fills the response limit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from posttrain.data.chat import ChatTokenizer
+from posttrain.data.chat import ChatTokenizer, stop_token_ids
 from posttrain.errors import Problem
 from posttrain.types import Prompt, label_text
 
@@ -61,13 +60,13 @@ def _doubled_tokens(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]
 
 def _stop_tokens(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
     known = len(chat.tokenizer)
-    stops = stop_tokens(folder)
+    stops = sorted(stop_token_ids(folder))
     if unknown := [token for token in stops if not 0 <= token < known]:
         value = f"{unknown} of {stops}"
         remedy = "the model cannot end a response by them: correct generation_config.json or config.json"
         yield Problem(f"{folder}: eos_token_id", value, f"tokens of the tokenizer, below {known}", remedy)
     end = chat.tokenizer.eos_token_id
-    if stops and end is not None and end not in stops:
+    if end is not None and end not in stops:
         value = f"{stops}, without the tokenizer's own {end} ({chat.tokenizer.eos_token!r})"
         remedy = "where the chat template ends a turn by it, add it to generation_config.json"
         yield Problem(f"{folder}: eos_token_id", value, "the tokens that end a response", remedy)
@@ -81,13 +80,3 @@ def _labels_in_prompts(prompts: Sequence[Prompt]) -> Iterator[Problem]:
         value = f"stands in the prompt in {len(inside)} of {len(telling)} rows, first in row {inside[0] + 1}"
         remedy = "take the answer out of the prompt, or check data.prompt_key and data.prompt_template"
         yield Problem("data.label_key", value, f"labels in at most {MANY:.0%} of their prompts", remedy)
-
-
-def stop_tokens(folder: Path) -> list[int]:
-    """Return the ids that end a response, by a checkpoint's generation_config.json or else config.json; sorted."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if (ids := content.get("eos_token_id")) is not None:
-            return sorted(ids if isinstance(ids, list) else [ids])
-    return []

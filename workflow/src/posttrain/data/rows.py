@@ -18,6 +18,7 @@ from posttrain.data.keys import AbsentError, parse_key
 from posttrain.data.messages import (
     PromptTemplate,
     RowError,
+    answer_of,
     messages_of,
     plain,
     templated,
@@ -43,6 +44,7 @@ class Reading:
     Args:
         prompt_key: Key of the prompt; empty: column `prompt`, or else where the recognised form has it.
         label_key: Key of the label; empty: column `label`, or else where the recognised form has it.
+        response_key: Key of a response to learn, which is a column beside the label; empty: there is none.
         system_prompt: Put before the messages, in the place of a system message that a row has.
         prompt_template: Put around the last user message, see `PromptTemplate`.
         duplicates: What happens to a row with messages and tools of an earlier one: "refuse", "keep" or "drop".
@@ -52,6 +54,7 @@ class Reading:
 
     prompt_key: str = ""
     label_key: str = ""
+    response_key: str = ""
     system_prompt: str = ""
     prompt_template: str = ""
     duplicates: str = "refuse"
@@ -227,9 +230,12 @@ class _RowReader:
         self._prompt = parse_key(form.prompt, "data.prompt_key")
         self._label = parse_key(form.label, "data.label_key") if form.label else None
         self._template = PromptTemplate(reading.prompt_template) if reading.prompt_template else None
+        self._response = parse_key(reading.response_key, "data.response_key") if reading.response_key else None
         self.left_out = form.left_out - (self._template.columns if self._template else set())
+        self.left_out -= {self._response.column} if self._response else set()
         # The label's column stays, under its own name, for rewards that read it; the project's own is called so anyway.
         self._taken = {"tools", OWN.label, *form.left_out, *([self._prompt.column] if self._prompt.is_column else [])}
+        self._taken -= {self._response.column} if self._response else set()
         self.num_replaced = 0
 
     def read(self, raw: RawRow, before: str) -> Row | BadRow | str:
@@ -241,6 +247,7 @@ class _RowReader:
         messages = self._tried(reasons, self._messages, raw.content) or ()
         tools = self._tried(reasons, tools_of, raw.content.get("tools"))
         columns = self._tried(reasons, self._columns, raw.content) or {}
+        self._tried(reasons, self._check_response, raw.content)
         try:
             label, messages = self._labelled(raw.content, messages)
         except NoLabelError as error:
@@ -279,6 +286,13 @@ class _RowReader:
             except RowError as error:
                 raise RowError(f"{name!r} {error}") from error
         return dict(sorted(columns.items()))
+
+    def _check_response(self, row: Mapping[str, Any]) -> None:
+        if self._response:
+            try:
+                answer_of(plain(self._response.find(row)))
+            except RowError as error:
+                raise RowError(f"{self._response.text!r} {error}") from error
 
     def _labelled(
         self, row: Mapping[str, Any], messages: tuple[dict[str, Any], ...]

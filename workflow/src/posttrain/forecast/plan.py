@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from posttrain.artifacts import Paths
-from posttrain.config.derived import data_parallel_size, layers_per_stage, world_size
+from posttrain.config.derived import data_parallel_size, layers_per_stage, uses_engines, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
@@ -132,7 +132,8 @@ def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
         del part["prefill"]["prefill"]
         pd = config.engine.pd
         part["prefill"] |= {"num_engines": pd.num_prefill_engines, "gpus_per_engine": pd.gpus_per_prefill_engine}
-    counted = {"num_engines": config.engine.num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
+    num_engines = config.engine.num_engines if uses_engines(config) else 0
+    counted = {"num_engines": num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
     bound = None if served.kv_tokens is None else engine.POOL_BOUND
     return part | counted | {"kind": config.engine.kind, "pool_bound": bound}
 

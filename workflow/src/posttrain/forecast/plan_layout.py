@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from posttrain.config.derived import data_parallel_size, world_size
+from posttrain.config.derived import data_parallel_size, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.forecast.plan_figures import joined
 
@@ -106,6 +106,8 @@ def engines_by_gpu(config: Config) -> dict[int, str]:
 
 def _engine_of_each_gpu(config: Config) -> Iterator[str]:
     engine = config.engine
+    if not uses_engines(config):
+        return
     prefills = engine.pd.num_prefill_engines
     for index in range(prefills):
         yield from [f"prefill {index}"] * engine.pd.gpus_per_prefill_engine

@@ -52,7 +52,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         ("layout", _layout(plan["parallelism"])),
         ("layers per stage", " ".join(map(str, plan["parallelism"]["layers_per_stage"]))),
         ("trainer GiB per rank, by stage", "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"])),
-        *_engines(engine),
+        *(_engines(engine) if engine["num_engines"] else ()),
         ("shared storage", f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)"),
         ("each node's own disk", format_bytes(storage["node_local_bytes"])),
         *([] if plan["gpu_hours"] is None else [("GPU-hours", f"{format_number(plan['gpu_hours'])}{cost}")]),

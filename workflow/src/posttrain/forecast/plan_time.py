@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.config.derived import prefill_gpus
+from posttrain.config.derived import prefill_gpus, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.timing.rates import TOLERANCE
-from posttrain.planner.timing.step_time import IN_EVERY_STEP, Workload, best_split, engine_of, rollout_of, workload
+from posttrain.planner.timing.step_time import IN_EVERY_STEP, Workload, best_split, rollout_of_step, workload
 
 
 def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | None:
@@ -38,7 +38,7 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     # There is none of a model that one node does not hold.
     if (evaluation := seconds.get("evaluate before")) is not None:
         rows.append(_row("evaluation", evaluation, None, step, notes["evaluation"]))
-    rollout = rollout_of(engine_of(config), config.engine.num_engines, work)
+    rollout = rollout_of_step(config, work)
     tail = rollout.seconds * (1 - rollout.busy_share)
     bubble = max(seconds["step_idle"] - tail, 0.0)
     waiting = [
@@ -62,6 +62,8 @@ def why_no_split(config: Config) -> str | None:
     """Return why trainer and engines cannot have nodes of their own; None where a split is planned."""
     if config.hardware.device == "cpu":
         return "no step time is planned without GPUs"
+    if not uses_engines(config):
+        return "responses are given, so that there are no engines"
     if best_split(config) is not None:
         return None
     if config.nodes == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config.derived import uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.flags.sglang_flags import nodes_per_engine
 
@@ -33,7 +34,7 @@ def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     Example:
         4 engines of 4 GPUs on 2 nodes of 8: engines 0 and 1 run on node 0. 4 engines on 4 nodes of CPUs: one each.
     """
-    count = config.engine.num_engines
+    count = config.engine.num_engines if uses_engines(config) else 0
     if config.hardware.device == "cpu":
         return [EnginePart(i, 0, node, ()) for i in range(count) if i * config.nodes // count == node]
     per_node, per_engine = config.hardware.gpus_per_node, config.engine.gpus_per_engine

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.artifacts import Paths, write_text
 from posttrain.artifacts.lease import Lease
+from posttrain.config.derived import uses_engines
 from posttrain.config.load import dump_resolved, load_resolved
 from posttrain.errors import ConfigError, Problem
 from posttrain.launch.ranks import Rendezvous, running_ranks
@@ -73,7 +74,7 @@ def _replay(paths: Paths, last: int | None) -> Replay:
         remedy = "a layout of several nodes cannot be started from here"
         raise ConfigError([Problem("nodes", str(config.nodes), "1, to be trained again", remedy)])
     first = max((step for step, _ in committed_checkpoints(paths.checkpoints) if step < last), default=0)
-    for step in range(first, last):
+    for step in range(first, last) if uses_engines(config) else ():
         RolloutStore(paths.train / "rollouts").read_step(step, config.rollout.rollout_batch_size)
     folder = paths.train / "replay"
     _prepare(paths, first, folder)

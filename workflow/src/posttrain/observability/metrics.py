@@ -41,7 +41,7 @@ METRICS: Mapping[str, Metric] = {
     "rollout/grader_failures": Metric("Samples that a grader failed for; they have no reward", "samples"),
     "rollout/ungraded_samples": Metric("Samples without a reward: a grader failed, or none applies", "samples"),
     # ---- what the trainer did ----
-    "train/loss": Metric("Policy loss, averaged over the step's updates"),
+    "train/loss": Metric("Loss, averaged over the step's updates"),
     "train/grad_norm": Metric("Global gradient norm before clipping"),
     "train/lr": Metric("Learning rate of the step's last update"),
     **{f"train/{name}": Metric(known.doc, known.unit) for name, known in STATISTICS.items()},
@@ -50,6 +50,7 @@ METRICS: Mapping[str, Metric] = {
     "train/effective_sample_size": Metric(
         "Effective sample size of the importance ratios of the step's updates, as a share of their response tokens"
     ),
+    "train/perplexity": Metric("exp(-train/logprob_mean): of the given response tokens"),
     "train/num_micro_batches": Metric("Micro-batches of all data-parallel ranks"),
     "train/padding_fraction": Metric("Share of the computed tokens that are padding"),
     "train/non_finite_steps": Metric("Updates left out so far because loss or gradient norm was not finite", "updates"),

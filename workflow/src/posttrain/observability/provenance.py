@@ -76,7 +76,10 @@ def find_artefacts(paths: Paths) -> list[Artefact]:
 
 def find_store_artefacts(paths: Paths) -> list[Artefact]:
     """Return the artefacts that do not depend on a run; of unfinished ones the finished parts."""
-    return [artefact for name, folder in paths.store_artefacts.items() for artefact in _artefacts_of(name, folder)]
+    folders = list(paths.store_artefacts.items())
+    if (source := paths.resolved.config.model.source).kind == "run":
+        folders.insert(0, (f"run {source.run}: hf", paths.source_export))
+    return [artefact for name, folder in folders for artefact in _artefacts_of(name, folder)]
 
 
 def _find_run_artefacts(paths: Paths) -> list[Artefact]:

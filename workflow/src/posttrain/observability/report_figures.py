@@ -67,7 +67,8 @@ def optimization_charts(run: RunData) -> list[Chart]:
     # A constant rate stands in the configuration; only a schedule is worth a picture.
     rate = [Line("train/lr", "learning rate", 7)] if len(set(run.values("train/lr"))) > 1 else []
     return _present(
-        _chart(run, "Policy loss", "loss", [loss]),
+        _chart(run, "Loss", "loss", [loss]),
+        _chart(run, "Perplexity", "exp(nats)", [Line("train/perplexity", "given responses", 4, smooth=True)]),
         _grad_norm_chart(run),
         _chart(run, "Entropy", "nats", [entropy], low=0.0),
         _chart(run, "Clip fraction", "share", [clipped], low=0.0),

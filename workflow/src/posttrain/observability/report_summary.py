@@ -75,8 +75,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         "pass rate before": format_percent(summary["pass_rate_before"]),
         "pass rate after": format_percent(summary["pass_rate_after"]),
         "steps": format_number(summary["num_steps"]),
-        "trainer - engine, weights served": f"{format_number(served)} nats",
-        "trainer - engine, trainer's weights": f"{format_number(quantised)} nats",
+        "trainer - engine, weights served": _nats(served),
+        "trainer - engine, trainer's weights": _nats(quantised),
         "tokens per second, prompts included": format_number(summary["tokens_per_second"]),
         "response tokens per second": format_number(summary["response_tokens_per_second"]),
         "time, all rules": format_seconds(summary["seconds_total"]),
@@ -89,6 +89,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         if value != "–":
             table.add_row(name, value)
     Console(width=110).print(table)
+
+
+def _nats(value: float | None) -> str:
+    return "–" if value is None else f"{format_number(value)} nats"
 
 
 def _per_second(tokens: Sequence[float], seconds: Sequence[float]) -> float | None:

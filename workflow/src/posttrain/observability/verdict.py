@@ -120,9 +120,9 @@ def wilson(rate: float, count: int) -> tuple[float, float, float]:
 
 def _learning(run: RunData) -> list[Finding]:
     if run.before is None or run.after is None:
-        return [
-            Finding("unknown", "Not known yet whether it learns", _rewards_so_far(run.values("rollout/reward_mean")))
-        ]
+        measured = {"reward": run.values("rollout/reward_mean"), "perplexity": run.values("train/perplexity")}
+        so_far = [_so_far(name, values) for name, values in measured.items() if values] or [_so_far("reward", [])]
+        return [Finding("unknown", "Not known yet whether it learns", so_far[0])]
     change, low, high = rate_change(run.before, run.after)
     rates = " → ".join(format_percent(result["pass_rate"]) for result in (run.before, run.after))
     ends = f"{_points(change)} points, with 95 % confidence {_points(low)} to {_points(high)}"
@@ -136,12 +136,12 @@ def _learning(run: RunData) -> list[Finding]:
     return [Finding("warning", "No change that can be told from chance", detail, remedy)]
 
 
-def _rewards_so_far(rewards: Sequence[float]) -> str:
-    few = min(FEW_STEPS, len(rewards) // 2)
+def _so_far(name: str, values: Sequence[float]) -> str:
+    few = min(FEW_STEPS, len(values) // 2)
     if not few:
-        return f"{counted(len(rewards), 'step')}, and not both evaluations"
-    first, last = (math.fsum(part) / few for part in (rewards[:few], rewards[-few:]))
-    return f"mean reward {first:.3f} in the first {counted(few, 'step')}, {last:.3f} in the last"
+        return f"{counted(len(values), 'step')}, and not both evaluations"
+    first, last = (math.fsum(part) / few for part in (values[:few], values[-few:]))
+    return f"mean {name} {first:.3f} in the first {counted(few, 'step')}, {last:.3f} in the last"
 
 
 def _rewards(run: RunData) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from posttrain.config.derived import engine_gpus, world_size
+from posttrain.config.derived import engine_gpus, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
@@ -32,13 +32,14 @@ from posttrain.planner.timing.step_time import step_with_save_seconds
 def find_problems(config: Config) -> list[Problem]:
     """Return what cannot run on this hardware and at this site; for a configuration that resolved."""
     phases = phase_memory(config)
-    alone = [*_check_trainer(config, phases), *_check_engine(config)]
+    has_engines = uses_engines(config)
+    alone = [*_check_trainer(config, phases), *(_check_engine(config) if has_engines else ())]
     return [
         *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
         *alone,
         # What is too large by itself needs no second problem for the phases in which it meets the other.
         *(() if alone else _check_shared(config, phases)),
-        *_check_engine_count(config),
+        *(_check_engine_count(config) if has_engines else ()),
         *_check_time_limit(config),
         *check_declared(config, storage(config), _host_gib(config, phases)),
     ]

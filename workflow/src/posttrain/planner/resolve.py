@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts.source_run import with_pinned_source
 from posttrain.config.begun import as_begun
 from posttrain.config.load import Resolved, merge
 from posttrain.planner.sizing.layout_choice import choose_layout
@@ -25,6 +26,6 @@ def resolve(workflow: Mapping[str, Any], config_dir: Path) -> Resolved:
         config_dir: The folder `config/`.
 
     Raises:
-        ConfigError: With every problem found; see `config.load.merge`.
+        ConfigError: With every problem found; see `config.load.merge`, and `artifacts.source_run`.
     """
-    return as_begun(merge(workflow, config_dir, choose_layout))
+    return as_begun(with_pinned_source(merge(workflow, config_dir, choose_layout)))

@@ -8,11 +8,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.config.data import sources_of
 from posttrain.config.derived import token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.mixture import MixedOrder
+from posttrain.data.mixture import PromptMix
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
@@ -59,12 +58,9 @@ class RolloutCoordinator:
         store: RolloutStore,
         graders: GraderPool,
     ):
-        self._config, self._prompts, self._tokenizer = config, prompts, tokenizer
+        self._config, self._tokenizer = config, tokenizer
         self._client, self._store, self._scorer = client, store, Scorer(config, graders)
-        # Places of each source's prompts, in the order of the configuration.
-        self._of_source = [[i for i, p in enumerate(prompts) if p.source == name] for name in sources_of(config.data)]
-        weights = [source.weight for source in config.data.sources.values()] or [1.0]
-        self._order = MixedOrder([len(places) for places in self._of_source], weights, config.data.seed)
+        self._mix = PromptMix(prompts, config.data)
 
     async def collect(self, step: int) -> RolloutResult:
         """Return the groups of a step: replayed where they are on disk, generated where they are not.
@@ -85,8 +81,7 @@ class RolloutCoordinator:
     def _chunks(self, step: int) -> list[list[Prompt]]:
         """Cut the prompts of a step into the groups of each request."""
         count = self._config.rollout.rollout_batch_size
-        taken = self._order.take(step * count, count)
-        prompts = [self._prompts[self._of_source[source][place]] for source, place in taken]
+        prompts = self._mix.take(step * count, count)
         size = self._config.engine.groups_per_request
         return [prompts[start : start + size] for start in range(0, count, size)]
 

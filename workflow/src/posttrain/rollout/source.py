@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from posttrain.engines.client import EngineClient
 from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
-from posttrain.rollout.coordinator import RolloutCoordinator, RolloutResult
+from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.rollout.sharing import as_plain, from_plain
 
@@ -27,15 +27,22 @@ class RolloutSource(Protocol):
         """Return the rollout of a step, from 0, the same on every rank."""
 
 
+class RolloutMaker(Protocol):
+    """What makes the rollout of a step, on rank 0."""
+
+    async def collect(self, step: int) -> RolloutResult:
+        """Return the groups of a step, from 0."""
+
+
 class SynchronousSource:
-    """Samples of exactly the present weights: engines generate while the trainer waits.
+    """Samples made while the trainer waits: of exactly the present weights, by engines, or given ones.
 
     Args:
         runner: Event loop for everything that talks to engines.
         share: Hands JSON types from rank 0 to all ranks; None where there is one.
         start_timeout_seconds: Engines must be ready within this.
-        client: The engines, on rank 0; None elsewhere.
-        coordinator: Makes rollouts, on rank 0; None elsewhere.
+        client: The engines, on rank 0; None elsewhere, and where there are none.
+        maker: Makes rollouts, on rank 0; None elsewhere.
     """
 
     def __init__(
@@ -44,10 +51,10 @@ class SynchronousSource:
         share: Callable[[Any], Any] | None,
         start_timeout_seconds: float,
         client: EngineClient | None,
-        coordinator: RolloutCoordinator | None,
+        maker: RolloutMaker | None,
     ):
         self._runner, self._share, self._start_timeout_seconds = runner, share, start_timeout_seconds
-        self._client, self._coordinator = client, coordinator
+        self._client, self._maker = client, maker
 
     def wait_ready(self) -> None:
         """Return when engines answer: they have been loading while the trainer did."""
@@ -58,7 +65,7 @@ class SynchronousSource:
 
     def collect(self, step: int) -> RolloutResult:
         """See `RolloutSource`."""
-        rollout = self._runner.run(_collect(self._coordinator, step)) if self._coordinator else None
+        rollout = self._runner.run(_collect(self._maker, step)) if self._maker else None
         if rollout:
             report_progress(step, SHARE_ROLLOUT)
         if self._share:
@@ -92,9 +99,9 @@ class StoredSource:
         return RolloutResult(groups, num_replayed=len(groups))
 
 
-async def _collect(coordinator: RolloutCoordinator, step: int) -> RolloutResult:
+async def _collect(maker: RolloutMaker, step: int) -> RolloutResult:
     alive = asyncio.create_task(keep_reporting(step, ROLLOUT))
     try:
-        return await coordinator.collect(step)
+        return await maker.collect(step)
     finally:
         alive.cancel()

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from posttrain.algorithm.objective import Objective
 from posttrain.algorithm.policy_gradient import PolicyGradient
+from posttrain.algorithm.sft import SupervisedFineTuning
+from posttrain.config.derived import uses_engines
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
@@ -23,8 +26,9 @@ from posttrain.observability.sinks import MetricSinks
 from posttrain.planner.sizing.storage import storage
 from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
+from posttrain.rollout.given import GivenResponses
 from posttrain.rollout.persisted import RolloutStore
-from posttrain.rollout.source import StoredSource, SynchronousSource
+from posttrain.rollout.source import RolloutMaker, StoredSource, SynchronousSource
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
@@ -55,7 +59,7 @@ def open_run(
         torch_dist: Initial weights.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
         dataset: Folder with `train.jsonl`.
-        engine_urls: Engines, ready or about to be; none where every rollout is on disk already.
+        engine_urls: Engines, ready or about to be; none where every rollout is on disk already, or responses are given.
         engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: See `CheckpointToLoad`.
@@ -68,44 +72,62 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
-        policy = build_policy(config)
-        weights = HubWeights(policy.chunks, config.model.architecture)
-        store = RolloutStore(run_folder / "rollouts")
-        client, coordinator, sinks = None, None, None
+        policy, store = build_policy(config), RolloutStore(run_folder / "rollouts")
+        client, maker, sinks = None, None, None
         if dist.get_rank() == 0:
-            if engine_urls:
-                client = _open_client(config, engine_urls, engine_secret, runner, stack)
-                coordinator = _open_coordinator(config, model_folder, dataset, client, store, stack)
+            client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
+            maker = _open_maker(config, model_folder, dataset, client, store, stack)
             last_step, experiment = to_load.finished or None, experiment_of(config)
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last_step, experiment))
         share = share_plain if dist.get_world_size() > 1 else None
         stored, wait = StoredSource(store, config.rollout.rollout_batch_size), config.engine.start_timeout_seconds
-        source = SynchronousSource(runner, share, wait, client, coordinator) if engine_urls else stored
+        is_stored = uses_engines(config) and not engine_urls
+        source = stored if is_stored else SynchronousSource(runner, share, wait, client, maker)
         forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
         writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
+        weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
+        publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
         yield TrainingRun(
             config=config,
             policy=policy,
-            objective=PolicyGradient(config.algorithm, config.rollout.max_response_tokens),
+            objective=objective_of(config),
             source=source,
-            comparison=EngineComparison(config, policy, weights),
-            publisher=WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder),
+            comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
+            publisher=publisher if uses_engines(config) else None,
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
             sinks=sinks,
             traces=run_folder / "traces",
         )
 
 
+def objective_of(config: Config) -> Objective:
+    """Return what a configuration trains."""
+    longest = config.rollout.max_response_tokens
+    if config.training.objective == "sft":
+        return SupervisedFineTuning(config.algorithm.loss_aggregation, longest)
+    return PolicyGradient(config.algorithm, longest)
+
+
 def _keep_rollouts(finished: int) -> None:
     """Delete none of them: `logging.keep_rollouts`."""
 
 
-def _open_coordinator(
-    config: Config, model_folder: Path, dataset: Path, client: EngineClient, store: RolloutStore, stack: ExitStack
-) -> RolloutCoordinator:
-    prompts = load_prompts(dataset / "train.jsonl")
+def _open_maker(
+    config: Config,
+    model_folder: Path,
+    dataset: Path,
+    client: EngineClient | None,
+    store: RolloutStore,
+    stack: ExitStack,
+) -> RolloutMaker | None:
+    """Return what makes rollouts: of what the data give, or with engines; None where all are on disk already."""
+    if client is None and uses_engines(config):
+        return None
+    kwargs = config.data.chat_template_kwargs
+    prompts, tokenizer = load_prompts(dataset / "train.jsonl"), ChatTokenizer(model_folder, kwargs)
+    if client is None:
+        return GivenResponses(config, prompts, tokenizer)
     graders = stack.enter_context(GraderPool.of(config.reward))
-    tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
     return RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
 
 

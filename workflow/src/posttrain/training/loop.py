@@ -57,13 +57,13 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     with clock.phase("old_logprobs"):
         updates = run.with_old_logprobs(step, updates)
     with clock.phase("mismatch"):
-        served = run.comparison.on_served_weights(step, updates)
+        served = run.compare_served(step, updates)
     with clock.phase("train"):
         statistics, own = run.train_on(step, updates, served)
     finished = step + 1
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:
-            run.publisher.publish(finished)
+            run.publish(finished)
         is_due = run.checkpoint_is_due(finished)
     metrics = run.log_step(step, rollout, updates, statistics, (own, served), clock)
     if is_due:
@@ -75,4 +75,6 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
 def progress_note(metrics: Mapping[str, float]) -> str:
     """Return what stands behind the progress bar; loud where samples are not the policy's."""
     note, share = f"reward {metrics.get('rollout/reward_mean', 0):.3f}", metrics.get("mismatch/share_of_limit", 0.0)
+    if "train/perplexity" in metrics:
+        note = f"perplexity {metrics['train/perplexity']:.3f}"
     return note if share <= 1 else f"{note}, MISMATCH {share:.3g} x its limit"

@@ -17,7 +17,7 @@ from posttrain.types import SampleGroup
 def step_metrics(
     rollout: RolloutResult,
     statistics: Sequence[UpdateStatistics],
-    mismatch: tuple[Mismatch, Mismatch | None],
+    mismatch: tuple[Mismatch | None, Mismatch | None],
     clock: PhaseClock,
 ) -> dict[str, float]:
     """Return what rollout, updates and comparison of one step measured.
@@ -25,13 +25,13 @@ def step_metrics(
     Args:
         rollout: Its groups.
         statistics: One per optimizer update, in order.
-        mismatch: With the trainer's own weights, and (every so often) with the weights served.
+        mismatch: With the trainer's own weights, and (every so often) with the weights served; None without engines.
         clock: Times of the phases.
     """
     timings = clock.metrics()
     num_tokens = sum(sample.num_tokens for group in rollout.groups for sample in group.samples)
     return {
-        **_rollout_metrics(rollout),
+        **_rollout_metrics(rollout, is_graded=mismatch[0] is not None),
         **_update_metrics(statistics, is_compared=mismatch[1] is not None),
         **_mismatch_metrics(*mismatch),
         **timings,
@@ -42,18 +42,23 @@ def step_metrics(
     }
 
 
-def _rollout_metrics(rollout: RolloutResult) -> dict[str, float]:
+def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float]:
     samples = [sample for group in rollout.groups for sample in group.samples]
     lengths = [len(sample.response_tokens) for sample in samples]
+    metrics = {
+        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+        "rollout/response_tokens_max": max(lengths),
+        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+    if not is_graded:
+        return metrics
     equal_groups = sum(len({sample.reward for sample in group.samples} - {None}) < 2 for group in rollout.groups)
     return {
         **_reward_metrics(rollout.groups),
         "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
-        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-        "rollout/response_tokens_max": max(lengths),
-        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "rollout/grader_failures": sum(bool(sample.failure) for sample in samples),
         "rollout/ungraded_samples": sum(sample.reward is None for sample in samples),
+        **metrics,
     }
 
 
@@ -91,6 +96,8 @@ def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -
     }
     if second_moment := named.get("train/importance_ratio_square_mean"):
         named["train/effective_sample_size"] = named["train/importance_ratio_mean"] ** 2 / second_moment
+    if (logprob := named.get("train/logprob_mean")) is not None:
+        named["train/perplexity"] = math.exp(-logprob)
     return {
         "train/loss": sum(s.loss for s in statistics) / len(statistics),
         "train/grad_norm": sum(s.grad_norm for s in statistics) / len(statistics),
@@ -99,7 +106,9 @@ def _update_metrics(statistics: Sequence[UpdateStatistics], is_compared: bool) -
     }
 
 
-def _mismatch_metrics(own: Mismatch, served: Mismatch | None) -> dict[str, float]:
+def _mismatch_metrics(own: Mismatch | None, served: Mismatch | None) -> dict[str, float]:
+    if own is None:
+        return {}
     metrics = {
         "mismatch/quantised_abs_diff_mean": own.abs_diff_mean,
         "mismatch/kl_k3": own.kl_k3,

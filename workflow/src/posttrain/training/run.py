@@ -50,8 +50,8 @@ class TrainingRun:
         policy: Model and optimizer of this rank.
         objective: What is trained.
         source: Makes rollouts.
-        comparison: Holds the engine's log-probabilities against the trainer's.
-        publisher: Brings weights to the engines.
+        comparison: Holds the engine's log-probabilities against the trainer's; None where there are no engines.
+        publisher: Brings weights to the engines; None where there are none.
         state: Loads and saves.
         sinks: Metrics, on rank 0; None elsewhere.
         traces: Gets the traces of `logging.profile_steps`.
@@ -62,8 +62,8 @@ class TrainingRun:
     policy: Policy
     objective: Objective
     source: RolloutSource
-    comparison: EngineComparison
-    publisher: WeightPublisher
+    comparison: EngineComparison | None
+    publisher: WeightPublisher | None
     state: SavedState
     sinks: MetricSinks | None
     traces: Path
@@ -81,11 +81,16 @@ class TrainingRun:
         finished = self.state.restore()
         self.source.wait_ready()
         if finished:
-            self.publisher.publish(finished)
+            self.publish(finished)
         if self.is_rank0:
             self.state.remove_leftovers()
         checkpoint.barrier()
         return finished
+
+    def publish(self, finished: int) -> None:
+        """Bring the engines, where there are any, to the weights after so many steps; collective."""
+        if self.publisher:
+            self.publisher.publish(finished)
 
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
@@ -115,19 +120,27 @@ class TrainingRun:
         The first update's own pass will give the same. Where the step is compared it gets them all the same: their
         ratio, then of two passes, has to be exactly 1.
         """
-        num_own = len(updates) if not self.objective.needs.old_logprobs else int(not self.comparison.is_due(step))
+        is_compared = self.comparison is not None and self.comparison.is_due(step)
+        num_own = len(updates) if not self.objective.needs.old_logprobs else int(not is_compared)
         passed = [u.with_old_logprobs(train_step.compute_logprobs(self.policy, u.batches)) for u in updates[num_own:]]
         return [*updates[:num_own], *passed]
 
+    def compare_served(self, step: int, updates: Sequence[Update]) -> Mismatch | None:
+        """Compare with the very weights that engines serve, where that is due; see `EngineComparison`."""
+        return self.comparison.on_served_weights(step, updates) if self.comparison else None
+
     def train_on(
         self, step: int, updates: Sequence[Update], served: Mismatch | None
-    ) -> tuple[list[train_step.UpdateStatistics], Mismatch]:
+    ) -> tuple[list[train_step.UpdateStatistics], Mismatch | None]:
         """Apply the updates of a step; before the first of them moves a weight, heed how far the engine is away.
 
         Args:
             step: From 0.
             updates: In order, from `with_old_logprobs`.
-            served: What `EngineComparison.on_served_weights` has found.
+            served: What `compare_served` has found.
+
+        Returns:
+            Statistics of each update, and how far the engine is away; None where there is none.
 
         Raises:
             MismatchError: Too far, and the configuration asks to stop.
@@ -137,11 +150,12 @@ class TrainingRun:
         def look(logprobs: Sequence[torch.Tensor]) -> None:
             before = [updates[0].with_old_logprobs(logprobs), *updates[1:]]
             known = before if self.objective.needs.old_logprobs else before[:1]
-            found.append(self.comparison.on_own_weights(step, known, served))
+            if self.comparison:
+                found.append(self.comparison.on_own_weights(step, known, served))
 
         lr, first, last = learning_rate(self.config, step), updates[0], updates[-1]
         statistics = [self._update(u, lr, look if u is first else None, is_last=u is last) for u in updates]
-        return statistics, found[0]
+        return statistics, found[0] if found else None
 
     def _update(
         self, update: Update, lr: float, look: Callable[[list[torch.Tensor]], None] | None, is_last: bool
@@ -165,7 +179,7 @@ class TrainingRun:
         rollout: RolloutResult,
         updates: Sequence[Update],
         statistics: Sequence[train_step.UpdateStatistics],
-        mismatch: tuple[Mismatch, Mismatch | None],
+        mismatch: tuple[Mismatch | None, Mismatch | None],
         clock: PhaseClock,
     ) -> dict[str, float]:
         """Write the metrics of a step; returns them on rank 0, nothing elsewhere."""
@@ -183,8 +197,9 @@ class TrainingRun:
             "train/num_micro_batches": sum(update.num_micro_batches for update in updates),
             "train/padding_fraction": padding / tokens,
             "train/non_finite_steps": self._num_non_finite,
-            "mismatch/share_of_limit": share_of_limit(self.config, *mismatch),
         }
+        own, served = mismatch
+        metrics |= {"mismatch/share_of_limit": share_of_limit(self.config, own, served)} if own else {}
         self.sinks.log(step + 1, metrics)
         return metrics
 

@@ -15,6 +15,7 @@ import torch
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
 from posttrain.config.families import FAMILIES, modelling_module
+from posttrain.data.chat import stop_token_ids
 from posttrain.engines.embedded.stable_topk import make_indexers_stable
 from posttrain.engines.embedded.weights import ServedWeights, WeightError, WeightUpdate
 from posttrain.errors import CheckpointError
@@ -82,7 +83,7 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
         model=model,
         weights=weights,
         model_type=config["model_type"],
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=stop_token_ids(folder),
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
     )
@@ -145,12 +146,3 @@ def _weights_with_scales(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]
             continue
         bundle = [name, *(name + suffix for suffix in SCALE_SUFFIXES if name + suffix in names)]
         yield [(part, reader.tensor(part)) for part in bundle]
-
-
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    path = folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    if ids is None:
-        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [ids])

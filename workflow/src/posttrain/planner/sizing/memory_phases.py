@@ -11,7 +11,8 @@ in host memory, gradients apart, which are dropped. Per phase and rank:
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
-On a machine without GPUs nothing sleeps and everything lies in host memory.
+On a machine without GPUs nothing sleeps and everything lies in host memory. Where responses are given there are no
+engines, and the trainer never sleeps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks
+from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
@@ -140,6 +141,8 @@ class _Plan:
 
     def of(self, phase: Phase, stage: StageMemory) -> PhaseMemory:
         everything = self._is_cpu
+        if not uses_engines(self.config):
+            phase = replace(phase, engines_awake=False, trainer_awake=True, optimizer_awake=True)
         gpu = {"reserve": self._reserve()}
         gpu |= self._engine(phase.engines_awake or everything)
         if phase.trainer_awake or everything:
@@ -159,13 +162,13 @@ class _Plan:
             return assumptions.cpu_process
         # Trainer and engine are processes of their own, each with a context.
         return (
-            2 * assumptions.cuda_context
+            (1 + uses_engines(self.config)) * assumptions.cuda_context
             + assumptions.nccl
             + (assumptions.deepep if self.config.trainer.deepep else 0.0)
         )
 
     def _engine(self, is_awake: bool) -> dict[str, float]:
-        if not is_awake:
+        if not is_awake or not uses_engines(self.config):
             return {}
         weights = self.served.weights_gib_per_gpu
         if self._is_cpu:
@@ -177,7 +180,7 @@ class _Plan:
 
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config, batch, assumptions = self.config, self.batch, self.assumptions
-        if phase.name == "weight_sync":
+        if phase.name == "weight_sync" and uses_engines(config):
             return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
@@ -197,7 +200,8 @@ class _Plan:
         part = "offloaded_optimizer" if stage.optimizer_on_host else "sleeping_optimizer"
         host = {part: optimizer}
         host["sleeping_weights"] = 0.0 if phase.trainer_awake else stage.weights_bytes / GIB
-        host["sleeping_engine"] = 0.0 if phase.engines_awake else self.served.heaviest_weights_gib
+        is_asleep = uses_engines(self.config) and not phase.engines_awake
+        host["sleeping_engine"] = self.served.heaviest_weights_gib if is_asleep else 0.0
         return host
 
 

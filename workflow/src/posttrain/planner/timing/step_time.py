@@ -28,6 +28,7 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
+    uses_engines,
     world_size,
 )
 from posttrain.config.schema import Architecture, Config, Hardware
@@ -149,7 +150,7 @@ def logprob_seconds(trainer: TrainingGpus, work: Workload) -> float:
 
 def _share_of_old_pass(config: Config) -> float:
     """Return the share of a step's samples whose old log-probabilities no other pass gives."""
-    from_trainer = config.algorithm.old_logprobs == "trainer"
+    from_trainer = uses_engines(config) and config.algorithm.old_logprobs == "trainer"
     return 1 - 1 / num_updates_per_step(config) if from_trainer else 0.0
 
 
@@ -157,6 +158,13 @@ def rollout_of(engine: DecodingGpus, num_engines: float, work: Workload) -> Roll
     """Return how long equal engines take for a step's samples."""
     requests = work.num_samples / num_engines
     return rollout_time(engine, requests, work.prompt_tokens, work.longest_response, work.mean_share)
+
+
+def rollout_of_step(config: Config, work: Workload) -> RolloutTime:
+    """Return how long a step's rollout takes; responses that are given take no time."""
+    if not uses_engines(config):
+        return RolloutTime(0.0, 1.0)
+    return rollout_of(engine_of(config), config.engine.num_engines, work)
 
 
 def workload(config: Config) -> Workload:
@@ -185,14 +193,14 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     """
     if config.hardware.device == "cpu":
         return {}
-    work, trainer, engine = workload(config), trainer_of(config), engine_of(config)
-    rollout = rollout_of(engine, config.engine.num_engines, work)
+    work, trainer = workload(config), trainer_of(config)
+    rollout = rollout_of_step(config, work)
     train = train_seconds(trainer, work)
     phases = {
         "rollout": rollout.seconds,
         "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
         "train": train + num_updates_per_step(config) * optimizer_seconds(config),
-        "weight_sync": sync_seconds(config),
+        "weight_sync": sync_seconds(config) if uses_engines(config) else 0.0,
         "save": storage(config).training_checkpoint / shared_storage,
     }
     phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
@@ -288,8 +296,8 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
 
 
 def split_part(config: Config) -> dict[str, float] | None:
-    """Return the best split as it stands in `plan.json`; nothing for a machine without GPUs, or without a split."""
-    split = best_split(config) if config.hardware.device == "cuda" else None
+    """Return the best split as it stands in `plan.json`; nothing without GPUs, engines or a split."""
+    split = best_split(config) if config.hardware.device == "cuda" and uses_engines(config) else None
     return None if split is None else _rounded({**dataclasses.asdict(split), "step_seconds": split.step_seconds})
 
 

@@ -1,0 +1,38 @@
+"""The rules of a run on given responses: what belongs to sampling must say that nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from posttrain.config.derived import uses_engines
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+
+
+def _rollout(config: Config) -> Problems:
+    if uses_engines(config):
+        return
+    rollout = config.rollout
+    for key, value, wanted, why in (
+        ("num_samples_per_prompt", rollout.num_samples_per_prompt, 1, "a row has one response"),
+        ("temperature", rollout.temperature, 1.0, "log-probabilities are the model's own"),
+        ("fp8", rollout.fp8, False, "no engine serves its weights while it trains"),
+    ):
+        if value != wanted:
+            needed = str(wanted).lower()
+            remedy = f"--config recipe=sft, which sets it, or set='rollout.{key}={needed}'"
+            allowed = f"{needed} with training.objective=sft: {why}"
+            yield Problem(f"rollout.{key}", str(value).lower(), allowed, remedy)
+
+
+def _responses(config: Config) -> Problems:
+    # Its labels are all that is graded, and there is no text around them to learn.
+    data = config.data
+    if not uses_engines(config) and data.kind == "sort_digits" and data.response_key:
+        allowed = "'' with data.kind=sort_digits, whose label is the response"
+        yield Problem("data.response_key", repr(data.response_key), allowed, "leave it out")
+
+
+SUPERVISED_RULES: tuple[Callable[[Config], Problems], ...] = (_rollout, _responses)
