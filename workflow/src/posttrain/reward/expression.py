@@ -123,7 +123,7 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> Any:
     """Return a SymPy expression or matrix; None for anything else."""
-    # A second and 60 MB, which answers that are plain numbers or words do not need.
+    # Imported here: it takes a second, which answers that are plain numbers or words do not need.
     import sympy
     from math_verify import LatexExtractionConfig, parse
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 10.0
 NUM_WORKERS = 2
-# Beyond what a worker has mapped when it starts; the largest answer of the labelled ones takes 200 MiB.
+# Beyond what a worker has mapped when it starts: one answer cannot take the memory of the node.
 MEMORY_BYTES = 1 << 30
 # To start a worker takes a second, and on a machine that is busy with else much more.
 _START_SECONDS = 180.0
