@@ -34,7 +34,7 @@ def test_messages_and_text_become_prompts(tmp_path, caplog):
     path = _write(tmp_path / "train.jsonl", rows)
     found = _read(path, prompt_key="question", label_key="answer")
     assert found.rows == [
-        Row(({"role": "user", "content": "1+1"},), "2", {"answer": "2"}),
+        Row(({"role": "user", "content": "1+1"},), "2", {"answer": "2"}, is_text=True),
         Row(({"role": "user", "content": "2+2"},), "4", {"answer": "4", "more": 1}),
     ]
     assert f"{path}: read as columns 'question' and 'answer': 2 prompts, 0 wrong lines" in caplog.text
@@ -130,7 +130,9 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(lines)
     _parquet(tmp_path / "a.parquet", ROWS)
-    expected = [Row(tuple(_message(row["prompt"])), row["label"], {"level": row["level"]}) for row in ROWS]
+    expected = [
+        Row(tuple(_message(row["prompt"])), row["label"], {"level": row["level"]}, is_text=True) for row in ROWS
+    ]
     for name in ("a.jsonl", "a.json", "lines.json", "a.jsonl.gz", "a.parquet"):
         assert _read(tmp_path / name).rows == expected, name
 
@@ -250,7 +252,7 @@ def test_a_file_of_no_known_form(tmp_path):
     assert problem.remedy == "set data.prompt_key and data.label_key"
     with pytest.raises(ConfigError, match="TRL prompt-only, a form without labels"):
         _read(_write(tmp_path / "b.jsonl", [{"prompt": "a"}]))
-    assert _read(tmp_path / "b.jsonl", needs_label=False).rows == [Row(tuple(_message("a")), None)]
+    assert _read(tmp_path / "b.jsonl", needs_label=False).rows == [Row(tuple(_message("a")), None, is_text=True)]
 
 
 def test_a_wrong_template_or_key_is_told_before_the_rows(tmp_path):
