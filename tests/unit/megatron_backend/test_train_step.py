@@ -391,3 +391,18 @@ def test_a_skipped_step_leaves_no_trace(disturbed, make_policy) -> None:
     assert both[0] == both[1]
     after, expected = weights_of(policy), weights_of(fresh)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_recomputation_changes_no_bit(make_policy) -> None:
+    """GPUs recompute every layer, the demo on a CPU none: index choices and router are the same the second time."""
+    trained = {}
+    for granularity in ("full", "none"):
+        config = trained_config()
+        trainer = dataclasses.replace(config.trainer, recompute_granularity=granularity)
+        policy = make_policy(dataclasses.replace(config, trainer=trainer))
+        assert policy.chunks[0].config.recompute_granularity == {"full": "full", "none": None}[granularity]
+        said = [apply(policy, update, LR) for update in updates_of(policy, 0)]
+        trained[granularity] = (said, weights_of(policy))
+    (full, recomputed), (none, kept) = trained.values()
+    assert full == none
+    assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
