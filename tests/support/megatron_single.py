@@ -31,7 +31,8 @@ def test_config(architecture: Architecture, **parallel: int) -> Config:
     """Return the tiny model's configuration with other dimensions and another layout."""
     config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
     model = dataclasses.replace(config.model, architecture=architecture)
-    trainer = dataclasses.replace(config.trainer, num_threads=1)
+    # The demo keeps its activations; what runs on GPUs recomputes them.
+    trainer = dataclasses.replace(config.trainer, num_threads=1, recompute_granularity="full")
     layout = dataclasses.replace(config.parallel, **parallel)
     return dataclasses.replace(config, model=model, trainer=trainer, parallel=layout)
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from tests.support.megatron_single import test_config
+from tests.support.small_updates import LR, apply, updates_of
 from tests.support.tiny_checkpoint import TRAINED
-from tests.unit.megatron_backend.test_train_step import LR, apply, updates_of
 
 NUM_EXPERTS, TOP_K = TRAINED.n_routed_experts, TRAINED.num_experts_per_tok
 

@@ -35,7 +35,7 @@ class _Parts:
     """A run's policy, objective and comparison, all real; its policy counts forward passes of micro-batches."""
 
     def __init__(self, make_policy, **algorithm):
-        from tests.unit.megatron_backend.test_train_step import objective_of, rollout, trained_config
+        from tests.support.small_updates import objective_of, rollout, trained_config
 
         from posttrain.megatron_backend.weights import HubWeights
         from posttrain.training.mismatch import EngineComparison
