@@ -24,7 +24,7 @@ def test_origins_are_read_back_for_every_value(made):
 
 
 def test_sources_are_told_with_where_each_value_came_from(tmp_path):
-    said = "data.sources.own.train_file=a.jsonl data.sources.own.weight=3 data.sources.other.train_file=b.jsonl"
+    said = "data.sources.own.train_file=a data.sources.own.heldout_file=b data.sources.own.weight=3"
     resolved = resolve({"model": "tiny", "site": "local", "set": f"data.kind=files {said}"}, CONFIG_DIR)
     origins = read_origins(dump_resolved(resolved))
     values = flat_config(resolved.config)
