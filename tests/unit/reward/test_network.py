@@ -109,7 +109,7 @@ def test_the_server_says_when() -> None:
     with RewardServer([status(429, Retry_After="1")]) as server:
         started = time.monotonic()
         assert scores(ask(server, "four")) == [4.0]
-    assert 1 <= time.monotonic() - started < 2
+    assert 1 <= time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 408, 422])
