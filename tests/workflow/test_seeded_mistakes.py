@@ -158,11 +158,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "response longer than the model": (glm5(f"{LONGEST}=202752 {BUDGET}=202752"), (LONGEST,)),
     "warm-up longer than the run": ({"set": "optimizer.lr_warmup_steps=1000"}, ("optimizer.lr_warmup_steps",)),
     # Data and evaluation
-    "files that are not given": ({"set": "data.kind=jsonl"}, ("data.train_file", "data.heldout_file")),
-    "evaluation without a file": ({"set": "data.kind=jsonl data.train_file=a.jsonl"}, ("data.heldout_file",)),
-    "evaluation without a file of the repository": (
-        {"set": f"data.kind=hub data.repo_id=owner/name data.revision={COMMIT} data.train_file=a.jsonl"},
-        ("data.heldout_file",),
+    "files that are not given": ({"set": "data.kind=jsonl"}, ("data.train_file",)),
+    "a repository without files": (
+        {"set": f"data.kind=hub data.repo_id=owner/name data.revision={COMMIT}"},
+        ("data.train_file",),
     ),
     "evaluation without prompts": ({"set": "data.num_heldout_prompts=0"}, ("data.num_heldout_prompts",)),
     "evaluation of nothing": (

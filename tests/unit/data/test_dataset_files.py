@@ -81,7 +81,7 @@ def test_two_local_files_give_messages(make, read, tmp_path):
 
 def test_one_file_gives_its_last_rows_to_the_held_out_side(make, read, tmp_path):
     data = _local(tmp_path, list("abcde"), ["x"])
-    make(replace(data, heldout_file=data.train_file))
+    make(replace(data, heldout_file=""))
     assert [row["label"] for row in read("train.jsonl")] == ["A", "B", "C"]
     assert [row["label"] for row in read("heldout.jsonl")] == ["D", "E"]
 
@@ -141,7 +141,7 @@ def test_patterns_and_folders_of_parquet(make, read, tmp_path, kind):
 def test_a_prompt_kept_twice_is_on_one_side_only(make, tmp_path):
     data = _local(tmp_path, ["a", "b", "c", "d", "a"], ["x"], duplicates="keep")
     with pytest.raises(ConfigError, match=r"1 that are trained on, too: number 2"):
-        make(replace(data, heldout_file=data.train_file))
+        make(replace(data, heldout_file=""))
 
 
 def test_settings_reach_the_rows(make, read, tmp_path):

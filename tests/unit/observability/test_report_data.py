@@ -1,11 +1,14 @@
 import os
 
 import pytest
+from tests.support.branches import CONFIG_DIR
 from tests.support.synthetic_run import make_run
 
 from posttrain.artifacts import receipt_of
+from posttrain.config.load import dump_resolved
 from posttrain.errors import CheckpointError
 from posttrain.observability.report_data import flat_config, git_commit, read_origins, read_run, rule_times
+from posttrain.planner.resolve import resolve
 
 
 @pytest.fixture
@@ -18,6 +21,16 @@ def test_origins_are_read_back_for_every_value(made):
     origins = read_origins(made.inputs.config.read_text())
     assert origins == {key: resolved.origins.get(key, "schema default") for key in flat_config(resolved.config)}
     assert origins["site.store"] == "set="
+
+
+def test_sources_are_told_with_where_each_value_came_from(tmp_path):
+    said = "data.sources.own.train_file=a data.sources.own.heldout_file=b data.sources.own.weight=3"
+    resolved = resolve({"model": "tiny", "site": "local", "set": f"data.kind=files {said}"}, CONFIG_DIR)
+    origins = read_origins(dump_resolved(resolved))
+    values = flat_config(resolved.config)
+    assert values["data.sources.own.weight"] == 3
+    assert origins["data.sources.own.weight"] == "set="
+    assert origins == {key: resolved.origins.get(key, "schema default") for key in values}
 
 
 def test_everything_is_read(made):

@@ -88,10 +88,12 @@ def test_the_answers_of_a_group_are_graded_together(pool):
 
 
 def test_an_instant_grader_needs_no_process():
+    before = psutil.Process().children()
     with GraderPool(num_workers=1) as pool:
         started = time.perf_counter()
         grader = BuiltIn("exact_match", ShapeSettings())
         jobs = [Job(grader, (Answer(text, "42"),), grader.is_instant) for text in ("42", " 42", "41")]
         outcomes = asyncio.run(pool.grade_all(jobs))
         assert said(outcomes) == [1.0, 1.0, 0.0]
+        assert psutil.Process().children() == before
         assert time.perf_counter() - started < 0.2

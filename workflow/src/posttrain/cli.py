@@ -70,7 +70,9 @@ def run(main: Callable[[], None], role: str | None = None) -> None:
         is_outside = not isinstance(error, ConfigError | CheckpointError)
         if is_outside and os.environ.get("POSTTRAIN_TRACEBACK"):
             raise
-        if refusal := str(error) if isinstance(error, ConfigError) else explain(error):
+        # What a configuration says is wrong the second time too; a file that could not be read may be there then.
+        is_final = isinstance(error, ConfigError) and error.__cause__ is None
+        if refusal := str(error) if is_final else explain(error):
             leave_last_words(refusal)
             _refuse(refusal)
         cause = f"\n  caused by: {error.__cause__}" if error.__cause__ else ""

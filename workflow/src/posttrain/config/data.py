@@ -49,7 +49,7 @@ class Data:
         "kind=files, a folder; with kind=hub, in the repository (docs/data.md)",
         "",
     )
-    heldout_file: str = _doc("The same of the held-out prompts; the same again: the last rows are held out", "")
+    heldout_file: str = _doc("The same of the held-out prompts; empty: the last rows of the training prompts", "")
     repo_id: str = _doc("Hub dataset repository, for kind=hub", "")
     revision: str = _doc("Pinned commit of the dataset repository, 40 hex digits, quoted", "")
     subset: str = _doc("Subset (configuration) of the repository, with `split`", "", unnamed="")

@@ -106,9 +106,8 @@ def _data_source(data: Data, section: str) -> Problems:
         yield from _pinned(f"{section}.revision", data.revision)
     if data.kind in LOCAL_DATA or (data.kind == "hub" and not data.split):
         allowed = f"a file of prompts, or {section}.split" if data.kind == "hub" else "a file of prompts"
-        for name in ("train_file", "heldout_file")[: 2 if data.num_heldout_prompts else 1]:
-            if not getattr(data, name):
-                yield Problem(f"{section}.{name}", "''", allowed, "give the path of the prompts")
+        if not data.train_file:
+            yield Problem(f"{section}.train_file", "''", allowed, "give the path of the prompts")
     if data.kind != "hub":
         for name in ("subset", "split", "heldout_split"):
             if value := getattr(data, name):

@@ -221,11 +221,14 @@ def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return dotted key -> value of a configuration, in the schema's order."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            flat |= flat_config(value, f"{prefix}{field.name}.")
+            flat |= flat_config(value, f"{key}.")
+        elif isinstance(value, dict):
+            for name, row in value.items():
+                flat |= flat_config(row, f"{key}.{name}.")
         else:
-            flat[f"{prefix}{field.name}"] = value
+            flat[key] = value
     return flat
 
 

@@ -156,6 +156,8 @@ class GraderPool:
     async def _ask_all(
         self, jobs: Sequence[Job], messages: Sequence[Sequence[int]]
     ) -> list[list[Grades | Failure] | Failure | None]:
+        if not messages:
+            return []  # asking whether the pool is active would start its workers
         if not self._pool.active:
             self._pool.join()
             self._pool = self._start()
