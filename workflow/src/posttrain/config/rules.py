@@ -37,7 +37,7 @@ SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES)
+    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -282,7 +282,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     *LAYOUT_RULES,
     _group,
     *SUPERVISED_RULES,
-    *SERVICE_RULES,
     *OPTIMIZER_RULES,
     _positions,
     _recomputation,
