@@ -41,6 +41,9 @@ def main() -> None:
         "--run-folder": arguments.run_folder,
         "--dataset": arguments.dataset,
     }
+    if arguments.data_check_receipt:
+        require_files(arguments.data_check.parent, arguments.data_check_receipt)
+        rank_arguments["--data-check"] = arguments.data_check
     job = TrainingJob(
         config_path=arguments.config,
         run_folder=arguments.run_folder,
@@ -93,6 +96,8 @@ def parse_arguments() -> argparse.Namespace:
         rollout_receipt=Path,
         dataset=Path,
         dataset_receipt=Path,
+        data_check=(Path, "what was found in it"),
+        data_check_receipt={"type": Path, "nargs": "?", "help": "its receipt; none in a run that was trained without"},
         node_local=(Path, "with {node} for a node's name"),
         fork={"type": Path, "nargs": "?", "help": "receipt of the fork that the run began with, if any"},
         done=Path,

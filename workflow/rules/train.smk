@@ -1,5 +1,4 @@
 # Training: one resumable job. Its run folder is a parameter, never an output: Snakemake would delete checkpoints.
-from posttrain.config.derived import uses_engines
 
 
 rule fork_checkpoint:
@@ -21,8 +20,6 @@ rule fork_checkpoint:
 
 
 CHECKED, IS_TRAINED = receipt_of(PATHS.data_check), PATHS.train_done.exists()
-# Given responses have no reward.
-IS_GRADED = uses_engines(CFG)
 
 
 rule approve_data:
@@ -77,7 +74,7 @@ rule train_grpo:
         rollout=receipt_of(PATHS.rollout_weights),
         dataset=receipt_of(PATHS.dataset),
         # What was trained by a version without this check stays trained.
-        checked=until_made(PATHS.train_done, CHECKED) if IS_GRADED and (CHECKED.exists() or not IS_TRAINED) else [],
+        checked=until_made(PATHS.train_done, CHECKED) if CHECKED.exists() or not IS_TRAINED else [],
         # No reasons to train again: topology and engineering may change between attempts, the experiment never does.
         experiment=until_made(PATHS.train_done, PATHS.experiment),
         resolved=until_made(PATHS.train_done, PATHS.config),
@@ -108,7 +105,9 @@ rule train_grpo:
             "--experiment {input.experiment:q} --config {input.resolved:q}",
             "--run-folder {params.run_folder:q} --torch-dist {params.torch_dist:q} --torch-dist-receipt {input.torch_dist:q}",
             "--rollout-weights {params.rollout:q} --rollout-receipt {input.rollout:q}",
-            "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --node-local",
+            "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --data-check",
+            literal(PATHS.data_check),
+            "--data-check-receipt {input.checked:q} --node-local",
             # Not a param: on another node a finished run would be trained again.
             literal(PATHS.node_local("{node}")),
             "--fork {input.fork:q} --done {output:q}",

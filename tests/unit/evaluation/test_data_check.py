@@ -119,8 +119,16 @@ def test_held_out_prompts_that_are_trained_on_are_named(check) -> None:
 
 
 def test_prompts_over_the_limit_are_counted(check) -> None:
-    (warning,) = check(prompts(NUMBERS), more="rollout.max_prompt_tokens=12").warnings
-    assert "30 of 40 prompts (75.0%) are longer, the longest has 13" in warning.value
+    limit = "rollout.max_prompt_tokens=12"
+    refused = check(prompts(NUMBERS), more=limit)
+    assert [problem.key for problem in refused.problems] == ["rollout.max_prompt_tokens"]
+    found = check(prompts(NUMBERS), more=f"{limit} rollout.overlong_prompts=drop")
+    assert found.problems == []
+    (warning,) = found.warnings
+    assert "30 of 40 prompts (75.0%) are longer; the longest has 13" in warning.value
+    assert found.as_dict()["left_out"] == found.left_out == list(range(10, 40))
+    (none,) = check(prompts(NUMBERS), more="rollout.max_prompt_tokens=2 rollout.overlong_prompts=drop").problems
+    assert "none is left" in none.value
 
 
 FAR = "reward.services.far"

@@ -148,10 +148,13 @@ class Rollout:
     num_samples_per_prompt: int = _doc("Responses per prompt (the group)", minimum=1)
     max_response_tokens: int = _doc("A response is cut here", minimum=1)
     max_prompt_tokens: int = _doc(
-        "A longer prompt ends the run before it is sampled from; 0: any length, planned as a quarter of a response",
-        0,
-        minimum=0,
-        unnamed=ANY,
+        "Tokens of the longest prompt; 0: any length, planned as a quarter of a response", 0, minimum=0, unnamed=ANY
+    )
+    overlong_prompts: str = _doc(
+        "Prompts longer than `max_prompt_tokens`: refuse the run before it trains, or drop them, counted",
+        "refuse",
+        choices=("refuse", "drop"),
+        unnamed="refuse",
     )
     overlong_samples: str = _doc(
         "Samples longer than the trainer's token budget: own_row: each is a micro-batch of its own, and planned for; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.types import Prompt
 
 
-def load_prompts(path: Path) -> list[Prompt]:
+def load_prompts(path: Path, left_out: Container[int] = ()) -> list[Prompt]:
     """Read the prompts that `write_prompts` wrote.
 
     Args:
         path: `train.jsonl` or `heldout.jsonl` of a dataset.
+        left_out: Prompts that are not wanted, by `prompt_id`.
 
     Returns:
         The prompts in the file's order; `prompt_id` is the place, from 0.
@@ -33,7 +34,7 @@ def load_prompts(path: Path) -> list[Prompt]:
             raise ConfigError([_not_ours(path, f"{row.place}: {row.reason or error}")]) from error
     if not prompts:
         raise ConfigError([_not_ours(path, "no prompts")])
-    return prompts
+    return [prompt for prompt in prompts if prompt.prompt_id not in left_out]
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:

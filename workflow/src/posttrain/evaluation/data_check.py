@@ -18,10 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.config.data import sources_of
+from posttrain.config.derived import uses_engines
 from posttrain.config.reward_sum import PASSING_SCORE, Term
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
+from posttrain.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
 from posttrain.data.rendered import check_rendered
 from posttrain.errors import Problem
 from posttrain.evaluation.shown_verdicts import STATED, ShownVerdict, show_verdicts
@@ -30,6 +32,7 @@ from posttrain.readable import counted
 from posttrain.reward.answer import Answer
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer
+from posttrain.rollout.given import GivenResponses
 from posttrain.types import Prompt, label_text
 
 NUM_EXAMPLES, NUM_ROWS_TOLD = 10, 10
@@ -75,6 +78,7 @@ class DataCheck:
         warnings: What is to be known.
         examples: Some rendered prompts, each {"text", "num_tokens", "label", "source"}.
         lengths: Tokens of the prompts: shortest, median, longest.
+        left_out: `prompt_id` of each prompt that is not trained on, being too long.
         labels: One for each source whose first grader needs labels.
         verdicts: One for each grader that needs none, source by source.
     """
@@ -83,6 +87,7 @@ class DataCheck:
     warnings: Sequence[Problem]
     examples: Sequence[Mapping[str, Any]]
     lengths: tuple[int, int, int]
+    left_out: Sequence[int]
     labels: Sequence[LabelCheck]
     verdicts: Sequence[ShownVerdict]
 
@@ -93,6 +98,7 @@ class DataCheck:
             "warnings": [problem.as_dict() for problem in self.warnings],
             "examples": list(self.examples),
             "prompt_tokens": dict(zip(("shortest", "median", "longest"), self.lengths, strict=True)),
+            LEFT_OUT: list(self.left_out),
             "labels": [vars(check) for check in self.labels],
             "verdicts": [vars(verdict) for verdict in self.verdicts],
         }
@@ -109,6 +115,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
 
     Raises:
         CheckpointError: The tokenizer or its template cannot be used.
+        ConfigError: A response that is given cannot be learned.
         RuntimeError: Graders failed more often than `reward.max_failure_share` allows.
     """
     chat = ChatTokenizer(folder, config.data.chat_template_kwargs)
@@ -119,7 +126,12 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
         for prompt in train:
             lengths.append(len(chat.render(prompt.messages, prompt.tools)))
             progress.advance(1)
-    labels, verdicts = asyncio.run(_ask_graders(config, chat, train))
+    prompt_lengths = PromptLengths(train, lengths, config.rollout.max_prompt_tokens)
+    too_long, known = check_lengths(prompt_lengths, config.rollout)
+    labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
+    if not uses_engines(config) and not too_long:
+        left_out = set(prompt_lengths.too_long)
+        GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
     examples = [
         {
             "text": chat.tokenizer.decode(list(rendered[prompt.prompt_id])),
@@ -129,20 +141,21 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
         }
         for prompt in shown
     ]
-    in_order = sorted(lengths)
     return DataCheck(
         problems=[
+            *too_long,
             *(problem for check in labels for problem in _refusals(check, config)),
             *_failing_graders(config, verdicts),
         ],
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
-            *_too_long(config, lengths),
+            *known,
             *_overlaps(train, heldout),
             *_one_value([*labels, *verdicts]),
         ],
         examples=examples,
-        lengths=(in_order[0], in_order[len(in_order) // 2], in_order[-1]),
+        lengths=prompt_lengths.summary,
+        left_out=prompt_lengths.too_long,
         labels=labels,
         verdicts=verdicts,
     )
@@ -274,17 +287,6 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
         allowed = f"at most {reward.max_other_label:.1%} (reward.max_other_label)"
         problems.append(Problem(key, value, allowed, "choose a grader that tells these labels apart"))
     return problems
-
-
-def _too_long(config: Config, lengths: Sequence[int]) -> list[Problem]:
-    limit = config.rollout.max_prompt_tokens
-    longer = sum(length > limit for length in lengths) if limit else 0
-    if not longer:
-        return []
-    share = f"{longer} of {len(lengths)} prompts ({longer / len(lengths):.1%})"
-    value = f"{share} are longer, the longest has {max(lengths)}"
-    remedy = "such a prompt ends the run: raise the limit, or leave them out of the data"
-    return [Problem("rollout.max_prompt_tokens", value, f"prompts of at most {limit} tokens", remedy)]
 
 
 def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Problem]:

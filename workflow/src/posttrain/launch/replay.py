@@ -113,6 +113,7 @@ def _train(paths: Paths, folder: Path, last: int) -> None:
         "--torch-dist": paths.torch_dist,
         "--model-folder": paths.hf_patched,
         "--dataset": paths.dataset,
+        **({"--data-check": paths.data_check} if paths.data_check.exists() else {}),
         "--until": last,
     }
     command = [str(word) for pair in arguments.items() for word in pair]

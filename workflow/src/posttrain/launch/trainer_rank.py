@@ -16,6 +16,7 @@ from posttrain import cli
 from posttrain.artifacts.lease import check_epoch
 from posttrain.engines.secret import take_secret
 from posttrain.training import early_end
+from posttrain.types import Prompt
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,6 +29,7 @@ def parse_arguments() -> argparse.Namespace:
         torch_dist=(Path, "initial weights"),
         model_folder=(Path, "checkpoint with the tokenizer"),
         dataset=Path,
+        data_check={"type": Path, "help": "what approve_data wrote; without it, all prompts are trained on"},
         engine={"action": "append", "help": "URL of an engine; repeated for several. None: rollouts are on disk"},
         until={"type": int, "default": 0, "help": "the step to end after; by default the run's last"},
         finished={"type": int, "help": "finished steps of the checkpoint to load; by default the newest"},
@@ -53,7 +55,7 @@ def main() -> None:
         run_folder=arguments.run_folder,
         torch_dist=arguments.torch_dist,
         model_folder=arguments.model_folder,
-        dataset=arguments.dataset,
+        read_prompts=partial(_prompts, arguments.dataset, arguments.data_check),
         engine_urls=arguments.engine or (),
         engine_secret=secret,
         may_commit=may_commit,
@@ -62,6 +64,14 @@ def main() -> None:
         is_done = train(run, arguments.until)
     if not is_done:
         sys.exit(early_end.SAVED_EXIT_CODE)
+
+
+def _prompts(dataset: Path, data_check: Path | None) -> list[Prompt]:
+    """Return the prompts of a dataset but those that `approve_data` has found too long."""
+    from posttrain.data.dataset import load_prompts
+    from posttrain.data.prompt_lengths import read_left_out
+
+    return load_prompts(dataset / "train.jsonl", read_left_out(data_check) if data_check else ())
 
 
 def _always() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from posttrain.config.derived import uses_engines
 from posttrain.config.schema import Config
 
 
@@ -51,7 +50,6 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "finalize_quantized": not config.rollout.fp8,
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
-        "approve_data": not uses_engines(config),
     }
     rules = [rule for rule in [*_rules_of_weights(config), *_rules_of_a_run(config)] if not left_out.get(rule.name)]
     names = {rule.name for rule in rules}

@@ -16,7 +16,6 @@ from posttrain.config.derived import uses_engines
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset import load_prompts
 from posttrain.engines.client import EngineClient
 from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import build_policy
@@ -34,6 +33,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
 from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
+from posttrain.types import Prompt
 from posttrain.weight_sync.publish import WeightPublisher
 
 
@@ -44,7 +44,7 @@ def open_run(
     run_folder: Path,
     torch_dist: Path,
     model_folder: Path,
-    dataset: Path,
+    read_prompts: Callable[[], list[Prompt]],
     engine_urls: Sequence[str],
     engine_secret: str,
     may_commit: Callable[[], None],
@@ -58,7 +58,7 @@ def open_run(
         run_folder: Checkpoints, rollouts, metrics.
         torch_dist: Initial weights.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
-        dataset: Folder with `train.jsonl`.
+        read_prompts: Returns those that are trained on.
         engine_urls: Engines, ready or about to be; none where every rollout is on disk already, or responses are given.
         engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
@@ -73,16 +73,15 @@ def open_run(
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
         policy, store = build_policy(config), RolloutStore(run_folder / "rollouts")
-        client, maker, sinks = None, None, None
+        client = maker = sinks = None
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
-            maker = _open_maker(config, model_folder, dataset, client, store, stack)
-            last_step, experiment = to_load.finished or None, experiment_of(config)
-            sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last_step, experiment))
+            maker = _open_maker(config, model_folder, read_prompts, client, store, stack)
+            last = to_load.finished or None
+            sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
         share = share_plain if dist.get_world_size() > 1 else None
-        stored, wait = StoredSource(store, config.rollout.rollout_batch_size), config.engine.start_timeout_seconds
-        is_stored = uses_engines(config) and not engine_urls
-        source = stored if is_stored else SynchronousSource(runner, share, wait, client, maker)
+        stored = StoredSource(store, config.rollout.rollout_batch_size)
+        made = SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, maker)
         forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
         writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
         weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
@@ -91,7 +90,7 @@ def open_run(
             config=config,
             policy=policy,
             objective=objective_of(config),
-            source=source,
+            source=stored if uses_engines(config) and not engine_urls else made,
             comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
             publisher=publisher if uses_engines(config) else None,
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
@@ -115,7 +114,7 @@ def _keep_rollouts(finished: int) -> None:
 def _open_maker(
     config: Config,
     model_folder: Path,
-    dataset: Path,
+    read_prompts: Callable[[], list[Prompt]],
     client: EngineClient | None,
     store: RolloutStore,
     stack: ExitStack,
@@ -124,7 +123,7 @@ def _open_maker(
     if client is None and uses_engines(config):
         return None
     kwargs = config.data.chat_template_kwargs
-    prompts, tokenizer = load_prompts(dataset / "train.jsonl"), ChatTokenizer(model_folder, kwargs)
+    prompts, tokenizer = read_prompts(), ChatTokenizer(model_folder, kwargs)
     if client is None:
         return GivenResponses(config, prompts, tokenizer)
     graders = stack.enter_context(GraderPool.of(config.reward))
