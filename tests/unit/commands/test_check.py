@@ -34,3 +34,10 @@ def test_all_problems_come_in_one_report_without_a_traceback(tmp_path):
     assert "engine.python = '/no/python'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "check.json").exists()
+
+
+def test_a_reward_service_that_is_not_there_is_found_before_a_gpu_is_taken(tmp_path):
+    done = check(tmp_path, "data.reward=far reward.services.far.url=http://127.0.0.1:9/score")
+    assert done.returncode == 1
+    assert "reward.services.far.url = http://127.0.0.1:9/score: connection: ConnectError" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.reward_server import RewardServer, says
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
 from posttrain.evaluation.data_check import check_data, print_check
@@ -17,8 +18,11 @@ OWN = """
 def by_source(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == f"<{ground_truth}>")
 
-def generous(completions, **columns):
-    return [1.0 for _ in completions]
+def generous(data_source, solution_str, ground_truth, extra_info):
+    return float(len(ground_truth) > 0)
+
+def by_length(prompts, completions, **columns):
+    return [float(len(completion[0]["content"])) for completion in completions]
 
 def fails(completions, **columns):
     raise RuntimeError("no network")
@@ -125,3 +129,67 @@ def test_prompts_over_the_limit_are_counted(check) -> None:
     assert found.as_dict()["left_out"] == found.left_out == list(range(10, 40))
     (none,) = check(prompts(NUMBERS), more="rollout.max_prompt_tokens=2 rollout.overlong_prompts=drop").problems
     assert "none is left" in none.value
+
+
+FAR = "reward.services.far"
+
+
+def test_graders_that_need_no_label_show_what_they_say(check, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    (folder / "judge.txt").write_text("{response}")
+
+    def verdict(question: str) -> str:
+        return "Verdict: 9" if question == "100" else "Verdict: 1" if not question else "Verdict: 5"
+
+    with RewardServer() as server, RewardServer(verdict=verdict) as other:
+        judge = (
+            f"reward.judges.wise.url={other.judge_url} reward.judges.wise.model=m reward.judges.wise.best_verdict=10 "
+            f"reward.judges.wise.prompt_file={folder}/judge.txt"
+        )
+        reward = f"exact_match+0.1*far+-1*wise+length+{folder}/own.py:by_length"
+        found = check(prompts(NUMBERS), reward, f"{FAR}.url={server.url} {judge}")
+    assert (found.problems, found.warnings, len(found.labels)) == ([], [], 1)
+    far, wise, length, own = found.verdicts
+    assert (sum(len(body["answers"]) for body in server.asked), len(other.asked)) == (10, 10), "not for each row"
+    assert (far.grader, far.num_tried, far.lowest["response"], far.failures) == ("far", 10, "", ())
+    assert far.highest == {"prompt": "sort 0", "response": "the same again and " * 200, "score": 3800.0}
+    assert (wise.highest["response"], wise.lowest, wise.num_scores) == (
+        "100",
+        {"prompt": "sort 0", "response": "", "score": 0.1},
+        3,
+    )
+    tried = {answer["response"] for body in server.asked for answer in body["answers"]}
+    assert {"100", "101", "\\boxed{100}", "", "sort 0"} < tried
+    assert (length.num_scores > 1, own.grader, own.lowest["response"]) == (True, "by_length", "")
+    json.dumps(found.as_dict(), allow_nan=False)
+    print_check(found)
+    told = capsys.readouterr().out
+    assert (
+        "wise needs no label; of 10 responses that were tried\n  highest score 0.9: '100'\n  lowest score 0.1: ''"
+        in told
+    )
+
+
+def test_a_grader_that_needs_no_label_is_shown_for_each_source(check) -> None:
+    train = [*prompts([None] * 3, source="plain"), *prompts(["x"] * 3, source="named")]
+    more = f"data.sources.plain.reward=far data.sources.named.reward=repetition {FAR}.url="
+    with RewardServer() as server:
+        found = check(train, more=more + server.url)
+    assert [(one.source, one.grader, one.num_tried) for one in found.verdicts] == [
+        ("plain", "far", 3),
+        ("named", "repetition", 9),
+    ]
+    assert [answer["label"] for body in server.asked for answer in body["answers"]] == [None] * 3
+
+
+@pytest.mark.parametrize(("share", "problems"), [(0.05, 1), (0.1, 0)])
+def test_an_address_that_fails_is_refused_and_one_score_for_all_is_told(check, share: float, problems: int) -> None:
+    with RewardServer([says("[NaN" + ", 1" * 9 + "]")]) as server:
+        more = f"{FAR}.url={server.url} reward.max_failure_share={share}"
+        found = check(prompts(NUMBERS), "far", more)
+    assert len(found.problems) == problems
+    for problem in found.problems:
+        assert problem.key == "data.reward"
+        assert "far failed for 1 of 10 responses:\n        far: error: expected a finite number" in problem.value
+    (warning,) = found.warnings
+    assert warning.value == "far gave one score to every response that was tried"
+    assert found.verdicts[0].lowest is None

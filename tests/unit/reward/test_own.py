@@ -127,3 +127,22 @@ def test_a_reward_for_each_completion(source) -> None:
     path = source("def f(completions):\n    return [1.0]")
     with pytest.raises(TypeError, match="1 rewards for 2 completions"):
         OwnFunction(inspect_own(f"{path}:f"))(_answers("4", "5"))
+
+
+@pytest.mark.parametrize(
+    ("code", "needs_label"),
+    [
+        ("def f(data_source, solution_str, ground_truth, extra_info): return len(solution_str)", False),
+        ("def f(data_source, solution_str, ground_truth, extra_info): return ground_truth == 1", True),
+        ("def f(data_source, solution_str, ground_truth, extra_info): return len(extra_info)", True),
+        ("def f(solution_str, ground_truth): return g(**locals())", True),
+        ("def f(solution_str, ground_truth, **rest): return len(rest)", True),
+        ("def f(prompts, completions, **columns): return [1 for _ in completions]", False),
+        ("def f(completions, log_metric): return [1 for _ in completions]", False),
+        ("def f(completions, **columns): return columns['answer']", True),
+        ("def f(completions, answer): return [1 for _ in completions]", True),
+        ("import functools\n@functools.cache\ndef f(completions): return []", True),
+    ],
+)
+def test_a_function_that_no_label_reaches_is_known_by_its_source(source, code, needs_label):
+    assert inspect_own(f"{source(code)}:f").needs_label is needs_label

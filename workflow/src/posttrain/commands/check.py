@@ -9,12 +9,14 @@ from posttrain.launch.cluster_check import check_cluster
 from posttrain.preflight.checks import check_everything
 from posttrain.preflight.refusals import refuse_unfit
 from posttrain.preflight.report import print_findings, raise_problems
+from posttrain.reward.address_check import check_addresses
 
 
 def main(paths: Paths, output: Path | None) -> None:
     """Run every check, show the findings, fail with all problems at once; write `output` when all is well."""
     refuse_unfit(paths)
-    findings = [*check_everything(paths), *check_cluster(paths.resolved.config)]
+    config = paths.resolved.config
+    findings = [*check_everything(paths), *check_addresses(config), *check_cluster(config)]
     print_findings(findings)
     raise_problems(findings)
     if output:

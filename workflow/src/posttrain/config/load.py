@@ -139,7 +139,7 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    digests, problems = own_digests(config.data)
+    digests, problems = own_digests(config)
     raise_if_any(problems)
     if digests:
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, own_digests=digests))
@@ -168,6 +168,9 @@ def _named(name: str, section: Any) -> dict[str, Any]:
     for key, value in dataclasses.asdict(section).items():
         if unnamed.get(key, ...) not in (value, ANY):
             found |= {key: value, **GONE_KEYS.get((name, key), {})}
+    for key, table in vars(section).items():
+        if isinstance(table, dict) and key in found:
+            found[key] = {row: _named(key, named) for row, named in table.items()}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Reward functions of the user, named `path.py:function`: what a plan has to know of them.
+"""Reward functions of the user, named `path.py:function`, and prompts of judges: what a plan has to know of them.
 
 It is read from the source, which is not executed for it: the signature, and the digest that makes the function a part
 of the run's identity. The digest covers the file and those that it names in `REWARD_FILES`; it sees no further.
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config.data import Data, sources_of
+from posttrain.config.data import sources_of
 from posttrain.config.reward_sum import parse_reward
+from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 
 VERL, TRL = "verl", "TRL"
@@ -24,6 +25,8 @@ SIGNATURES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # What TRL's trainer hands over and a worker process does not have.
 TRAINERS_OWN = ("trainer_state", "completion_ids", "environments")
+# What a function can know a label by: parameters, or all that it was given at once.
+_LABELS = {"ground_truth", "extra_info", "locals"}
 # At the top level of a source: other files that its rewards depend on, relative to its folder.
 NAMED_FILES = "REWARD_FILES"
 _ALLOWED = "compute_score(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
@@ -38,12 +41,14 @@ class OwnReward:
         name: The function's.
         signature: `VERL` or `TRL`.
         digest: Of the source and the files that it names, SHA-256 in hex.
+        needs_label: False where its source shows that no label reaches it.
     """
 
     path: str
     name: str
     signature: str
     digest: str
+    needs_label: bool = True
 
 
 def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
@@ -77,20 +82,49 @@ def inspect_own(text: str, key: str = "data.reward") -> OwnReward:
     if missing := [name for name in _required(arguments) if signature == TRL and name in TRAINERS_OWN]:
         remedy = f"give {', '.join(missing)} a default: rewards are computed in processes beside the trainer"
         raise _refused(key, f"{name} needs {', '.join(missing)}", _ALLOWED, remedy)
-    return OwnReward(path, name, signature, digest_of(path, content, key))
+    needs_label = _needs_label(functions[name], signature, parameters)
+    return OwnReward(path, name, signature, digest_of(path, content, key), needs_label)
 
 
-def own_digests(config: Data) -> tuple[list[str], list[Problem]]:
-    """Return the digests of all functions of the user's that a configuration names, and what is wrong with them."""
+def _needs_label(function: ast.FunctionDef | ast.AsyncFunctionDef, signature: str, parameters: list[str]) -> bool:
+    """Tell whether a label may reach a function; what the source does not show, may."""
+    rest = function.args.kwarg.arg if function.args.kwarg else ""
+    used = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    columns = set(parameters) - {*SIGNATURES[TRL][1], *TRAINERS_OWN} if signature == TRL else set()
+    return bool(function.decorator_list or columns or used & {*_LABELS, rest})
+
+
+def own_digests(config: Config) -> tuple[list[str], list[Problem]]:
+    """Return the digests of all files of the user's that `data.reward` stands for, and what is wrong with them."""
     digests: list[str] = []
     problems: list[Problem] = []
-    for name, data in sources_of(config).items():
+    for name, data in sources_of(config.data).items():
         key = f"data.sources.{name}.reward" if name else "data.reward"
         try:
-            digests += [inspect_own(term.grader, key).digest for term in parse_reward(data.reward, key) if term.is_own]
+            for term in parse_reward(data.reward, key):
+                if term.is_own:
+                    digests.append(inspect_own(term.grader, key).digest)
+                elif judge := config.reward.judges.get(term.grader):
+                    content = read_prompt(judge.prompt_file, f"reward.judges.{term.grader}.prompt_file")
+                    digests.append(hashlib.sha256(content.encode()).hexdigest())
         except ConfigError as error:
             problems += error.problems
-    return list(dict.fromkeys(digests)), problems
+    return list(dict.fromkeys(digests)), list(dict.fromkeys(problems))
+
+
+def read_prompt(path: str, key: str) -> str:
+    """Return what a judge is asked, before anything is put into it.
+
+    Raises:
+        ConfigError: There is no such file, it is no text, or the response has no place in it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _refused(key, f"{path!r}: {error}", "a file of text", "correct the path or the file") from error
+    if "{response}" not in text:
+        raise _refused(key, repr(path), "a text with {response}", "put {response} where the response belongs")
+    return text
 
 
 def _refused(key: str, value: str, allowed: str, remedy: str) -> ConfigError:

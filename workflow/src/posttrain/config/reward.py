@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from posttrain.config.services import Judge, Service
 from posttrain.document import ANY, _doc
 
 THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
@@ -60,8 +61,15 @@ class Reward:
     repetition_ngram: int = _doc(
         "`repetition`: words of the sequences whose repetition is counted", 4, minimum=1, unnamed=4
     )
+    services: dict[str, Service] = field(
+        default_factory=dict, metadata={"doc": "Services that grade, by names of your own", "unnamed": ANY}
+    )
+    judges: dict[str, Judge] = field(
+        default_factory=dict, metadata={"doc": "Models that judge, by names of your own", "unnamed": {}}
+    )
     own_digests: list[str] = _doc(
-        "Digests of the functions of your own that data.reward names; filled in when a configuration is resolved",
+        "Digests of your own functions, and of judges' prompts, that data.reward names; filled in when a configuration "
+        "is resolved",
         [],
         unnamed=[],
     )

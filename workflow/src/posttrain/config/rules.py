@@ -19,6 +19,7 @@ from posttrain.config.request import RUN_NAME
 from posttrain.config.reward import BUILT_IN
 from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
+from posttrain.config.service_rules import SERVICE_RULES
 from posttrain.config.site_rules import SITE_RULES, check_launcher
 from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import ConfigError, Problem
@@ -36,7 +37,7 @@ SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
 
 def check_consistency(config: Config) -> list[Problem]:
     """Return every violated rule."""
-    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES)
+    rules = (*RULES, check_bounds, *ENGINE_RULES, *SITE_RULES, *LAUNCH_RULES, *SERVICE_RULES)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -89,14 +90,15 @@ def _model_source(config: Config) -> Problems:
 
 def _data_sources(config: Config) -> Problems:
     for name, data in sources_of(config.data).items():
-        yield from _data_source(data, f"data.sources.{name}" if name else "data")
+        section = f"data.sources.{name}" if name else "data"
+        yield from _reward(config, data.reward, f"{section}.reward")
+        yield from _data_source(data, section)
         if name and not re.fullmatch(NODE_NAME, name):
             allowed = "letters, digits, '.', '_' and '-'; it starts with a letter or digit"
             yield Problem("data.sources", repr(name), allowed, "give the source another name")
 
 
 def _data_source(data: Data, section: str) -> Problems:
-    yield from _reward(data.reward, f"{section}.reward")
     if data.kind not in KINDS:
         yield Problem(f"{section}.kind", repr(data.kind), f"one of {', '.join(KINDS)}", "choose one")
     if data.kind == "hub":
@@ -120,17 +122,18 @@ def _data_source(data: Data, section: str) -> Problems:
         yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
 
 
-def _reward(text: str, key: str) -> Problems:
+def _reward(config: Config, text: str, key: str) -> Problems:
     """Whether a function of the user's is there is found out once, when the command is given (`config.load`)."""
     try:
         terms = parse_reward(text, key)
     except ConfigError as error:
         yield from error.problems
         return
+    known = (*BUILT_IN, *config.reward.services, *config.reward.judges)
     for term in terms:
-        if not term.is_own and term.grader not in BUILT_IN:
-            allowed = f"{', '.join(BUILT_IN)}, or path.py:function"
-            yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, BUILT_IN) or "choose one")
+        if not term.is_own and term.grader not in known:
+            allowed = f"{', '.join(known)}, path.py:function, or a name in reward.services or reward.judges"
+            yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one")
 
 
 def _repository(key: str, repo_id: str) -> Problems:

@@ -101,33 +101,33 @@ class PromptTemplate:
     Args:
         text: `{prompt}` is the last user message's text, `{key}` any column. Doubled braces stand for single ones,
             and so do braces without a name between them, as in `\\boxed{}`.
+        setting: Where it stands, for messages.
+        needed: What has the place of `prompt` in it.
 
     Raises:
         ConfigError: The prompt has no place in it, or a name is no key.
     """
 
-    def __init__(self, text: str):
-        self._text = text
+    def __init__(self, text: str, setting: str = "data.prompt_template", needed: str = "prompt"):
+        self._text, self._needed = text, needed
         slots = {found[1] for found in _SLOT.finditer(text) if found[1]}
-        if "prompt" not in slots:
-            remedy = "put {prompt} where the prompt belongs"
-            raise ConfigError([Problem("data.prompt_template", repr(text), "a text with {prompt}", remedy)])
-        self._keys: Mapping[str, Key] = {
-            slot: parse_key(slot, "data.prompt_template") for slot in slots if slot != "prompt"
-        }
+        if needed not in slots:
+            remedy = f"put {{{needed}}} where the {needed} belongs"
+            raise ConfigError([Problem(setting, repr(text), f"a text with {{{needed}}}", remedy)])
+        self._keys: Mapping[str, Key] = {slot: parse_key(slot, setting) for slot in slots if slot != needed}
 
     @property
     def columns(self) -> set[str]:
         """The columns that it names."""
         return {key.column for key in self._keys.values()}
 
-    def fill(self, prompt: str, row: Mapping[str, Any]) -> str:
+    def fill(self, text: str, row: Mapping[str, Any]) -> str:
         """Return the text for a row; braces in what is put into it mean nothing.
 
         Raises:
             AbsentError: The row lacks a column that the template names.
         """
-        values = {slot: _as_text(key.find(row)) for slot, key in self._keys.items()} | {"prompt": prompt}
+        values = {slot: _as_text(key.find(row)) for slot, key in self._keys.items()} | {self._needed: text}
         return _SLOT.sub(lambda found: values[found[1]] if found[1] else found[0][0], self._text)
 
 

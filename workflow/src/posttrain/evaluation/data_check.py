@@ -2,7 +2,8 @@
 
 A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as
 if it were the response, once to its own prompt and once to another row's: the first must have full marks, the second
-must not. What else can be told from prompts and tokenizer alone is told, too, and refuses nothing.
+must not. Graders that need no label show what they say of a few responses. What else can be told from prompts and
+tokenizer alone is told, too, and refuses nothing.
 """
 
 from __future__ import annotations
@@ -18,33 +19,24 @@ from rich.console import Console
 
 from posttrain.config.data import sources_of
 from posttrain.config.derived import uses_engines
-from posttrain.config.reward_sum import PASSING_SCORE
+from posttrain.config.reward_sum import PASSING_SCORE, Term
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
 from posttrain.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
 from posttrain.data.rendered import check_rendered
 from posttrain.errors import Problem
+from posttrain.evaluation.shown_verdicts import STATED, ShownVerdict, show_verdicts
 from posttrain.observability.progress import ProgressBar
 from posttrain.readable import counted
 from posttrain.reward.answer import Answer
-from posttrain.reward.grade import GRADERS
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer
 from posttrain.rollout.given import GivenResponses
 from posttrain.types import Prompt, label_text
 
 NUM_EXAMPLES, NUM_ROWS_TOLD = 10, 10
-# How a response states an answer, in the order in which they are tried.
-STATED = (
-    "{label}",
-    "\\boxed{{{label}}}",
-    "#### {label}",
-    "Answer: {label}",
-    "<think>\n</think>\n<answer>{label}</answer>",
-    "<think>\n</think>\n\\boxed{{{label}}}",
-)
-# By so many rows it is chosen.
+# By so many rows it is chosen how a response states an answer.
 NUM_TRIED = 32
 # Rows that are graded at a time.
 BATCH = 1000
@@ -87,7 +79,8 @@ class DataCheck:
         examples: Some rendered prompts, each {"text", "num_tokens", "label", "source"}.
         lengths: Tokens of the prompts: shortest, median, longest.
         left_out: `prompt_id` of each prompt that is not trained on, being too long.
-        labels: One for each source whose grader needs labels.
+        labels: One for each source whose first grader needs labels.
+        verdicts: One for each grader that needs none, source by source.
     """
 
     problems: Sequence[Problem]
@@ -96,6 +89,7 @@ class DataCheck:
     lengths: tuple[int, int, int]
     left_out: Sequence[int]
     labels: Sequence[LabelCheck]
+    verdicts: Sequence[ShownVerdict]
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
@@ -106,6 +100,7 @@ class DataCheck:
             "prompt_tokens": dict(zip(("shortest", "median", "longest"), self.lengths, strict=True)),
             LEFT_OUT: list(self.left_out),
             "labels": [vars(check) for check in self.labels],
+            "verdicts": [vars(verdict) for verdict in self.verdicts],
         }
 
 
@@ -133,7 +128,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
             progress.advance(1)
     prompt_lengths = PromptLengths(train, lengths, config.rollout.max_prompt_tokens)
     too_long, known = check_lengths(prompt_lengths, config.rollout)
-    labels = check_labels(config, train) if uses_engines(config) else []
+    labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
         GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
@@ -147,44 +142,51 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
         for prompt in shown
     ]
     return DataCheck(
-        problems=[*too_long, *(problem for check in labels for problem in _refusals(check, config))],
+        problems=[
+            *too_long,
+            *(problem for check in labels for problem in _refusals(check, config)),
+            *_failing_graders(config, verdicts),
+        ],
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
             *known,
             *_overlaps(train, heldout),
-            *_one_value(labels),
+            *_one_value([*labels, *verdicts]),
         ],
         examples=examples,
         lengths=prompt_lengths.summary,
         left_out=prompt_lengths.too_long,
         labels=labels,
+        verdicts=verdicts,
     )
 
 
-def check_labels(config: Config, prompts: Sequence[Prompt]) -> list[LabelCheck]:
-    """Return what each source's labels say when they are responses; nothing of sources whose grader needs none."""
+async def _ask_graders(
+    config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]
+) -> tuple[list[LabelCheck], list[ShownVerdict]]:
+    """Return what each source's labels say when they are responses, and what graders say that need no label."""
     checks = []
     with GraderPool.of(config.reward) as pool:
         scorer = Scorer(config, pool)
         for name in sources_of(config.data):
             rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]
             first = scorer.terms[name][0]
-            if rows and (first.is_own or GRADERS[first.grader].needs_label):
-                checks.append(asyncio.run(_check_source(scorer, first.column, rows, config.data.seed)))
-    return checks
+            if rows and scorer.needs_label(first):
+                checks.append(await _check_source(scorer, first, rows, config.data.seed))
+        return checks, await show_verdicts(config, scorer, chat, prompts)
 
 
-async def _check_source(scorer: Scorer, grader: str, rows: Sequence[Prompt], seed: int) -> LabelCheck:
-    stated = await _chosen_form(scorer, grader, rows[:NUM_TRIED])
+async def _check_source(scorer: Scorer, term: Term, rows: Sequence[Prompt], seed: int) -> LabelCheck:
+    grader, stated = term.column, await _chosen_form(scorer, term, rows[:NUM_TRIED])
     others = _other_labels(rows, seed)
     own: list[Scored] = []
     other: list[Scored | None] = []
     with ProgressBar(f"labels graded by {grader}", len(rows), "rows") as progress:
         for start in range(0, len(rows), BATCH):
             part, theirs = rows[start : start + BATCH], others[start : start + BATCH]
-            own += await _graded(scorer, part, [prompt.label for prompt in part], stated)
+            own += await _graded(scorer, term, part, [prompt.label for prompt in part], stated)
             asked = [(prompt, label) for prompt, label in zip(part, theirs, strict=True) if label is not None]
-            found = iter(await _graded(scorer, [p for p, _ in asked], [label for _, label in asked], stated))
+            found = iter(await _graded(scorer, term, [p for p, _ in asked], [label for _, label in asked], stated))
             other += [next(found) if label is not None else None for label in theirs]
             progress.advance(len(part))
     failing = [place for place, scored in enumerate(own) if not _is_full(scored, grader)]
@@ -206,18 +208,20 @@ async def _check_source(scorer: Scorer, grader: str, rows: Sequence[Prompt], see
     )
 
 
-async def _chosen_form(scorer: Scorer, grader: str, rows: Sequence[Prompt]) -> str:
+async def _chosen_form(scorer: Scorer, term: Term, rows: Sequence[Prompt]) -> str:
     """Return how most of some labels have full marks; where there is none, the plain one."""
     passed = {}
     for stated in STATED:
-        scored = await _graded(scorer, rows, [prompt.label for prompt in rows], stated)
-        passed[stated] = sum(_is_full(one, grader) for one in scored)
+        scored = await _graded(scorer, term, rows, [prompt.label for prompt in rows], stated)
+        passed[stated] = sum(_is_full(one, term.column) for one in scored)
         if passed[stated] == len(rows):
             return stated
     return max(passed, key=lambda stated: passed[stated])
 
 
-async def _graded(scorer: Scorer, prompts: Sequence[Prompt], labels: Sequence[Any], stated: str) -> list[Scored]:
+async def _graded(
+    scorer: Scorer, term: Term, prompts: Sequence[Prompt], labels: Sequence[Any], stated: str
+) -> list[Scored]:
     answers = [
         Answer(
             stated.format(label=label_text(label)),
@@ -229,7 +233,7 @@ async def _graded(scorer: Scorer, prompts: Sequence[Prompt], labels: Sequence[An
         )
         for prompt, label in zip(prompts, labels, strict=True)
     ]
-    return [scored for (scored,) in await scorer.score([[answer] for answer in answers])]
+    return [scored for (scored,) in await scorer.score([[answer] for answer in answers], only=term)]
 
 
 def _other_labels(rows: Sequence[Prompt], seed: int) -> list[Any]:
@@ -301,7 +305,20 @@ def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Proble
     return problems
 
 
-def _one_value(checks: Sequence[LabelCheck]) -> list[Problem]:
+def _failing_graders(config: Config, verdicts: Sequence[ShownVerdict]) -> list[Problem]:
+    """Return the graders that failed for more of the few responses than a step may have."""
+    most, problems = config.reward.max_failure_share, []
+    for one in verdicts:
+        if len(one.failures) > most * one.num_tried:
+            key = f"data.sources.{one.source}.reward" if one.source else "data.reward"
+            told = "".join(f"\n        {reason}" for reason in dict.fromkeys(one.failures))
+            value = f"{one.grader} failed for {len(one.failures)} of {one.num_tried} responses:{told}"
+            allowed = f"at most {most:.1%} (reward.max_failure_share)"
+            problems.append(Problem(key, value, allowed, "mend the grader, or what it is asked at"))
+    return problems
+
+
+def _one_value(checks: Sequence[LabelCheck | ShownVerdict]) -> list[Problem]:
     return [
         Problem(
             "data.reward",
@@ -344,7 +361,19 @@ def print_check(found: DataCheck) -> None:
             f" (as {check.stated!r})",
             markup=False,
         )
+    for shown in found.verdicts:
+        _print_verdict(console, shown)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if not found.problems and not found.warnings:
         console.print("nothing speaks against training", style="green")
+
+
+def _print_verdict(console: Console, shown: ShownVerdict) -> None:
+    source = f"{shown.source}: " if shown.source else ""
+    console.print(f"{source}{shown.grader} needs no label; of {counted(shown.num_tried, 'response')} that were tried")
+    for name, row in (("highest", shown.highest), ("lowest", shown.lowest)):
+        if row:
+            console.print(f"  {name} score {row['score']:g}: {row['response']!r:.200}", markup=False)
+    if shown.failures:
+        console.print(f"  no score for {len(shown.failures)}: {shown.failures[0]}", markup=False)

@@ -42,7 +42,8 @@ def configure_logging(role: str | None = None) -> None:
         handler.setFormatter(_Printable(f"%(asctime)s {prefix}%(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=os.environ.get("POSTTRAIN_LOG_LEVEL", "INFO"), handlers=handlers, force=True)
     # What these libraries say at INFO is about themselves, and buries what we say.
-    for noisy in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "urllib3", "megatron", "transformers"):
+    clients = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
+    for noisy in (*clients, "filelock", "matplotlib", "megatron", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
 

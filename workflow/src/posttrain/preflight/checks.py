@@ -14,6 +14,7 @@ from posttrain.preflight.machine import (
     check_versions,
 )
 from posttrain.preflight.report import Finding, skipped
+from posttrain.preflight.reward_tokens import check_reward_tokens
 from posttrain.preflight.scheduler import check_scheduler
 from posttrain.preflight.services import check_hub_sources
 from posttrain.preflight.storage import check_storage
@@ -40,4 +41,5 @@ def check_everything(paths: Paths) -> list[Finding]:
         *check_ports(config),
         *check_hub_sources(paths),
         check_wandb(config),
+        *check_reward_tokens(config),
     ]

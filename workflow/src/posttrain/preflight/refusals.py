@@ -17,12 +17,14 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.job_needs import SERVING, check_served
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
+from posttrain.preflight.reward_tokens import check_reward_tokens
 from posttrain.preflight.wandb_key import check_wandb
 
 # Rules that fetch what cannot be converted, and that train; others, but those that serve, ask for nothing that this
 # version lacks.
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train_grpo")
+GRADING = (*TRAINING, "approve_data", "evaluate")
 # Shortest responses that a nearest configuration may be left with.
 SHORTEST_RESPONSE_TOKENS = 1024
 PAGE = "`snakemake plan` with the same --config draws all figures."
@@ -43,6 +45,8 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
         found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
     if any(rule.endswith(SERVING) for rule in rules):
         found += check_served(config)
+    if any(rule.endswith(GRADING) for rule in rules):
+        found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
     return list(dict.fromkeys(found))
 
 

@@ -63,11 +63,12 @@ def print_findings(findings: list[Finding]) -> None:
     """Print one line per check on stdout."""
     # What every dry run reads imports no printer.
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(width=110, highlight=False)
     colors = {"ok": "green", "skipped": "yellow", "problem": "bold red"}
     for finding in findings:
         console.print(
-            f"[{colors[finding.status]}]{finding.status:8}[/] {finding.name}: {finding.detail}",
+            f"[{colors[finding.status]}]{finding.status:8}[/] {escape(f'{finding.name}: {finding.detail}')}",
             soft_wrap=True,
         )

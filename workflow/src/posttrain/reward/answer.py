@@ -50,7 +50,8 @@ class Failure:
     """Why there is no grade.
 
     Args:
-        kind: "deadline" (not answered in time), "crash" (the worker died or had no memory left), "error" (raised).
+        kind: "deadline" (not answered in time), "crash" (the worker died or had no memory left), "connection" (tried as
+            often as allowed, and not answered), "error" (raised, or answered with something else than a grade).
         reason: For a reader.
     """
 

@@ -71,6 +71,11 @@ class BuiltIn:
         """See `Grader`."""
         return GRADERS[self.name].is_instant
 
+    @property
+    def needs_label(self) -> bool:
+        """See `Grader`."""
+        return GRADERS[self.name].needs_label
+
     def __call__(self, answers: tuple[Answer, ...]) -> Grades:
         """Return one grade per answer."""
         return tuple(grade(self.name, answer, self.settings) for answer in answers)

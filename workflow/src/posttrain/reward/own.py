@@ -38,6 +38,11 @@ class OwnFunction:
         """Whether it grades all responses to a prompt in one call."""
         return self.own.signature == TRL
 
+    @property
+    def needs_label(self) -> bool:
+        """Whether a label may reach it."""
+        return self.own.needs_label
+
     def __call__(self, answers: tuple[Answer, ...]) -> tuple[Grade, ...]:
         """Return a grade for each answer; without `takes_groups` they are asked for one by one.
 

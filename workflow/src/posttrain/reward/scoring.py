@@ -1,23 +1,30 @@
 """Groups of answers to rewards: what `data.reward` names is asked of the graders, weighted and added up.
 
-Nothing here invents a score. Where a grader fails (it misses its deadline, its process dies, it raises), or none
-applies, an answer has no reward; the others of its group keep theirs.
+Nothing here invents a score. Where a grader fails (it misses its deadline, its process dies, it raises, its address
+answers with no grade), or none applies, an answer has no reward; the others of its group keep theirs.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.data import sources_of
-from posttrain.config.own_reward import inspect_own
+from posttrain.config.own_reward import inspect_own, read_prompt
 from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
-from posttrain.errors import ConfigError, Problem
+from posttrain.config.services import Address, Judge, Service
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.graders import BuiltIn, GraderPool, Job
+from posttrain.reward.graders import BuiltIn, GraderPool, Grades, Job
+from posttrain.reward.judge import JudgeGrader
 from posttrain.reward.own import OwnFunction
+from posttrain.reward.service import ServiceGrader
 from posttrain.reward.shape import ShapeSettings
+
+# A term, and the answers that one call of its grader grades.
+Asked = tuple[Term, tuple[Answer, ...]]
 
 # Failures are told by the first ones.
 NUM_TOLD = 20
@@ -45,50 +52,72 @@ class Scorer:
 
     Args:
         config: The resolved configuration.
-        pool: Grades.
+        pool: Grades what is not asked over a network.
 
     Raises:
-        ConfigError: A reward cannot be read, or names a grader that there is not.
-        RuntimeError: A function of the user's is not the one that was planned with.
+        ConfigError: A reward cannot be read, or a service's or judge's token is not in the environment.
+        RuntimeError: A function of the user's, or a judge's prompt, is not the one that was planned with.
     """
 
     def __init__(self, config: Config, pool: GraderPool):
         self._pool = pool
         self.terms = {name: parse_reward(data.reward) for name, data in sources_of(config.data).items()}
-        self._graders = {term.grader: _grader(term, config) for terms in self.terms.values() for term in terms}
+        graders = {term.grader: _grader(term, config) for terms in self.terms.values() for term in terms}
+        self._far = {name: one for name, one in graders.items() if isinstance(one, ServiceGrader | JudgeGrader)}
+        self._near = {name: one for name, one in graders.items() if isinstance(one, BuiltIn | OwnFunction)}
 
-    async def score(self, groups: Sequence[Sequence[Answer]]) -> list[list[Scored]]:
+    def needs_label(self, term: Term) -> bool:
+        """Tell whether labels can be held against a grader: not one that needs none, or costs a request for each."""
+        return term.grader in self._near and self._near[term.grader].needs_label
+
+    async def score(self, groups: Sequence[Sequence[Answer]], only: Term | None = None) -> list[list[Scored]]:
         """Return what is to be said of each answer.
 
         Args:
             groups: Answers to one prompt each: a function that grades groups sees them together.
+            only: The one term that is asked; None for all of a source's.
         """
-        jobs = [self._jobs(group) for group in groups]
-        results = iter(await self._pool.grade_all([job for of_group in jobs for _, job in of_group]))
-        return [self._scored(group, of_group, results) for group, of_group in zip(groups, jobs, strict=True)]
+        asked = [self._asked(group, (only,) if only else self.terms[group[0].source]) for group in groups]
+        results = iter(await self._grade([one for of_group in asked for one in of_group]))
+        return [_scored(group, of_group, results) for group, of_group in zip(groups, asked, strict=True)]
 
-    def _jobs(self, group: Sequence[Answer]) -> list[tuple[Term, Job]]:
+    def _asked(self, group: Sequence[Answer], terms: Sequence[Term]) -> list[Asked]:
         """Return what is asked about a group: grader by grader, answer by answer."""
-        jobs: list[tuple[Term, Job]] = []
-        for term in self.terms[group[0].source]:
-            grader = self._graders[term.grader]
-            parts = [tuple(group)] if grader.takes_groups else [(answer,) for answer in group]
-            jobs += [(term, Job(grader, answers, grader.is_instant)) for answers in parts]
-        return jobs
+        asked: list[Asked] = []
+        for term in terms:
+            is_one = term.grader in self._near and self._near[term.grader].takes_groups
+            asked += [(term, answers) for answers in ([tuple(group)] if is_one else [(answer,) for answer in group])]
+        return asked
 
-    def _scored(
-        self,
-        group: Sequence[Answer],
-        jobs: Sequence[tuple[Term, Job]],
-        results: Iterator[tuple[Grade, ...] | Failure],
-    ) -> list[Scored]:
-        """Return the grades of a group; `results` goes on with those of `jobs`."""
-        terms = self.terms[group[0].source]
-        columns: dict[Term, list[Grade | Failure]] = {term: [] for term in terms}
-        for term, job in jobs:
-            result = next(results)
-            columns[term] += [result] * len(job.answers) if isinstance(result, Failure) else result
-        return [_joined(terms, [columns[term][place] for term in terms]) for place in range(len(group))]
+    async def _grade(self, asked: Sequence[Asked]) -> list[Grades | Failure]:
+        """Return the results in order; processes grade while addresses are asked."""
+        results: dict[int, Grades | Failure] = {}
+
+        async def ask_near(places: Sequence[int]) -> None:
+            graders = [self._near[asked[place][0].grader] for place in places]
+            jobs = [Job(one, asked[place][1], one.is_instant) for one, place in zip(graders, places, strict=True)]
+            results.update(zip(places, await self._pool.grade_all(jobs), strict=True))
+
+        async def ask_far(name: str, places: Sequence[int]) -> None:
+            outcomes = await self._far[name].grade_all([asked[place][1][0] for place in places])
+            found = [outcome if isinstance(outcome, Failure) else (outcome,) for outcome in outcomes]
+            results.update(zip(places, found, strict=True))
+
+        places: dict[str, list[int]] = {}
+        for place, (term, _) in enumerate(asked):
+            places.setdefault(term.grader if term.grader in self._far else "", []).append(place)
+        await asyncio.gather(*(ask_far(name, of) if name else ask_near(of) for name, of in places.items()))
+        return [results[place] for place in range(len(asked))]
+
+
+def _scored(group: Sequence[Answer], asked: Sequence[Asked], results: Iterator[Grades | Failure]) -> list[Scored]:
+    """Return the grades of a group; `results` goes on with those of `asked`."""
+    columns: dict[Term, list[Grade | Failure]] = {}
+    for term, answers in asked:
+        result = next(results)
+        columns.setdefault(term, []).extend([result] * len(answers) if isinstance(result, Failure) else result)
+    terms = list(columns)
+    return [_joined(terms, [columns[term][place] for term in terms]) for place in range(len(group))]
 
 
 def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored:
@@ -104,33 +133,51 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
     return Scored(None if failures else total(terms, scores), scores, parts, "; ".join(failures))
 
 
-def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction:
-    if not term.is_own:
-        return BuiltIn(term.grader, shape_settings(config))
-    own = inspect_own(term.grader)
-    if own.digest not in config.reward.own_digests:
-        raise RuntimeError(f"{term.grader} has changed since the run was planned; run again to plan with it as it is")
-    return OwnFunction(own)
+def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction | ServiceGrader | JudgeGrader:
+    if term.is_own:
+        own = inspect_own(term.grader)
+        _check_planned(term.grader, own.digest, config)
+        return OwnFunction(own)
+    address = config.reward.services.get(term.grader) or config.reward.judges.get(term.grader)
+    return network_grader(config, term.grader, address) if address else BuiltIn(term.grader, shape_settings(config))
+
+
+def network_grader(config: Config, name: str, address: Address) -> ServiceGrader | JudgeGrader:
+    """Return what grades over a network.
+
+    Args:
+        config: The resolved configuration.
+        name: The grader's.
+        address: Its settings, a `Service` or a `Judge`.
+
+    Raises:
+        ConfigError: Its token is not in the environment, or the judge's prompt cannot be read.
+        RuntimeError: The judge's prompt is not the one that was planned with.
+    """
+    if isinstance(address, Service):
+        return ServiceGrader(f"reward.services.{name}", address)
+    assert isinstance(address, Judge)
+    section = f"reward.judges.{name}"
+    prompt = read_prompt(address.prompt_file, f"{section}.prompt_file")
+    _check_planned(address.prompt_file, hashlib.sha256(prompt.encode()).hexdigest(), config)
+    return JudgeGrader(section, address, prompt)
+
+
+def _check_planned(file: str, digest: str, config: Config) -> None:
+    if digest not in config.reward.own_digests:
+        raise RuntimeError(f"{file} has changed since the run was planned; run again to plan with it as it is")
 
 
 def shape_settings(config: Config) -> ShapeSettings:
-    """Return what the graders of form are told.
-
-    Raises:
-        ConfigError: `reward.format_pattern` is no regular expression, or may take exponential time.
-    """
+    """Return what the graders of form are told."""
     reward, longest = config.reward, config.rollout.max_response_tokens
-    try:
-        return ShapeSettings(
-            format_pattern=reward.format_pattern,
-            target_tokens=reward.target_tokens,
-            max_tokens=longest,
-            overlong_buffer_tokens=min(reward.overlong_buffer_tokens, longest),
-            repetition_ngram=reward.repetition_ngram,
-        )
-    except ValueError as error:
-        allowed = "a regular expression that needs no exponential time"
-        raise ConfigError([Problem("reward.format_pattern", str(error), allowed, "correct it")]) from error
+    return ShapeSettings(
+        format_pattern=reward.format_pattern,
+        target_tokens=reward.target_tokens,
+        max_tokens=longest,
+        overlong_buffer_tokens=min(reward.overlong_buffer_tokens, longest),
+        repetition_ngram=reward.repetition_ngram,
+    )
 
 
 def check_failures(failures: Sequence[str], most: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import email.utils
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from httpx2 import NetworkError, ProxyError, RemoteProtocolError, TimeoutException
@@ -33,11 +33,13 @@ class RetryRule:
         num_retries: Attempts after the first one that fail without a byte between them.
         first_wait_seconds: Before the first of them; doubled for each next one.
         longest_wait_seconds: Upper limit of that; not of what a server asks for.
+        busy_statuses: HTTP statuses after which asking again may help.
     """
 
     num_retries: int = 8
     first_wait_seconds: float = 1.0
     longest_wait_seconds: float = 60.0
+    busy_statuses: Collection[int] = BUSY_STATUSES
 
 
 class BadStatus(RuntimeError):
@@ -72,7 +74,11 @@ class Retries:
         self._failures = 0
 
     def wait_after(self, error: Exception, made_progress: bool = False) -> None:
-        """Wait until the next attempt, or raise when there is none left.
+        """Wait until the next attempt, or raise when there is none left: see `seconds_after`."""
+        self._pause(self.seconds_after(error, made_progress))
+
+    def seconds_after(self, error: Exception, made_progress: bool = False) -> float:
+        """Return how long to wait until the next attempt, or raise when there is none left.
 
         Args:
             error: Why the attempt failed.
@@ -83,7 +89,7 @@ class Retries:
             GaveUp: From `error`, when it was tried as often as the rule allows.
         """
         status = status_of(error)
-        if not (isinstance(error, CUT) or status in BUSY_STATUSES):
+        if not (isinstance(error, CUT) or status in self._rule.busy_statuses):
             raise error
         self._failures = 1 if made_progress else self._failures + 1
         asked, limit = _retry_after(error), self._rule.num_retries
@@ -94,7 +100,7 @@ class Retries:
         seconds = asked if asked is not None else min(doubled, self._rule.longest_wait_seconds)
         reason = f"HTTP {status}" if status else f"{type(error).__name__}: {error}"
         log.warning("%s: %s; retry %d of %d in %.1f s", self._what, reason, self._failures, limit, seconds)
-        self._pause(seconds)
+        return seconds
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -110,7 +116,7 @@ def _retry_after(error: Exception) -> float | None:
         text = error.retry_after
     else:
         text = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
-    if text.strip().isdigit():
+    if text.strip().isdecimal():
         return float(text)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())

@@ -1,0 +1,94 @@
+"""The rules of `reward.services` and `reward.judges`. No message shows what may be a secret in the wrong place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+from posttrain.config.data import sources_of
+from posttrain.config.patterns import check_pattern
+from posttrain.config.reward import BUILT_IN
+from posttrain.config.reward_sum import parse_reward
+from posttrain.config.schema import Config
+from posttrain.config.services import Address
+from posttrain.errors import Problem
+
+Problems = Iterator[Problem]
+# As a term of `data.reward`, and as a part of a metric's name.
+_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,99}"
+# Small letters are refused: a token that stands here by mistake nearly always has some.
+_VARIABLE = r"[A-Z][A-Z0-9_]*"
+
+
+def addresses(config: Config, only_used: bool = False) -> Iterator[tuple[str, str, Address]]:
+    """Yield (section, name, settings) of every service and judge, or of those that `data.reward` names."""
+    rewards = [data.reward for data in sources_of(config.data).values()] if only_used else []
+    used = {term.grader for reward in rewards for term in parse_reward(reward)}
+    for section, table in (("services", config.reward.services), ("judges", config.reward.judges)):
+        for name, address in table.items():
+            if not only_used or name in used:
+                yield f"reward.{section}.{name}", name, address
+
+
+def _names(config: Config) -> Problems:
+    taken = {*BUILT_IN}
+    for section, name, _ in addresses(config):
+        if name in taken:
+            yield Problem(section, repr(name), "a name that no other grader has", "give it another name")
+        if not re.fullmatch(_NAME, name):
+            allowed = "letters, digits, '_' and '-'; it starts with a letter"
+            yield Problem(section, repr(name), allowed, "give it another name")
+        taken.add(name)
+
+
+def _addresses(config: Config) -> Problems:
+    for section, _, address in addresses(config):
+        if problem := _wrong_url(address.url):
+            allowed = "http://host:port/path or https://, without user, password and query"
+            remedy = f"a secret belongs into the environment: {section}.token_variable names the variable"
+            yield Problem(f"{section}.url", problem, allowed, remedy)
+        if address.token_variable and not re.fullmatch(_VARIABLE, address.token_variable):
+            allowed = "the name of an environment variable, in capital letters"
+            remedy = "export the token, and give the variable's name; a token that stood here is known to others now"
+            yield Problem(f"{section}.token_variable", "a text that is not shown", allowed, remedy)
+
+
+def _wrong_url(url: str) -> str:
+    """Return what is wrong with an address, without what may be secret in it; "" for nothing."""
+    hidden = re.sub(r"(?<=//)[^/]*@|(?<=[?#]).*", "***", url)
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return repr(hidden)
+    return "" if is_whole and hidden == url and re.fullmatch(r"[!-~]+", url) else repr(hidden)
+
+
+def _judges(config: Config) -> Problems:
+    """Whether the file of the prompt is there is found out once, when the command is given (`config.own_reward`)."""
+    for name, judge in config.reward.judges.items():
+        section = f"reward.judges.{name}"
+        for key in ("model", "prompt_file"):
+            if not getattr(judge, key):
+                remedy = "name it as the address does" if key == "model" else "write it, with {prompt} and {response}"
+                yield Problem(f"{section}.{key}", "''", "a model" if key == "model" else "a file", remedy)
+        yield from _pattern(f"{section}.verdict_pattern", judge.verdict_pattern, num_groups=1)
+
+
+def _format(config: Config) -> Problems:
+    yield from _pattern("reward.format_pattern", config.reward.format_pattern)
+
+
+def _pattern(key: str, pattern: str, num_groups: int | None = None) -> Problems:
+    try:
+        found = check_pattern(pattern)
+    except ValueError as error:
+        yield Problem(key, str(error), "a regular expression that needs no exponential time", "correct it")
+        return
+    if num_groups not in (None, found):
+        allowed = f"a regular expression with {num_groups} group"
+        yield Problem(key, f"{pattern!r} with {found}", allowed, "write (?:...) for what is no verdict")
+
+
+SERVICE_RULES: tuple[Callable[[Config], Problems], ...] = (_names, _addresses, _judges, _format)
