@@ -163,10 +163,7 @@ def test_graders_that_need_no_label_show_what_they_say(check, folder: Path, caps
     json.dumps(found.as_dict(), allow_nan=False)
     print_check(found)
     told = capsys.readouterr().out
-    assert (
-        "wise needs no label; of 10 responses that were tried\n  highest score 0.9: '100'\n  lowest score 0.1: ''"
-        in told
-    )
+    assert "wise, of 10 responses that were tried:\n  highest score 0.9: '100'\n  lowest score 0.1: ''" in told
 
 
 def test_a_grader_that_needs_no_label_is_shown_for_each_source(check) -> None:
@@ -179,6 +176,11 @@ def test_a_grader_that_needs_no_label_is_shown_for_each_source(check) -> None:
         ("named", "repetition", 9),
     ]
     assert [answer["label"] for body in server.asked for answer in body["answers"]] == [None] * 3
+
+
+def test_a_further_grader_that_fails_is_refused(check, folder: Path) -> None:
+    (problem,) = check(prompts(NUMBERS), f"exact_match+0.5*{folder}/own.py:fails").problems
+    assert "fails failed for 10 of 10 responses:\n        fails: error: RuntimeError: no network" in problem.value
 
 
 @pytest.mark.parametrize(("share", "problems"), [(0.05, 1), (0.1, 0)])

@@ -2,7 +2,7 @@
 
 A run whose labels no grader understands trains for days on rewards of 0 and says nothing. So every label is graded as
 if it were the response, once to its own prompt and once to another row's: the first must have full marks, the second
-must not. Graders that need no label show what they say of a few responses. What else can be told from prompts and
+must not. Other graders show what they say of a few responses. What else can be told from prompts and
 tokenizer alone is told, too, and refuses nothing.
 """
 
@@ -164,7 +164,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
 async def _ask_graders(
     config: Config, chat: ChatTokenizer, prompts: Sequence[Prompt]
 ) -> tuple[list[LabelCheck], list[ShownVerdict]]:
-    """Return what each source's labels say when they are responses, and what graders say that need no label."""
+    """Return what each source's labels say when they are responses, and what other graders say."""
     checks = []
     with GraderPool.of(config.reward) as pool:
         scorer = Scorer(config, pool)
@@ -371,7 +371,7 @@ def print_check(found: DataCheck) -> None:
 
 def _print_verdict(console: Console, shown: ShownVerdict) -> None:
     source = f"{shown.source}: " if shown.source else ""
-    console.print(f"{source}{shown.grader} needs no label; of {counted(shown.num_tried, 'response')} that were tried")
+    console.print(f"{source}{shown.grader}, of {counted(shown.num_tried, 'response')} that were tried:")
     for name, row in (("highest", shown.highest), ("lowest", shown.lowest)):
         if row:
             console.print(f"  {name} score {row['score']:g}: {row['response']!r:.200}", markup=False)

@@ -1,6 +1,8 @@
-"""What graders that need no label say: one answer each with the highest and with the lowest score.
+"""What graders say that labels are not held against: one answer each with the highest and with the lowest score.
 
-No threshold can be held against them. So a few responses are made, and a reader sees whether he would have judged so.
+Of the first grader of a source, by which responses pass, labels tell whether it is right, unless it needs none. No
+threshold can be held against the others. So a few responses are made, and whoever reads them sees whether the scores
+are those that he would have given.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class ShownVerdict:
 async def show_verdicts(
     config: Config, scorer: Scorer, chat: ChatTokenizer, prompts: Sequence[Prompt]
 ) -> list[ShownVerdict]:
-    """Return what each grader that needs no label says of a few responses, source by source.
+    """Return what each such grader says of a few responses, source by source.
 
     Args:
         config: The resolved configuration.
@@ -68,7 +70,8 @@ async def show_verdicts(
     """
     shown = []
     for source in sources_of(config.data):
-        terms = [term for term in scorer.terms[source] if not scorer.needs_label(term)]
+        first, *others = scorer.terms[source]
+        terms = others if scorer.needs_label(first) else [first, *others]
         rows = [prompt for prompt in prompts if prompt.source == source]
         answers = _tried(config, chat, rows) if rows and terms else []
         shown += [await _shown(scorer, term, answers) for term in terms if answers]
