@@ -19,6 +19,7 @@ from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Verdict
 from posttrain.planner.rule_chain import RuleNode, rule_chain
 from posttrain.readable import as_text, format_seconds
+from posttrain.types import label_text
 
 # Of a prompt or response at first sight, and of all of them together once they are unfolded.
 SHOWN_CHARACTERS, ALL_CHARACTERS = 400, 1_400_000
@@ -103,9 +104,9 @@ def pair_samples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
     """Return the sampled responses by prompt, in the order of the evaluation before training."""
     prompts: dict[str, tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for example in before:
-        prompts.setdefault(example["prompt"], (example["label"], [], []))[1].append(example)
+        prompts.setdefault(example["prompt"], (label_text(example["label"]), [], []))[1].append(example)
     for example in after:
-        prompts.setdefault(example["prompt"], (example["label"], [], []))[2].append(example)
+        prompts.setdefault(example["prompt"], (label_text(example["label"]), [], []))[2].append(example)
     return [PromptSamples(prompt, *rest) for prompt, rest in prompts.items()]
 
 
@@ -190,4 +191,5 @@ def _memory_by_rule(run: RunData) -> dict[str, float]:
 
 
 def _mean_reward(samples: Sequence[Mapping[str, Any]]) -> float:
-    return sum(sample["reward"] for sample in samples) / max(1, len(samples))
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    return sum(rewards) / max(1, len(rewards))

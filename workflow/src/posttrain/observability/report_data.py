@@ -96,6 +96,7 @@ class RunData:
     commit: str
     versions: Mapping[str, str]
     missing: Sequence[str] = ()
+    data_check: Mapping[str, Any] | None = None
     read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -181,6 +182,8 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         commit=git_commit(Path.cwd()),
         versions=package_versions(),
         missing=missing,
+        # Runs of older versions have none.
+        data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
     )
 
 

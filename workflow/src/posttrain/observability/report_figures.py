@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.config.derived import mismatch_limits
-from posttrain.observability.metrics import METRICS
+from posttrain.observability.metrics import FAMILIES, METRICS
 from posttrain.observability.report_charts import Chart, Series
 from posttrain.observability.report_data import RunData
 from posttrain.readable import format_number, format_percent, format_tick
@@ -19,6 +19,7 @@ PHASES = {
     "perf/weight_sync_seconds": "weight sync",
     "perf/save_seconds": "checkpoint",
 }
+NUM_COLORS = 7
 PHASE_COLORS = (1, 7, 6, 2, 3, 5)
 
 
@@ -38,6 +39,8 @@ def learning_charts(run: RunData) -> list[Chart]:
     no_lesson = Line("rollout/reward_std_zero_fraction", "all rewards equal", 6, smooth=True)
     return _present(
         _reward_chart(run),
+        _family_chart(run, "Pass rate by source", "share", "source/", "/pass_rate"),
+        _family_chart(run, "Scores", "mean score", "reward/"),
         _chart(run, "Groups without a lesson", "share of groups", [no_lesson], low=0.0, high=1.0),
     )
 
@@ -138,6 +141,16 @@ def _reward_chart(run: RunData) -> Chart | None:
         lines.insert(0, Line("rollout/reward_mean", "mean reward", 2, smooth=True))
     low, high = min([0.0, *reward]), max([1.0, *reward])
     return _chart(run, "Reward and pass rate", "reward, share", lines, note, evaluated, low, high, is_wide=True)
+
+
+def _family_chart(run: RunData, title: str, unit: str, prefix: str, suffix: str = "") -> Chart | None:
+    """Return a chart with one line for each of the metrics that differ in a name."""
+    names = sorted({name for row in run.rows for name in row if name.startswith(prefix) and name.endswith(suffix)})
+    lines = [
+        Line(name, name.removeprefix(prefix).removesuffix(suffix), 1 + place % NUM_COLORS, smooth=True)
+        for place, name in enumerate(names)
+    ]
+    return _chart(run, title, unit, lines, FAMILIES[prefix].doc + ".")
 
 
 def _grad_norm_chart(run: RunData) -> Chart | None:
