@@ -37,6 +37,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[data]",
         f"{UNIT}/megatron_backend/test_layouts.py::test_two_ranks_equal_one[pipeline]",
     ),
+    # What is asked, and what an answer is worth.
+    "config/reward_sum": (f"{UNIT}/config/test_reward_sum.py",),
+    "data/keys": (f"{UNIT}/data/test_keys.py",),
+    "data/mixture": (f"{UNIT}/data/test_mixture.py",),
+    "data/overlap": (f"{UNIT}/data/test_overlap.py",),
+    "data/prompt_lengths": (f"{UNIT}/data/test_prompt_lengths.py",),
+    "reward/shape": (f"{UNIT}/reward/test_shape.py",),
+    "reward/scoring": (f"{UNIT}/reward/test_scoring.py",),
+    "training/lessons": (f"{UNIT}/training/test_lessons.py",),
     # What stays on disk.
     "artifacts/receipts": tuple(f"{UNIT}/artifacts/test_{name}.py" for name in ("receipts", "names", "claim")),
     "artifacts/lease": (f"{UNIT}/artifacts/test_lease.py", f"{UNIT}/artifacts/test_lease_holders.py"),
