@@ -48,6 +48,8 @@ def run_until(command: str, folder: Path, log: Path, interrupted_at: str | None,
             stderr=subprocess.STDOUT,
             env={**os.environ, "POSTTRAIN": str(clone), "PATH": path},
             start_new_session=True,
+            # Whoever starts tests in the background has them ignore it, and all that they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while interrupted_at and process.poll() is None and not (folder / interrupted_at).exists():
             time.sleep(0.1)
