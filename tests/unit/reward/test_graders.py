@@ -20,6 +20,13 @@ def said(outcomes):
     return [outcome.kind if isinstance(outcome, Failure) else outcome[0].score for outcome in outcomes]
 
 
+def is_spinning(process):
+    try:
+        return process.cpu_percent(0.3) > 50
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(scope="module")
 def pool():
     with GraderPool(DEADLINE_SECONDS, num_workers=2) as pool:
@@ -35,9 +42,10 @@ def test_a_hanging_grader_costs_its_own_answer_only(pool):
 
 def test_the_hanging_processes_are_gone(pool):
     grade_all(pool, "hang", "42")
-    grade_all(pool, "42", "42")
-    spinning = [child for child in psutil.Process().children(recursive=True) if child.cpu_percent(0.3) > 50]
-    assert not spinning, [child.cmdline() for child in spinning]
+    # A worker that takes the place of another one computes while it starts, and then no more.
+    until = time.monotonic() + 60
+    while spinning := [child for child in psutil.Process().children(recursive=True) if is_spinning(child)]:
+        assert time.monotonic() < until, spinning
 
 
 def test_of_answers_that_share_a_message_only_the_guilty_one_fails(pool):
