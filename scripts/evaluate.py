@@ -1,4 +1,4 @@
-"""Measure a checkpoint on the held-out prompts: serve it, sample, grade, write the result."""
+"""Measure a checkpoint on the held-out prompts and suites: serve it, sample, grade, write the result."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
+from posttrain.artifacts import (
+    Receipt,
+    receipt_of,
+    record_files,
+    require_files,
+    suite_folders,
+    write_json,
+    write_receipt,
+)
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
-from posttrain.data.dataset import load_prompts
-from posttrain.evaluation.heldout import evaluate_checkpoint
+from posttrain.config.suites import HELD_OUT
+from posttrain.evaluation.heldout import evaluate_checkpoint, read_exams
 from posttrain.planner.sizing.evaluation import serving_on_one_node
 
 
@@ -31,14 +39,21 @@ def main() -> None:
     config = serving_on_one_node(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
-    prompts = load_prompts(args.dataset / "heldout.jsonl")
+    suites = suite_folders(config)
+    exams = read_exams(config, {HELD_OUT: args.dataset, **suites})
+    receipts = {f"suite {name}": require_files(folder, receipt_of(folder)) for name, folder in suites.items()}
     log_folder = args.output.parent / f"{args.when}.engines"
-    result = evaluate_checkpoint(config, args.checkpoint, prompts, log_folder)
+    results = evaluate_checkpoint(config, args.checkpoint, exams, log_folder)
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
-    write_json(args.output, {"when": args.when, **result, "inputs": inputs})
+    inputs |= {name: receipt.digest for name, receipt in receipts.items()}
+    heldout, of_suites = results[HELD_OUT], {name: results[name] for name in suites}
+    measured = {"when": args.when, **heldout, **({"suites": of_suites} if suites else {}), "inputs": inputs}
+    write_json(args.output, measured)
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)
-    print(f"{args.when} training: {in_words(result)}")
+    print(f"{args.when} training: {in_words(heldout)}")
+    for name, result in of_suites.items():
+        print(f"  {name}: {in_words(result)}")
 
 
 def in_words(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,16 @@ import argparse
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, read_receipt, record_files, records_of, require_files, write_receipt
+from posttrain.artifacts import (
+    Receipt,
+    read_receipt,
+    receipt_of,
+    record_files,
+    records_of,
+    require_files,
+    suite_folders,
+    write_receipt,
+)
 from posttrain.cli import command_line, run
 from posttrain.config.load import load_resolved
 from posttrain.launch.job import TrainingJob
@@ -36,6 +45,9 @@ def main() -> None:
     config = load_resolved(arguments.config)
     raise_problems([check_wandb(config), check_open_files(config)])
     dataset = require_files(arguments.dataset, arguments.dataset_receipt)
+    if config.evaluation.interval:
+        for folder in suite_folders(config).values():
+            require_files(folder, receipt_of(folder))
     rank_arguments = {
         "--run-name": arguments.run_folder.parent.name,
         "--run-folder": arguments.run_folder,

@@ -130,6 +130,8 @@ class HubServer:
             api = f"/api/{repo_type}s/{{owner}}/{{name}}/revision/{{revision}}"
             file = f"{prefix}/{{owner}}/{{name}}/resolve/{{revision}}/{{path:.+}}"
             app.router.add_get(api, self._handler(self._info, repo_type))
+            access = f"/api/{repo_type}s/{{owner}}/{{name}}/auth-check"
+            app.router.add_get(access, self._handler(self._may_read, repo_type))
             app.router.add_get(file, self._handler(self._resolve, repo_type))
         app.router.add_get("/content/{type}/{owner}/{name}/{path:.+}", self._content)
         return app
@@ -157,7 +159,7 @@ class HubServer:
             if repo is None or (repo.token and not _has_token(request, repo) and not repo.gated):
                 # The Hub does not tell a private repository from one that does not exist.
                 return _refuse(401, "RepoNotFound", "Repository not found")
-            if request.match_info["revision"] not in (repo.revision, "main"):
+            if request.match_info.get("revision", "main") not in (repo.revision, "main"):
                 return _refuse(404, "RevisionNotFound", "Invalid rev id")
             return await answer(request, repo, repo_id)
 
@@ -170,6 +172,11 @@ class HubServer:
         return web.json_response(
             {"_id": repo_id, "id": repo_id, "sha": repo.revision, "private": False, "siblings": siblings}
         )
+
+    async def _may_read(self, request: web.Request, repo: Repo, repo_id: str) -> web.Response:
+        if repo.gated and not _has_token(request, repo):
+            return _refuse(403, "GatedRepo", f"Access to {repo_id} is restricted")
+        return web.json_response({})
 
     async def _resolve(self, request: web.Request, repo: Repo, repo_id: str) -> web.StreamResponse:
         path = request.match_info["path"]

@@ -203,3 +203,4 @@ wildcard_constraints:
     part=r"\d+",
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
+    suite=r"[0-9a-f]{8}(-v[0-9.]+)?",

@@ -3,7 +3,40 @@
 # No rule here waits for the run's config files: Snakemake does not look for other reasons to run a job (changed params)
 # once one that it waits for runs, even when that file is `ancient` to it.
 
+from posttrain.config.suites import evaluation_settings, rows_of, suite_data
+
+# By what stands in the name of its folder, so that suites of the same rows are one.
+SUITES = {folder.name.removeprefix("suite-"): name for name, folder in PATHS.suites.items()}
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
+
+
+rule download_suite:
+    """Gets the prompts of an evaluation suite and checks every line."""
+    input:
+        lambda wildcards: local_files(suite_data(CFG.evaluation.suites[SUITES[wildcards.suite]])),
+    output:
+        update(receipt_of(PATHS.store / "datasets" / "suite-{suite}")),
+    log:
+        Path("logs") / "download_suite" / "suite-{suite}.log",
+    benchmark:
+        Path("logs") / "download_suite" / "suite-{suite}.benchmark.tsv"
+    resources:
+        num_retries=CFG.download.num_retries,
+    params:
+        format_version=FORMAT_VERSIONS["download_suite"],
+        rows=lambda wildcards: json.dumps(rows_of(CFG.evaluation.suites[SUITES[wildcards.suite]])),
+        name=lambda wildcards: SUITES[wildcards.suite],
+        folder=lambda wildcards: PATHS.suites[SUITES[wildcards.suite]],
+    message:
+        f"get the prompts of {{params.name}} and check every line{NEEDS.message('download_suite')}"
+    shell:
+        runs(
+            "download_suite",
+            FROM_CONFIG,
+            "--suite {params.name:q} --folder {params.folder:q}",
+            "--num-retries {resources.num_retries} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
 
 
 rule evaluate:
@@ -11,6 +44,7 @@ rule evaluate:
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
         dataset=receipt_of(PATHS.dataset),
+        suites=[receipt_of(folder) for folder in PATHS.suites.values()],
         run=lambda wildcards: may_run(),
     output:
         # Snakemake deletes what a killed job had made in this order: what vouches for the result goes before it.
@@ -25,11 +59,11 @@ rule evaluate:
         **resources_of_serving(CFG),
     params:
         format_version=FORMAT_VERSIONS["evaluate"],
-        evaluation=json.dumps(dataclasses.asdict(CFG.evaluation)),
+        evaluation=json.dumps(evaluation_settings(CFG)),
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,
     message:
-        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts, {{wildcards.when}} training{NEEDS.message('evaluate')}"
+        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts{''.join(f', {name}' for name in CFG.evaluation.suites)}, {{wildcards.when}} training{NEEDS.message('evaluate')}"
     shell:
         runs(
             "evaluate",

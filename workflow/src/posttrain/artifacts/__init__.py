@@ -32,6 +32,7 @@ from posttrain.artifacts.paths import (
     partial_of,
     receipt_of,
     records_of,
+    suite_folders,
 )
 from posttrain.artifacts.plain_json import parse_json, read_json
 from posttrain.artifacts.receipts import (
@@ -78,6 +79,7 @@ __all__ = [
     "records_of",
     "refuse_files",
     "require_files",
+    "suite_folders",
     "sync_folder",
     "sync_tree",
     "write_atomic",

@@ -17,6 +17,8 @@ from posttrain.artifacts.durable import sync_folder, sync_tree
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
+from posttrain.config.schema import Config
+from posttrain.config.suites import rows_of
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "finalize_hf_checkpoint": 1,
     "approve_data": 1,
     "download_dataset": 2,
+    "download_suite": 1,
     "patch_hf_config": 1,
     "convert_hf_to_torch_dist": 1,
     "finalize_torch_dist": 2,
@@ -151,11 +154,17 @@ class Paths:
         return self.store / "datasets" / _versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
 
     @property
+    def suites(self) -> dict[str, Path]:
+        """See `suite_folders`."""
+        return suite_folders(self.resolved.config)
+
+    @property
     def store_artefacts(self) -> dict[str, Path]:
         """All folders of the store that the run may use, by a short name, in the order of the data."""
         return {
             "made model": self.made_model,
             "dataset": self.dataset,
+            **{f"suite {name}": folder for name, folder in self.suites.items()},
             "hf": self.hf,
             "hf_patched": self.hf_patched,
             "torch_dist": self.torch_dist,
@@ -195,6 +204,11 @@ class Paths:
     def train(self) -> Path:
         """The training run's folder: checkpoints, rollouts, metrics, attempts."""
         return self.run / "train"
+
+    @property
+    def evaluations(self) -> Path:
+        """What was measured between steps: `step_000010.json` of the weights after ten."""
+        return self.train / "evaluations"
 
     @property
     def train_done(self) -> Path:
@@ -314,6 +328,14 @@ class Paths:
     def _quantize_settings(self, what: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         versions = [FORMAT_VERSIONS[f"{verb}_{what}"] for verb in ("quantize", "finalize")]
         return {"format": versions, "patched": self._patch_settings(), "settings": settings}
+
+
+def suite_folders(config: Config) -> dict[str, Path]:
+    """Return the folders of the store with the prompts of evaluation suites, in `heldout.jsonl`, by name."""
+    return {
+        name: Path(config.site.store) / "datasets" / _versioned(f"suite-{digest8(rows_of(suite))}", "download_suite")
+        for name, suite in config.evaluation.suites.items()
+    }
 
 
 def _versioned(name: str, *steps: str) -> str:

@@ -10,6 +10,8 @@ from posttrain.document import _doc
 
 # Of data that lie on this machine.
 LOCAL_DATA = ("files", "jsonl")
+# What a file says when no commit of a repository is known: it can be planned, but nothing is fetched.
+UNPINNED = "unpinned"
 # As a source's number: what `data` has.
 AS_DATA = -1
 KINDS = ("sort_digits", "files", "hub", "jsonl")

@@ -2,9 +2,9 @@
 
 Layers, later wins: schema defaults -> base.yaml -> a line of algorithms.yaml -> models/{model}.yaml ->
 recipes/{recipe}.yaml, if one is asked for -> nodes/{model}_{n}.yaml or the planner's layout -> hardware/{hardware}.yaml
--> sites/{site}.yaml -> sections of `--configfile` -> `set=`. Named files are looked for in the user's own folder
-(`configs=`), too. Every key and value of every layer is checked against the schema on its own, so that all mistakes are
-reported at once, each with the file it stands in.
+-> sites/{site}.yaml -> suites/{suite}.yaml of those asked for -> sections of `--configfile` -> `set=`. Named files are
+looked for in the user's own folder (`configs=`), too. Every key and value of every layer is checked against the schema
+on its own, so that all mistakes are reported at once, each with the file it stands in.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from posttrain.config.fields import (
     unknown_key,
     walk,
 )
-from posttrain.config.own_reward import own_digests
+from posttrain.config.own_reward import own_digests, trained_rewards
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
+from posttrain.config.suites import suite_rewards
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -57,7 +58,7 @@ BASE = "base.yaml"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 # Origin of what follows from the content of files that the configuration names.
-FILES = "the files that data.reward names"
+FILES = "the files that rewards name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +134,30 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     has_recipe = is_written_for and merger.add_optional_file(f"nodes/{names.get('model')}_{nodes}.yaml")
     merger.add_choice("hardware", "hardware", hardware)
     merger.add_choice("sites", "site", names.get("site"))
+    for suite in request.suites:
+        merger.add_choice("suites", "suites", suite)
     merger.add_tree(request.sections, "--configfile")
     merger.add_overrides(names.get("set"))
     merger.add_preset()
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    digests, problems = own_digests(config)
-    raise_if_any(problems)
-    if digests:
-        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, own_digests=digests))
-        merger.origins["reward.own_digests"] = FILES
+    config = _with_own_digests(config, merger.origins)
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
+
+
+def _with_own_digests(config: schema.Config, origins: dict[str, str]) -> schema.Config:
+    """Return the configuration with the digests of the user's files that rewards name."""
+    for section, rewards in (("reward", trained_rewards(config)), ("evaluation", suite_rewards(config))):
+        digests, problems = own_digests(config, rewards)
+        raise_if_any(problems)
+        if digests:
+            named = dataclasses.replace(getattr(config, section), own_digests=digests)
+            config = dataclasses.replace(config, **{section: named})
+            origins[f"{section}.own_digests"] = FILES
+    return config
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:

@@ -94,14 +94,24 @@ def _needs_label(function: ast.FunctionDef | ast.AsyncFunctionDef, signature: st
     return bool(function.decorator_list or columns or used & {*_LABELS, rest})
 
 
-def own_digests(config: Config) -> tuple[list[str], list[Problem]]:
-    """Return the digests of all files of the user's that `data.reward` stands for, and what is wrong with them."""
+def trained_rewards(config: Config) -> dict[str, str]:
+    """Return what responses are graded by that are trained on, by key."""
+    sources = sources_of(config.data).items()
+    return {f"data.sources.{name}.reward" if name else "data.reward": data.reward for name, data in sources}
+
+
+def own_digests(config: Config, rewards: Mapping[str, str]) -> tuple[list[str], list[Problem]]:
+    """Return the digests of all files of the user's that rewards stand for, and what is wrong with them.
+
+    Args:
+        config: The resolved configuration.
+        rewards: As `data.reward`, by key.
+    """
     digests: list[str] = []
     problems: list[Problem] = []
-    for name, data in sources_of(config.data).items():
-        key = f"data.sources.{name}.reward" if name else "data.reward"
+    for key, reward in rewards.items():
         try:
-            for term in parse_reward(data.reward, key):
+            for term in parse_reward(reward, key):
                 if term.is_own:
                     digests.append(inspect_own(term.grader, key).digest)
                 elif judge := config.reward.judges.get(term.grader):

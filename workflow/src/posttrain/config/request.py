@@ -18,7 +18,7 @@ from posttrain.config.fields import did_you_mean
 from posttrain.errors import Problem
 
 # What `--config` and workflow.yaml may hold besides sections.
-WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "configs", "run", "fork", "set", "gc")
+WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "suites", "configs", "run", "fork", "set", "gc")
 SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
 # Sections of which a file is chosen by name.
 CHOSEN = ("model", "hardware", "site")
@@ -48,6 +48,12 @@ class Request:
     def own_folder(self) -> Path | None:
         """The user's own folder, laid out as `config/`."""
         return Path(str(self.names["configs"])).expanduser() if self.names.get("configs") else None
+
+    @property
+    def suites(self) -> list[str]:
+        """Names of the files of evaluation suites: `suites=gsm8k,math500`, or a list of a file."""
+        given = self.names.get("suites") or []
+        return [str(name) for name in given] if isinstance(given, list) else str(given).split(",")
 
 
 def parse_request(workflow: Mapping[str, Any]) -> Request:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from posttrain.config.data import KINDS, LOCAL_DATA, Data, sources_of
+from posttrain.config.data import KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
 from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
@@ -21,6 +21,7 @@ from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.service_rules import SERVICE_RULES
 from posttrain.config.site_rules import SITE_RULES, check_launcher
+from posttrain.config.suites import HELD_OUT
 from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import ConfigError, Problem
 
@@ -28,8 +29,6 @@ Problems = Iterator[Problem]
 # A node's name becomes a folder's, and so do a model's, a hardware's and a site's.
 NODE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 REPOSITORY = r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+"
-# What a model's file says when no commit of its repository is known: it can be planned, but nothing is fetched.
-UNPINNED = "unpinned"
 FORMATS = ("bf16", "fp8", "nvfp4")
 # Neighbours in a row that share a scale. Not nvfp4: it is the default, and most never ask for it.
 SERVING_GROUPS = {"mxfp8": 32, "int4": 128}
@@ -120,6 +119,34 @@ def _data_source(data: Data, section: str) -> Problems:
         allowed = f"at most {different} with the held-out ones: there are no more numbers of {data.num_digits} digits"
         remedy = "ask for fewer, or raise data.num_digits"
         yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
+
+
+def _suites(config: Config) -> Problems:
+    for name, suite in config.evaluation.suites.items():
+        section = f"evaluation.suites.{name}"
+        if name == HELD_OUT or not re.fullmatch(NODE_NAME, name):
+            allowed = f"letters, digits, '.', '_' and '-'; it starts with a letter or digit, and is not {HELD_OUT}"
+            yield Problem("evaluation.suites", repr(name), allowed, "give the suite another name")
+        if suite.reward:
+            yield from _reward(config, suite.reward, f"{section}.reward")
+        if suite.kind == "hub":
+            yield from _repository(f"{section}.repo_id", suite.repo_id)
+            if suite.revision != UNPINNED:
+                yield from _pinned(f"{section}.revision", suite.revision)
+        if not suite.file and (suite.kind == "files" or not suite.split):
+            allowed = f"a file of prompts, or {section}.split" if suite.kind == "hub" else "a file of prompts"
+            yield Problem(f"{section}.file", "''", allowed, "say where the prompts are")
+        if config.evaluation.interval and not suite.num_prompts:
+            allowed = "how many prompts are asked, with evaluation.interval: the plan forecasts what they cost"
+            yield Problem(f"{section}.num_prompts", "0", allowed, "give their number")
+        longest = config.rollout.max_response_tokens
+        if suite.max_response_tokens > longest:
+            allowed = f"at most {longest} (rollout.max_response_tokens), for which engines are laid out"
+            key, remedy = f"{section}.max_response_tokens", "cut the suite's responses, or raise both"
+            yield Problem(key, str(suite.max_response_tokens), allowed, remedy)
+    if config.evaluation.interval and not uses_engines(config):
+        remedy = "leave it out; before and after training engines are started for it"
+        yield Problem("evaluation.interval", str(config.evaluation.interval), "0 where training has no engines", remedy)
 
 
 def _reward(config: Config, text: str, key: str) -> Problems:
@@ -278,6 +305,7 @@ def _slices(config: Config) -> Problems:
 RULES: tuple[Callable[[Config], Problems], ...] = (
     _model_source,
     _data_sources,
+    _suites,
     _architecture,
     *LAYOUT_RULES,
     _group,

@@ -17,6 +17,7 @@ from posttrain.algorithm.settings import Algorithm
 from posttrain.config.cluster import Container, Kubernetes
 from posttrain.config.data import Data
 from posttrain.config.download import Download
+from posttrain.config.evaluation import Evaluation
 from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
@@ -181,15 +182,6 @@ class Training:
         choices=("rl", "sft"),
         unnamed="rl",
     )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Measurement on held-out prompts, before and after."""
-
-    num_samples_per_prompt: int = _doc("Responses per held-out prompt", 4, minimum=1)
-    temperature: float = _doc("Sampling temperature", 1.0, exclusive_minimum=0)
-    seed: int = _doc("Seed of sampling", 1, minimum=0)
 
 
 @dataclass(frozen=True)

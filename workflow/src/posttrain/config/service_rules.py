@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from posttrain.config.data import sources_of
+from posttrain.config.own_reward import trained_rewards
 from posttrain.config.patterns import check_pattern
 from posttrain.config.reward import BUILT_IN
 from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.services import Address
+from posttrain.config.suites import suite_rewards
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
@@ -22,8 +23,8 @@ _VARIABLE = r"[A-Z][A-Z0-9_]*"
 
 
 def addresses(config: Config, only_used: bool = False) -> Iterator[tuple[str, str, Address]]:
-    """Yield (section, name, settings) of every service and judge, or of those that `data.reward` names."""
-    rewards = [data.reward for data in sources_of(config.data).values()] if only_used else []
+    """Yield (section, name, settings) of every service and judge, or of those that a reward names."""
+    rewards = [*trained_rewards(config).values(), *suite_rewards(config).values()] if only_used else []
     used = {term.grader for reward in rewards for term in parse_reward(reward)}
     for section, table in (("services", config.reward.services), ("judges", config.reward.judges)):
         for name, address in table.items():

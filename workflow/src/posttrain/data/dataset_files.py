@@ -1,5 +1,7 @@
 """Makes `train.jsonl` and `heldout.jsonl`: generated, from local files or from a Hub repository; checked.
 
+Of an evaluation suite all rows are held out.
+
 Both files have the same columns (`dataset.py`), whatever form the source had, and no prompt of one stands in the other.
 """
 
@@ -16,6 +18,8 @@ from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
 from posttrain.config.data import LOCAL_DATA, Data, sources_of
+from posttrain.config.evaluation import Suite
+from posttrain.config.suites import suite_data
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
@@ -82,6 +86,35 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     return (*record_files(folder, (TRAIN, HELDOUT)), *fetched)
 
 
+def make_suite(suite: Suite, folder: Path, manifest: Path, rule: RetryRule | None = None) -> tuple[FileRecord, ...]:
+    """Fill `folder` with the prompts of an evaluation suite, all of them held out.
+
+    Args:
+        suite: Its configuration.
+        folder: The partial folder.
+        manifest: Where the Hub's list of files is kept (kind hub).
+        rule: How often the Hub is asked again.
+
+    Returns:
+        One record per file, sorted by path.
+
+    Raises:
+        ConfigError: A source is missing or its lines are wrong, or there are fewer prompts than are asked for.
+        RuntimeError: The Hub cannot be reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_half_written(folder)
+    report_of(folder).unlink(missing_ok=True)
+    data = suite_data(suite)
+    (side, _), fetched = _sides(data, folder, SOURCE_FOLDER, manifest, rule)
+    rows, _ = _load_sides(data, [side], report_of(folder))
+    if len(rows) < max(suite.num_prompts, 1):
+        allowed, remedy = f"at most {len(rows)}, for the rows of {side.name}", "lower it, or give more rows"
+        raise ConfigError([Problem("evaluation.suites: num_prompts", str(suite.num_prompts), allowed, remedy)])
+    write_prompts(folder / HELDOUT, _prompts(rows[: suite.num_prompts or None], "", 0))
+    return (*record_files(folder, (HELDOUT,)), *fetched)
+
+
 def _rows_of(
     data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None, report: Path
 ) -> tuple[tuple[Sequence[Row], Sequence[Row]], tuple[FileRecord, ...]]:
@@ -90,10 +123,17 @@ def _rows_of(
         drawn = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
         train, heldout = ([Row(tuple(row["prompt"]), row["label"]) for row in side] for side in drawn)
         return (train, heldout), ()
-    if data.kind in LOCAL_DATA:
-        return split_rows(data, _local(data.train_file), _local(data.heldout_file or data.train_file), report), ()
-    sides, records = _fetch(data, folder, fetched, manifest, rule or RetryRule())
+    sides, records = _sides(data, folder, fetched, manifest, rule)
     return split_rows(data, *sides, report), records
+
+
+def _sides(
+    data: Data, folder: Path, fetched: str, manifest: Path, rule: RetryRule | None
+) -> tuple[tuple[Side, Side], tuple[FileRecord, ...]]:
+    """Return where the rows of both sides are, and a record of each file that was fetched, into `fetched`."""
+    if data.kind in LOCAL_DATA:
+        return (_local(data.train_file), _local(data.heldout_file or data.train_file)), ()
+    return _fetch(data, folder, fetched, manifest, rule or RetryRule())
 
 
 def _local(pattern: str) -> Side:

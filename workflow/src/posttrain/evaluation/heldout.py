@@ -9,6 +9,7 @@ first grader gives 1. One that could not be graded does not pass, and is counted
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,21 @@ from typing import Any
 
 from posttrain.config.reward_sum import has_passed
 from posttrain.config.schema import Config
+from posttrain.config.suites import HELD_OUT, exams_of
 from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset import load_prompts
+from posttrain.data.dataset_files import HELDOUT
 from posttrain.engines.client import EngineClient
 from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
+from posttrain.observability.intervals import wilson
 from posttrain.observability.progress import ProgressBar
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
 from posttrain.types import Prompt
 
-SEED_TAG = "heldout"
 # As many as somebody reads in a report.
 NUM_EXAMPLES = 24
 
@@ -59,21 +63,46 @@ class GradedResponse:
         return self.scored.reward is not None and has_passed(self.scored.scores, self.scored.reward)
 
 
+@dataclass(frozen=True)
+class Exam:
+    """Prompts, and how they are asked and graded.
+
+    Args:
+        name: Of the suite; `HELD_OUT` for the held-out prompts.
+        config: A configuration whose held-out prompts they are (`config.suites.exams_of`): `evaluation`, `engine`,
+            `rollout.max_response_tokens` and `data.reward` count.
+        prompts: In the order of their file.
+    """
+
+    name: str
+    config: Config
+    prompts: Sequence[Prompt]
+
+
+def read_exams(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
+    """Return what a run is measured on, the held-out prompts first.
+
+    Args:
+        config: The resolved configuration.
+        folders: By the name of each exam, the folder with its `heldout.jsonl`.
+    """
+    return [Exam(name, of_exam, load_prompts(folders[name] / HELDOUT)) for name, of_exam in exams_of(config).items()]
+
+
 def evaluate_checkpoint(
-    config: Config, checkpoint: Path, prompts: Sequence[Prompt], log_folder: Path
-) -> dict[str, Any]:
+    config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path
+) -> dict[str, dict[str, Any]]:
     """Serve a checkpoint, sample every prompt k times, grade, and summarise.
 
     Args:
-        config: The resolved configuration; `evaluation`, `engine`, `rollout.max_response_tokens` and
-            `data.reward` count.
+        config: The resolved configuration, with the engines to start.
         checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
-        prompts: Held-out prompts.
+        exams: What is asked.
         log_folder: For the engines' logs.
 
     Returns:
-        See `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the one key that differs from
-        run to run.
+        By the name of each exam, see `summarize`; and `tokens_per_second`, sampled tokens per second of sampling, the
+        one key that differs from run to run.
 
     Raises:
         RuntimeError: When an engine does not start or fails.
@@ -81,23 +110,31 @@ def evaluate_checkpoint(
     with running_engines(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
-        rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
-        requests = make_requests(config, prompts, rendered)
-        results, seconds = asyncio.run(_sample(config, engines, requests))
-    graded = _grade(config, tokenizer, prompts, results)
-    num_tokens = sum(response.num_tokens for response in graded)
-    return {**summarize(graded), "tokens_per_second": num_tokens / seconds}
+        sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
+    results = {}
+    with GraderPool.of(config.reward) as graders:
+        for exam, (answers, seconds) in zip(exams, sampled, strict=True):
+            graded = asyncio.run(grade_responses(exam, tokenizer, graders, answers))
+            num_tokens = sum(response.num_tokens for response in graded)
+            results[exam.name] = {**summarize(graded), "tokens_per_second": num_tokens / seconds}
+    return results
+
+
+def requests_of(exam: Exam, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
+    """Return k requests per prompt, the samples of a prompt side by side."""
+    rendered = [tokenizer.render(prompt.messages, prompt.tools) for prompt in exam.prompts]
+    return make_requests(exam.config, exam.prompts, rendered, exam.name)
 
 
 def make_requests(
-    config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]]
+    config: Config, prompts: Sequence[Prompt], prompt_tokens: Sequence[Sequence[int]], tag: str = HELD_OUT
 ) -> list[GenerateRequest]:
-    """Return k requests per prompt, the samples of a prompt side by side."""
+    """Return k requests per prompt, the samples of a prompt side by side; the tag makes seeds the exam's own."""
     evaluation = config.evaluation
     return [
         GenerateRequest(
             input_ids=tokens,
-            sampling_seed=sampling_seed(evaluation.seed, SEED_TAG, prompt.prompt_id, index),
+            sampling_seed=sampling_seed(evaluation.seed, tag, prompt.prompt_id, index),
             max_new_tokens=config.rollout.max_response_tokens,
             temperature=evaluation.temperature,
         )
@@ -113,10 +150,10 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         responses: The k samples of each prompt side by side.
 
     Returns:
-        pass_rate, pass_at_k, num_prompts, num_samples (per prompt, k), num_responses, num_ungraded (responses without
-        a reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are several, the pass
-        rate of each source (pass_rate_by_source) and the mean of each grader (scores); and the first sample of the
-        first prompts as examples.
+        pass_rate, pass_at_k, pass_at (see there), num_prompts, num_samples (per prompt, k), num_responses, num_ungraded
+        (responses without a reward), reward_mean of the others, lengths in tokens, truncated_fraction; where there are
+        several, the pass rate of each source (pass_rate_by_source) and the mean of each grader (scores); and the first
+        sample of the first prompts as examples.
 
     Example:
         Two prompts with rewards (1, 0) and (0, 0): pass_rate 0.25, pass_at_k 0.5.
@@ -136,6 +173,7 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
     return {
         "pass_rate": sum(passed) / len(passed),
         "pass_at_k": len(solved) / len(prompt_ids),
+        "pass_at": pass_at(passed, len(responses) // len(prompt_ids)),
         "num_prompts": len(prompt_ids),
         "num_samples": len(responses) // len(prompt_ids),
         "num_responses": len(responses),
@@ -149,6 +187,28 @@ def summarize(responses: Sequence[GradedResponse]) -> dict[str, Any]:
         "truncated_fraction": sum(response.is_truncated for response in responses) / len(responses),
         "examples": [_example(response) for response in firsts],
     }
+
+
+def pass_at(passed: Sequence[bool], num_samples: int) -> dict[str, list[float]]:
+    """Return k -> share of prompts that k responses solve, and the ends of its 95 % interval, for k = 1, 2, 4, ..., n.
+
+    The estimate is without bias (Chen et al., arXiv:2107.03374, equation 1). The interval is Wilson's, with one trial
+    per prompt: what lies between 0 and 1 varies less than what is one of them, so it is rather too wide.
+
+    Args:
+        passed: Whether each response passes, those of a prompt side by side.
+        num_samples: Of a prompt, n.
+
+    Example:
+        Two prompts of two responses, of which one passes: k = 1 gives 0.25, k = 2 gives 0.5.
+    """
+    solved = [sum(passed[start : start + num_samples]) for start in range(0, len(passed), num_samples)]
+    powers = (2**exponent for exponent in range(num_samples.bit_length()))
+    rates = {}
+    for k in sorted({*powers, num_samples}):
+        missed = [math.comb(num_samples - count, k) / math.comb(num_samples, k) for count in solved]
+        rates[str(k)] = [*wilson(1 - math.fsum(missed) / len(solved), len(solved))]
+    return rates
 
 
 async def sample_responses(
@@ -173,29 +233,37 @@ async def sample_responses(
     return [result for answer in answers for result in answer]
 
 
-async def _sample(
-    config: Config, engines: Sequence[EngineProcess], requests: Sequence[GenerateRequest]
-) -> tuple[list[GenerateResult], float]:
-    """Return one result per request, and the seconds that sampling took once the engines were ready."""
+async def _sample_all(
+    config: Config, engines: Sequence[EngineProcess], tokenizer: ChatTokenizer, exams: Sequence[Exam]
+) -> list[tuple[list[GenerateResult], float]]:
+    """Return the results of each exam, one per request, and the seconds that sampling took once engines were ready."""
     urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
+    asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
+    sampled = []
     async with EngineClient(
         urls, engines[0].secret, timeout, vocab_size=config.model.architecture.vocab_size
     ) as client:
         await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
-        started = time.perf_counter()
-        results = await sample_responses(config, client, requests)
-    return results, time.perf_counter() - started
+        for of_exam, requests in asked:
+            started = time.perf_counter()
+            results = await sample_responses(of_exam, client, requests)
+            sampled.append((results, time.perf_counter() - started))
+    return sampled
 
 
-def _grade(
-    config: Config, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], results: Sequence[GenerateResult]
+async def grade_responses(
+    exam: Exam, tokenizer: ChatTokenizer, graders: GraderPool, results: Sequence[GenerateResult]
 ) -> list[GradedResponse]:
-    count = config.evaluation.num_samples_per_prompt
-    asked = [prompts[place // count] for place in range(len(results))]
+    """Return what the exam's graders say of each result of `requests_of`.
+
+    Raises:
+        RuntimeError: They failed too often.
+    """
+    config, count = exam.config, exam.config.evaluation.num_samples_per_prompt
+    asked = [exam.prompts[place // count] for place in range(len(results))]
     answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
-    with GraderPool.of(config.reward) as graders:
-        groups = [answers[start : start + count] for start in range(0, len(answers), count)]
-        scored = [one for group in asyncio.run(Scorer(config, graders).score(groups)) for one in group]
+    groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+    scored = [one for group in await Scorer(config, graders).score(groups) for one in group]
     check_failures([one.failure for one in scored], config.reward.max_failure_share)
     return [
         GradedResponse(prompt, place % count, answer.text, answer.num_tokens, answer.is_truncated, scored[place])

@@ -11,7 +11,14 @@ from typing import Any
 from posttrain.config.derived import prefill_gpus, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.timing.rates import TOLERANCE
-from posttrain.planner.timing.step_time import IN_EVERY_STEP, Workload, best_split, rollout_of_step, workload
+from posttrain.planner.timing.step_time import (
+    IN_EVERY_STEP,
+    Workload,
+    best_split,
+    evaluation_share,
+    rollout_of_step,
+    workload,
+)
 
 
 def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | None:
@@ -38,6 +45,9 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     # There is none of a model that one node does not hold.
     if (evaluation := seconds.get("evaluate before")) is not None:
         rows.append(_row("evaluation", evaluation, None, step, notes["evaluation"]))
+    if (measured := seconds.get("step_evaluation")) is not None:
+        share = evaluation_share(step, measured, config.evaluation.interval)
+        rows.append(_row("evaluation between steps", measured, None, step, f"{notes['between']}: {share:.1%}"))
     rollout = rollout_of_step(config, work)
     tail = rollout.seconds * (1 - rollout.busy_share)
     bubble = max(seconds["step_idle"] - tail, 0.0)
@@ -91,6 +101,7 @@ def _notes(config: Config, work: Workload) -> dict[str, str]:
         "weight_sync": "new weights to all engines",
         "save": f"during the next rollout, {'after each step' if every == 1 else f'every {every} steps'}",
         "evaluation": "before and after the run, not in a step",
+        "between": f"every {config.evaluation.interval} steps on training's engines; share of training's GPU-hours",
     }
 
 

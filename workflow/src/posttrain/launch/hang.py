@@ -2,11 +2,11 @@
 
 All ranks of a step go through the same phases and meet in collectives, so that one that stops holds the others up:
 those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
-took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. A rollout may take as
-long as it likes, because engines and graders have deadlines of their own; the rank that waits for them says again and
-again that it lives. How long a phase takes for the first time, in which kernels may be compiled, nobody knows, nor how
-long a checkpoint is waited for, which depends on the rollout that hides it: both may take up to the limit, but not a
-minute and a half in which no rank uses its processor.
+took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. A rollout, or an
+evaluation, may take as long as it likes, because engines and graders have deadlines of their own; the rank that waits
+for them says again and again that it lives. How long a phase takes for the first time, in which kernels may be
+compiled, nobody knows, nor how long a checkpoint is waited for, which depends on the rollout that hides it: both may
+take up to the limit, but not a minute and a half in which no rank uses its processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from posttrain.observability.rank_progress import BEGIN_SAVE, ROLLOUT, SHARE_ROLLOUT
+from posttrain.observability.rank_progress import BEGIN_SAVE, EVALUATION, ROLLOUT, SHARE_ROLLOUT
 from posttrain.planner.sizing.phases import PHASES
 
 # How long they take depends on storage, and on how much of a save a rollout has hidden.
@@ -23,7 +23,8 @@ SAVES = ("save", BEGIN_SAVE)
 # Longer than a shared file system that stands still for a minute; and ten times, because steps with longer samples, a
 # garbage collection or a busy neighbour make a phase some times longer, but a hang for ever.
 TIMEOUT_FACTOR, SHORTEST_TIMEOUT_SECONDS = 10.0, 90.0
-_ORDER = [ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
+ENGINES_WORK = (EVALUATION, ROLLOUT)
+_ORDER = [EVALUATION, ROLLOUT, SHARE_ROLLOUT, *(name for name in PHASES if name != ROLLOUT), BEGIN_SAVE]
 # Frames of torch's collectives and of Megatron's exchange between pipeline stages, in a stack of `faulthandler`.
 _COLLECTIVE = re.compile(r'File "[^"]*/(?:distributed_c10d|p2p_communication)\.py", line \d+ in ([a-z]\w*)')
 _WRAPPER = "wrapper"
@@ -87,12 +88,12 @@ class HangWatch:
             return f"{_list_of(behind)}, while others have been in {_name(leading[0])} for {waited:.0f} s"
         if not behind and waited > self._timeout(leading[0].phase):
             return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
-        if leading[0].phase != ROLLOUT and all(position.is_idle for position in positions.values()):
+        if leading[0].phase not in ENGINES_WORK and all(position.is_idle for position in positions.values()):
             return f"no rank has computed anything for {SHORTEST_TIMEOUT_SECONDS:.0f} s, in {_name(leading[0])}"
         return None
 
     def _timeout(self, phase: str) -> float:
-        if phase == ROLLOUT:
+        if phase in ENGINES_WORK:
             return min(self.limit_seconds, SHORTEST_TIMEOUT_SECONDS)
         if phase in SAVES or phase not in self._longest:
             return self.limit_seconds

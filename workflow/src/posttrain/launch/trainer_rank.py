@@ -42,7 +42,9 @@ def main() -> None:
     """Join the other ranks and train to the end."""
     arguments = parse_arguments()
     secret = take_secret() if arguments.engine else ""
+    from posttrain.artifacts import suite_folders
     from posttrain.config.load import load_resolved
+    from posttrain.config.suites import HELD_OUT
 
     config = load_resolved(arguments.config)
     from posttrain.training.assembly import open_run
@@ -60,6 +62,7 @@ def main() -> None:
         engine_secret=secret,
         may_commit=may_commit,
         finished=arguments.finished,
+        exam_folders={HELD_OUT: arguments.dataset, **suite_folders(config)},
     ) as run:
         is_done = train(run, arguments.until)
     if not is_done:

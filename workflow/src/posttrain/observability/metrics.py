@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from posttrain.algorithm.statistics import STATISTICS
-from posttrain.planner.sizing.phases import PHASES
+from posttrain.planner.sizing.phases import LIKE_OTHERS, PHASES
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ METRICS: Mapping[str, Metric] = {
     # ---- the clock ----
     "perf/step_seconds": Metric("The whole step", "s", is_timing=True),
     "perf/rollout_seconds": Metric("Generation and grading", "s", is_timing=True),
+    "perf/evaluation_seconds": Metric("Measuring on held-out prompts and suites", "s", is_timing=True),
     "perf/old_logprobs_seconds": Metric("Log-probabilities before the update", "s", is_timing=True),
     "perf/train_seconds": Metric("Forward, backward and optimizer", "s", is_timing=True),
     "perf/weight_sync_seconds": Metric("New weights into the engines", "s", is_timing=True),
@@ -95,7 +96,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     **{
         f"perf/{name}_peak_gib": Metric(f"{name}: memory of the fullest rank, on its GPU or else resident", "GiB", True)
-        for name in PHASES
+        for name in (*PHASES, *LIKE_OTHERS)
     },
     "perf/tokens_per_second": Metric("train/num_tokens over perf/step_seconds", "tokens/s", is_timing=True),
     "perf/response_tokens_per_second": Metric(
@@ -106,6 +107,7 @@ METRICS: Mapping[str, Metric] = {
 # Metrics whose names go on with what only the run knows.
 FAMILIES: Mapping[str, Metric] = {
     "reward/": Metric("Mean score of one grader, or of a number that it tells, over the samples that it applies to"),
+    "evaluation/": Metric("Share of responses to a suite that pass, of the weights that the step's rollout is of"),
     "source/": Metric("Share of the graded samples of one source whose first grader gives at least 1"),
 }
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
-ROLLOUT = "rollout"
+# Phases in which engines and graders work, which have deadlines of their own: the rank that waits says that it lives.
+ROLLOUT, EVALUATION = "rollout", "evaluation"
 # How often a rank that waits for engines says that it lives.
 BEAT_SECONDS = 5.0
 # Rank 0 has the rollout, and the others are about to get it: no phase of its own, but a place where ranks can hang.

@@ -16,6 +16,7 @@ from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
 from posttrain.observability.report_page import render_page
+from posttrain.observability.suite_results import suite_rows
 from posttrain.observability.verdict import Verdict
 from posttrain.planner.rule_chain import RuleNode, rule_chain
 from posttrain.readable import as_text, format_seconds
@@ -71,6 +72,7 @@ def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) ->
         rule_memory=_memory_by_rule(run),
         sections=_chart_sections(run),
         missing=report_figures.missing_metrics(run),
+        suites=suite_rows(run),
         samples=samples,
         frame=common_frame([pair.prompt for pair in samples]),
         changes={change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")},

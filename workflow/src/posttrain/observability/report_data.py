@@ -97,6 +97,7 @@ class RunData:
     versions: Mapping[str, str]
     missing: Sequence[str] = ()
     data_check: Mapping[str, Any] | None = None
+    between: Sequence[tuple[int, Mapping[str, Mapping[str, Any]]]] = ()
     read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -182,6 +183,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         commit=git_commit(Path.cwd()),
         versions=package_versions(),
         missing=missing,
+        between=_read_between(paths.evaluations),
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
     )
@@ -189,6 +191,12 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
 
 def _read_evaluation(path: Path, missing: Sequence[str]) -> dict[str, Any] | None:
     return None if missing and not path.exists() else _read_json(path, {"pass_rate", "num_prompts", "examples"})
+
+
+def _read_between(folder: Path) -> list[tuple[int, Mapping[str, Mapping[str, Any]]]]:
+    """Return (finished steps, exam -> result) of what was measured while training went on."""
+    found = [_read_json(path, {"finished", "exams"}) for path in sorted(folder.glob("step_*.json"))]
+    return [(int(one["finished"]), one["exams"]) for one in found]
 
 
 def _final_weights(receipt: Path, missing: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from posttrain.readable import format_number, format_percent, format_tick
 
 PHASES = {
     "perf/rollout_seconds": "rollout",
+    "perf/evaluation_seconds": "evaluation",
     "perf/mismatch_seconds": "mismatch check",
     "perf/old_logprobs_seconds": "old log-probs",
     "perf/train_seconds": "train",
@@ -20,7 +21,7 @@ PHASES = {
     "perf/save_seconds": "checkpoint",
 }
 NUM_COLORS = 7
-PHASE_COLORS = (1, 7, 6, 2, 3, 5)
+PHASE_COLORS = (1, 8, 7, 6, 2, 3, 5)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def learning_charts(run: RunData) -> list[Chart]:
     return _present(
         _reward_chart(run),
         _family_chart(run, "Pass rate by source", "share", "source/", "/pass_rate"),
+        _family_chart(run, "Suites", "share", "evaluation/", "/pass_rate"),
         _family_chart(run, "Scores", "mean score", "reward/"),
         _chart(run, "Groups without a lesson", "share of groups", [no_lesson], low=0.0, high=1.0),
     )

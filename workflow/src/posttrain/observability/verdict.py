@@ -1,29 +1,23 @@
-"""What a reader must know first: whether a run learned, and what speaks against its numbers.
-
-The change of the pass rate comes with an interval that holds whatever the samples of a prompt have in common: it counts
-each prompt once. That both evaluations ask the same prompts is not used either, so it is rather too wide.
-
-Source: Newcombe, Interval estimation for the difference between independent proportions (1998), method 10, from two
-intervals of Wilson (1927).
-"""
+"""What a reader must know first: whether a run learned, and what speaks against its numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from posttrain.config.derived import mismatch_limits
+from posttrain.config.suites import HELD_OUT
+from posttrain.observability.intervals import rate_change
 from posttrain.observability.report_data import RunData
+from posttrain.observability.suite_results import suite_rows
 from posttrain.readable import MINUS, counted, format_number, format_percent
 
 # From the worst to the best, with the terminal's colour.
 LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}
-# Of a normal distribution, 95 % lie within so many standard deviations.
-Z = 1.959964
 # With so large a share of groups whose rewards are equal, nearly all sampling is for nothing.
 LITTLE_TO_LEARN = 0.9
 # Steps at the begin and at the end whose mean reward is told while there is no evaluation.
@@ -85,37 +79,9 @@ def judge_run(run: RunData) -> Verdict:
     if any(finding.level == "bad" for finding in rewards):
         # That there is no change to be seen follows from it.
         learning = [finding for finding in learning if finding.level == "bad"]
-    found = [*rewards, *_mismatch(run), *_left_out(run), *learning]
+    found = [*rewards, *_mismatch(run), *_left_out(run), *learning, *_regressions(run)]
     findings = sorted(found, key=lambda finding: [*LEVELS].index(finding.level))
     return Verdict(findings[0].title, findings)
-
-
-def rate_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the change of the pass rate, and the ends of its 95 % interval.
-
-    Args:
-        before: Result of an evaluation: "pass_rate", "num_prompts".
-        after: The same of a later one.
-
-    Example:
-        56 of 70 against 48 of 80: (0.2, 0.0524, 0.3339), Newcombe's table II.
-    """
-    (p0, low0, high0), (p1, low1, high1) = (wilson(r["pass_rate"], r["num_prompts"]) for r in (before, after))
-    change = p1 - p0
-    return change, change - math.hypot(p1 - low1, high0 - p0), change + math.hypot(high1 - p1, p0 - low0)
-
-
-def wilson(rate: float, count: int) -> tuple[float, float, float]:
-    """Return a rate and the ends of Wilson's interval around it.
-
-    Args:
-        rate: Share of successes.
-        count: Independent trials.
-    """
-    middle = rate + Z**2 / (2 * count)
-    reach = Z * math.sqrt(rate * (1 - rate) / count + Z**2 / (4 * count**2))
-    scale = 1 + Z**2 / count
-    return rate, (middle - reach) / scale, (middle + reach) / scale
 
 
 def _learning(run: RunData) -> list[Finding]:
@@ -134,6 +100,19 @@ def _learning(run: RunData) -> list[Finding]:
         return [Finding("bad", "The model got worse", detail, remedy)]
     remedy = "train longer, or measure with more data.num_heldout_prompts"
     return [Finding("warning", "No change that can be told from chance", detail, remedy)]
+
+
+def _regressions(run: RunData) -> list[Finding]:
+    """Return suites that the last weights pass less often; held-out prompts speak for themselves."""
+    findings = []
+    for row in suite_rows(run):
+        if row.name != HELD_OUT and row.measured[-1].when in row.worse:
+            change, low, high = rate_change(row.measured[0].result, row.measured[-1].result)
+            rates = " → ".join(format_percent(row.measured[place].result["pass_rate"]) for place in (0, -1))
+            detail = f"{rates}: {_points(change)} points, with 95 % confidence {_points(low)} to {_points(high)}"
+            remedy = "see its curve: an earlier checkpoint may be the better one"
+            findings.append(Finding("warning", f"Worse at {row.name}", detail, remedy))
+    return findings
 
 
 def _so_far(name: str, values: Sequence[float]) -> str:

@@ -26,7 +26,12 @@ from posttrain.planner.sizing.memory_phases import (
 )
 from posttrain.planner.sizing.storage import storage
 from posttrain.planner.timing.duration import Bandwidths
-from posttrain.planner.timing.step_time import step_with_save_seconds
+from posttrain.planner.timing.step_time import (
+    evaluation_interval,
+    evaluation_share,
+    step_durations,
+    step_with_save_seconds,
+)
 
 
 def find_problems(config: Config) -> list[Problem]:
@@ -41,6 +46,7 @@ def find_problems(config: Config) -> list[Problem]:
         *(() if alone else _check_shared(config, phases)),
         *(_check_engine_count(config) if has_engines else ()),
         *_check_time_limit(config),
+        *_check_evaluation_share(config),
         *check_declared(config, storage(config), _host_gib(config, phases)),
     ]
 
@@ -111,6 +117,23 @@ def _check_sleep(config: Config) -> Iterator[Problem]:
         found = f"{fraction}: {awake:.1f} GiB per rank that trains while engines keep their memory, as they do today"
         remedy = "give engines less, or the job more nodes; the plan's phases count on engines that sleep"
         yield Problem("engine.mem_fraction_static", found, _limit(config), remedy)
+
+
+def _check_evaluation_share(config: Config) -> Iterator[Problem]:
+    """Yield that measuring between steps takes more of training's GPU-hours than is wanted."""
+    interval, most = config.evaluation.interval, config.evaluation.max_share
+    # How long saves are waited for depends on the storage, and makes the share only smaller.
+    seconds = step_durations(config, Bandwidths().shared_storage) if interval else {}
+    if not seconds:
+        return
+    step, measured = seconds["step"], seconds["step_evaluation"]
+    share = evaluation_share(step, measured, interval)
+    if share > most:
+        every = f"{measured:,.0f} s after every {interval * step:,.0f} s"
+        remedy = f"evaluation.interval={evaluation_interval(step, measured, most)}, or measure on fewer prompts"
+        allowed = f"at most {most:.1%} (evaluation.max_share)"
+        found = f"{interval}: {share:.1%} of training's GPU-hours, {every}"
+        yield Problem("evaluation.interval", found, allowed, remedy)
 
 
 def _check_node_names(config: Config) -> Iterator[Problem]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Paths
+from posttrain.config.data import UNPINNED
 from posttrain.config.derived import world_size
-from posttrain.config.rules import UNPINNED, check_convertible, check_trainable
+from posttrain.config.rules import check_convertible, check_trainable
 from posttrain.config.schema import Config
+from posttrain.config.suites import check_pinned
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.job_needs import SERVING, check_served
 from posttrain.planner.problems import find_problems
@@ -43,6 +45,8 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
     if any(rule.endswith(TRAINING) for rule in rules):
         missing_key = check_wandb(config).problem
         found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
+    if any(rule.endswith("download_suite") for rule in rules):
+        found += check_pinned(config)
     if any(rule.endswith(SERVING) for rule in rules):
         found += check_served(config)
     if any(rule.endswith(GRADING) for rule in rules):

@@ -11,6 +11,7 @@ from huggingface_hub.errors import (
 )
 
 from posttrain.artifacts import Paths, receipt_of
+from posttrain.config.data import UNPINNED, sources_of
 from posttrain.preflight.report import Finding, failed, ok, skipped
 
 # A Hub that is slower for one question is no Hub to load a model from; nobody waits longer for a check.
@@ -24,8 +25,14 @@ def check_hub_sources(paths: Paths) -> list[Finding]:
     if config.model.source.kind == "hub":
         source = config.model.source
         sources.append(("model.source", "model", source.repo_id, source.revision, receipt_of(paths.hf)))
-    if config.data.kind == "hub":
-        sources.append(("data", "dataset", config.data.repo_id, config.data.revision, receipt_of(paths.dataset)))
+    for name, data in sources_of(config.data).items():
+        if data.kind == "hub":
+            key = f"data.sources.{name}" if name else "data"
+            sources.append((key, "dataset", data.repo_id, data.revision, receipt_of(paths.dataset)))
+    for name, suite in config.evaluation.suites.items():
+        if suite.kind == "hub":
+            made = receipt_of(paths.suites[name])
+            sources.append((f"evaluation.suites.{name}", "dataset", suite.repo_id, suite.revision, made))
     findings = []
     for key, kind, repo_id, revision, receipt in sources:
         if receipt.exists():
@@ -48,8 +55,12 @@ def check_repository(key: str, kind: str, repo_id: str, revision: str) -> Findin
     if constants.is_offline_mode():
         return skipped(name, "HF_HUB_OFFLINE is set; the download step will use what is there")
     endpoint = constants.ENDPOINT
+    if revision == UNPINNED:
+        return failed(name, f"{key}.revision", UNPINNED, f"a commit of {repo_id}", "copy it from the repository's page")
     try:
         HfApi().repo_info(repo_id, revision=revision, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS)
+        # A gated repository shows what it does not give.
+        HfApi().auth_check(repo_id, repo_type=kind)
     except RevisionNotFoundError:
         remedy = "copy the commit from the repository's page"
         return failed(name, f"{key}.revision", revision, f"a commit of {repo_id}", remedy)

@@ -93,7 +93,7 @@ class RolloutCoordinator:
         first = number * self._config.engine.groups_per_request
         requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
         answers = await self._client.generate(requests, request_number=number)
-        _check_versions(step, answers)
+        check_versions(step, answers)
         groups = await self._grade(prompts, requests, answers)
         # Where graders failed, the whole step decides whether that is too often: what is stored is not graded again.
         if not _has_failures(groups):
@@ -187,7 +187,7 @@ def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: Genera
     )
 
 
-def _check_versions(step: int, answers: list[GenerateResult]) -> None:
+def check_versions(step: int, answers: Sequence[GenerateResult]) -> None:
     """Refuse samples of other weights than the step's: an engine that restarted would serve the initial ones."""
     expected = (None, 0) if step == 0 else (step,)
     wrong = {answer.weight_version for answer in answers} - set(expected)

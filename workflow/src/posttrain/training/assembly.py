@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
+from posttrain.evaluation.heldout import read_exams
 from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import build_policy
 from posttrain.megatron_backend.plain_data import share_plain
@@ -33,6 +34,7 @@ from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
 from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
+from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.types import Prompt
 from posttrain.weight_sync.publish import WeightPublisher
 
@@ -49,6 +51,7 @@ def open_run(
     engine_secret: str,
     may_commit: Callable[[], None],
     finished: int | None = None,
+    exam_folders: Mapping[str, Path] = {},
 ) -> Iterator[TrainingRun]:
     """Join the ranks, build the policy, and open everything that the loop needs; closes it all at the end.
 
@@ -63,6 +66,7 @@ def open_run(
         engine_secret: What they want to be shown.
         may_commit: See `CheckpointFolder`.
         finished: See `CheckpointToLoad`.
+        exam_folders: Of what is measured between steps, see `read_exams`.
 
     Raises:
         RuntimeError: This node sees a newer checkpoint.
@@ -73,10 +77,15 @@ def open_run(
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
         policy, store = build_policy(config), RolloutStore(run_folder / "rollouts")
-        client = maker = sinks = None
+        client = maker = sinks = evaluation = None
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
-            maker = _open_maker(config, model_folder, read_prompts, client, store, stack)
+            tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
+            graders = stack.enter_context(GraderPool.of(config.reward))
+            maker = _open_maker(config, tokenizer, read_prompts, client, store, graders)
+            if client and config.evaluation.interval:
+                exams, results = read_exams(config, exam_folders), run_folder / "evaluations"
+                evaluation = StepEvaluation(exams, tokenizer, client, graders, results, runner)
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
         share = share_plain if dist.get_world_size() > 1 else None
@@ -96,6 +105,7 @@ def open_run(
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
             sinks=sinks,
             traces=run_folder / "traces",
+            evaluation=evaluation,
         )
 
 
@@ -113,20 +123,18 @@ def _keep_rollouts(finished: int) -> None:
 
 def _open_maker(
     config: Config,
-    model_folder: Path,
+    tokenizer: ChatTokenizer,
     read_prompts: Callable[[], list[Prompt]],
     client: EngineClient | None,
     store: RolloutStore,
-    stack: ExitStack,
+    graders: GraderPool,
 ) -> RolloutMaker | None:
     """Return what makes rollouts: of what the data give, or with engines; None where all are on disk already."""
     if client is None and uses_engines(config):
         return None
-    kwargs = config.data.chat_template_kwargs
-    prompts, tokenizer = read_prompts(), ChatTokenizer(model_folder, kwargs)
+    prompts = read_prompts()
     if client is None:
         return GivenResponses(config, prompts, tokenizer)
-    graders = stack.enter_context(GraderPool.of(config.reward))
     return RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
 
 

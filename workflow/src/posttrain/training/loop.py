@@ -49,6 +49,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
     clock = PhaseClock(step)
     run.reseed(step)
+    evaluated = run.evaluate(step, clock)
     with clock.phase("rollout"):
         rollout = run.source.collect(step)
     run.state.finish_save(clock)
@@ -65,7 +66,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
         if finished < run.config.training.num_steps:
             run.publish(finished)
         is_due = run.checkpoint_is_due(finished)
-    metrics = run.log_step(step, rollout, updates, statistics, (own, served), clock)
+    metrics = run.log_step(step, rollout, updates, statistics, (own, served), evaluated, clock)
     if is_due:
         report_progress(step, BEGIN_SAVE)
         run.state.begin_save(finished)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from posttrain.observability.rank_progress import report_progress
-from posttrain.planner.sizing.phases import PHASES
+from posttrain.planner.sizing.phases import LIKE_OTHERS, PHASES
 from posttrain.training.utilisation import PeakMemory
 
 
@@ -31,7 +31,7 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Spend the block's time in a phase of the table."""
-        assert name in PHASES, f"{name} is not a phase: {list(PHASES)}"
+        assert name in PHASES or name in LIKE_OTHERS, f"{name} is not a phase: {list(PHASES)}"
         report_progress(self._step, name)
         started = time.perf_counter()
         self._memory.reset()

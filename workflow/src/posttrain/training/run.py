@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.objective import Objective
 from posttrain.config.schema import Config
+from posttrain.config.suites import evaluation_is_due
 from posttrain.megatron_backend import checkpoint, train_step
 from posttrain.megatron_backend.learning_rate import learning_rate
 from posttrain.megatron_backend.model import Policy
@@ -34,6 +35,7 @@ from posttrain.training.mismatch import EngineComparison, share_of_limit
 from posttrain.training.phases import PhaseClock
 from posttrain.training.saved_state import SavedState
 from posttrain.training.slow_ranks import SlowRanks, probe_seconds
+from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.training.utilisation import model_flops_utilisation, traced
 from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher
@@ -55,6 +57,7 @@ class TrainingRun:
         state: Loads and saves.
         sinks: Metrics, on rank 0; None elsewhere.
         traces: Gets the traces of `logging.profile_steps`.
+        evaluation: Measures the policy between steps, on rank 0 and where that is asked for.
         ends_early: The present step is the last one of this attempt.
     """
 
@@ -67,6 +70,7 @@ class TrainingRun:
     state: SavedState
     sinks: MetricSinks | None
     traces: Path
+    evaluation: StepEvaluation | None = None
     ends_early: bool = False
     _num_non_finite: int = 0
     _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -84,6 +88,8 @@ class TrainingRun:
             self.publish(finished)
         if self.is_rank0:
             self.state.remove_leftovers()
+        if self.evaluation:
+            self.evaluation.forget_from(finished)
         checkpoint.barrier()
         return finished
 
@@ -91,6 +97,19 @@ class TrainingRun:
         """Bring the engines, where there are any, to the weights after so many steps; collective."""
         if self.publisher:
             self.publisher.publish(finished)
+
+    def evaluate(self, finished: int, clock: PhaseClock) -> dict[str, float]:
+        """Measure the engines' weights where that is due, and return metrics, on rank 0; collective.
+
+        It comes before a step, not after one: a checkpoint is being written meanwhile, and a run that ends or is killed
+        in between does it when it goes on.
+        """
+        if not evaluation_is_due(self.config, finished):
+            return {}
+        with clock.phase("evaluation"):
+            metrics = self.evaluation.measure(finished) if self.evaluation else {}
+            checkpoint.barrier()
+        return metrics
 
     def reseed(self, step: int) -> None:
         """Make all random state a function of the seed and the step: nothing of it has to be saved."""
@@ -180,6 +199,7 @@ class TrainingRun:
         updates: Sequence[Update],
         statistics: Sequence[train_step.UpdateStatistics],
         mismatch: tuple[Mismatch | None, Mismatch | None],
+        evaluated: Mapping[str, float],
         clock: PhaseClock,
     ) -> dict[str, float]:
         """Write the metrics of a step; returns them on rank 0, nothing elsewhere."""
@@ -191,6 +211,7 @@ class TrainingRun:
         lengths = [sample.num_tokens for update in updates for sample in update.samples]
         metrics = step_metrics(rollout, statistics, mismatch, clock)
         metrics |= experts | {
+            **evaluated,
             **{f"perf/{name}_peak_gib": max(peaks[name] for peaks in memory) for name in clock.peak_gib},
             "perf/mfu": model_flops_utilisation(self.config, lengths, clock.seconds["train"]),
             "train/lr": learning_rate(self.config, step),

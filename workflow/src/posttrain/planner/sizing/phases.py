@@ -39,6 +39,8 @@ PHASES = {
     )
 }
 
+# Phases that need awake what another one does, whose budget is theirs: an evaluation asks engines as a rollout does.
+LIKE_OTHERS = {"evaluation": "rollout"}
 # Between two phases, when one model has gone to sleep and the other has not woken up. No work is done and no time is
 # taken in it; host memory is at its fullest.
 ASLEEP = Phase("asleep", engines_awake=False, trainer_awake=False, optimizer_awake=False)

@@ -8,7 +8,8 @@
     weight_sync    all weights in the engines' format, at the rate of a published broadcast
     save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
                    step's rollout, so that a step waits only for what is longer
-    evaluation     held-out prompts, before and after the run
+    evaluation     held-out prompts and suites: on one node before and after the run; with `evaluation.interval` on the
+                   engines of training, too
     idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
 
 Sources: the pipeline's bubble, Narayanan et al., arXiv 2104.04473, section 2.2; constants in `rates`. Only for GPUs:
@@ -32,6 +33,7 @@ from posttrain.config.derived import (
     world_size,
 )
 from posttrain.config.schema import Architecture, Config, Hardware
+from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
 from posttrain.planner.sizing.memory import BYTES
@@ -206,11 +208,15 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
     wait = max(phases["save"] - rollout.seconds, 0.0)
     step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
-    total = config.training.num_steps * step + phases["save"]
     seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
+    total = config.training.num_steps * step + phases["save"]
+    if config.evaluation.interval:
+        seconds["step_evaluation"] = evaluation_seconds(config)
+        total += (config.training.num_steps - 1) // config.evaluation.interval * seconds["step_evaluation"]
     rules = {"train_grpo": total}
     if evaluation_nodes(config) == 1:
-        rules |= dict.fromkeys(("evaluate before", "evaluate after"), evaluation_seconds(config))
+        alone = evaluation_seconds(serving_on_one_node(config))
+        rules |= dict.fromkeys(("evaluate before", "evaluate after"), alone)
     return _rounded(seconds | rules)
 
 
@@ -266,11 +272,38 @@ def sync_seconds(config: Config) -> float:
 
 
 def evaluation_seconds(config: Config) -> float:
-    """Return the time of one evaluation of the held-out prompts."""
-    samples = config.data.num_heldout_prompts * config.evaluation.num_samples_per_prompt
-    work = Workload(samples, PROMPT_TOKENS, config.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
-    served = serving_on_one_node(config)
-    return rollout_of(engine_of(served), served.engine.num_engines, work).seconds
+    """Return the time in which a configuration's engines answer the held-out prompts and the suites, one by one.
+
+    A suite that does not say how many prompts it has takes no time here.
+    """
+    total = 0.0
+    for name, exam in exams_of(config).items():
+        suite = config.evaluation.suites.get(name)
+        prompts = suite.num_prompts if suite else exam.data.num_heldout_prompts
+        samples = prompts * exam.evaluation.num_samples_per_prompt
+        if samples:
+            work = Workload(samples, PROMPT_TOKENS, exam.rollout.max_response_tokens, MEAN_RESPONSE_SHARE)
+            total += rollout_of(engine_of(config), config.engine.num_engines, work).seconds
+    return total
+
+
+def evaluation_share(step_seconds: float, seconds: float, interval: int) -> float:
+    """Return the share of training's time, and so of its GPU-hours, that evaluations between steps take.
+
+    Args:
+        step_seconds: Of a step.
+        seconds: Of an evaluation.
+        interval: Steps between two.
+
+    Example:
+        300 s after each 10 steps of 600 s: 300 / 6300 = 0.048.
+    """
+    return seconds / (interval * step_seconds + seconds)
+
+
+def evaluation_interval(step_seconds: float, seconds: float, max_share: float) -> int:
+    """Return the smallest interval with which evaluations take at most a share of training's time."""
+    return max(math.ceil(seconds * (1 - max_share) / (max_share * step_seconds)), 1)
 
 
 def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Split | None:

@@ -1,0 +1,91 @@
+"""Suites as the held-out prompts of a configuration of their own: what measures these measures those."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.config.data import UNPINNED, Data
+from posttrain.config.evaluation import Suite
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+
+# The name that held-out prompts have among suites.
+HELD_OUT = "heldout"
+# Keys of a suite that say which rows it has; the others say how they are asked and graded.
+ROW_KEYS = (
+    *("kind", "file", "repo_id", "revision", "subset", "split", "prompt_key", "label_key"),
+    *("system_prompt", "prompt_template", "unlabeled", "num_prompts"),
+)
+
+
+def exams_of(config: Config) -> Mapping[str, Config]:
+    """Return what a run is measured on, by name, the held-out prompts first.
+
+    Returns:
+        For each the configuration in which its prompts are the held-out ones: `data.reward`, `evaluation` and
+        `rollout.max_response_tokens` are those of the suite.
+    """
+    return {HELD_OUT: config, **{name: _exam_of(config, suite) for name, suite in config.evaluation.suites.items()}}
+
+
+def _exam_of(config: Config, suite: Suite) -> Config:
+    evaluation, rollout, reward = config.evaluation, config.rollout, config.reward
+    longest = suite.max_response_tokens or rollout.max_response_tokens
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(suite_data(suite), reward=suite.reward or config.data.reward),
+        rollout=dataclasses.replace(rollout, max_response_tokens=longest),
+        # Functions that suites name do not belong to what is learned.
+        reward=dataclasses.replace(reward, own_digests=[*reward.own_digests, *evaluation.own_digests]),
+        evaluation=dataclasses.replace(
+            evaluation, num_samples_per_prompt=suite.num_samples_per_prompt, temperature=suite.temperature
+        ),
+    )
+
+
+def suite_data(suite: Suite) -> Data:
+    """Return a suite's rows as a section `data` whose training prompts they are."""
+    said = {key: getattr(suite, key) for key in ROW_KEYS if key not in ("file", "num_prompts")}
+    # Who made a suite has decided what stands in it twice.
+    fixed: dict[str, Any] = {"num_heldout_prompts": 1, "seed": 0, "reward": suite.reward, "duplicates": "keep"}
+    return Data(train_file=suite.file, **said, **fixed)
+
+
+def rows_of(suite: Suite) -> dict[str, Any]:
+    """Return what decides the rows of a suite."""
+    return {key: getattr(suite, key) for key in ROW_KEYS}
+
+
+def suite_rewards(config: Config) -> dict[str, str]:
+    """Return the rewards that suites name, by their keys."""
+    suites = config.evaluation.suites.items()
+    return {f"evaluation.suites.{name}.reward": suite.reward for name, suite in suites if suite.reward}
+
+
+def evaluation_settings(config: Config) -> dict[str, Any]:
+    """Return what decides the result of an evaluation before or after training; without suites, as it always was."""
+    evaluation = config.evaluation
+    settings = {key: getattr(evaluation, key) for key in ("num_samples_per_prompt", "temperature", "seed")}
+    if evaluation.suites:
+        settings |= {
+            "suites": {name: dataclasses.asdict(suite) for name, suite in evaluation.suites.items()},
+            "own_digests": evaluation.own_digests,
+        }
+    return settings
+
+
+def evaluation_is_due(config: Config, finished: int) -> bool:
+    """Tell whether the weights after so many steps are measured before training goes on."""
+    interval = config.evaluation.interval
+    return interval > 0 and finished > 0 and finished % interval == 0
+
+
+def check_pinned(config: Config) -> Iterator[Problem]:
+    """Yield suites that can be planned but not fetched."""
+    for name, suite in config.evaluation.suites.items():
+        if suite.kind == "hub" and suite.revision == UNPINNED:
+            key = f"evaluation.suites.{name}.revision"
+            remedy = f"give the commit that the page of {suite.repo_id} shows"
+            yield Problem(key, UNPINNED, "40 hex digits to fetch it; it can be planned as it is", remedy)
