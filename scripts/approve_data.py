@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, require_files, write_json, write_receipt
+from posttrain.artifacts import (
+    Receipt,
+    receipt_of,
+    record_files,
+    require_files,
+    suite_folders,
+    write_json,
+    write_receipt,
+)
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import raise_if_any
 from posttrain.evaluation.data_check import check_data, print_check
+from posttrain.evaluation.heldout import read_suites
 
 
 def main() -> None:
@@ -26,10 +35,12 @@ def main() -> None:
     )
     dataset = require_files(args.dataset, args.dataset_receipt)
     train, heldout = (load_prompts(args.dataset / name) for name in (TRAIN, HELDOUT))
-    found = check_data(args.resolved.config, args.checkpoint, train, heldout)
+    config, suites = args.resolved.config, suite_folders(args.resolved.config)
+    receipts = {f"suite {name}": require_files(folder, receipt_of(folder)) for name, folder in suites.items()}
+    found = check_data(config, args.checkpoint, train, heldout, read_suites(config, suites))
     print_check(found)
     raise_if_any(found.problems)
-    inputs = {"dataset": dataset.digest}
+    inputs = {"dataset": dataset.digest, **{name: receipt.digest for name, receipt in receipts.items()}}
     write_json(args.output, {**found.as_dict(), "inputs": inputs})
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("approve_data", files, inputs, {}), started)

@@ -27,6 +27,7 @@ rule approve_data:
     input:
         checkpoint=receipt_of(PATHS.hf_patched),
         dataset=receipt_of(PATHS.dataset),
+        suites=[receipt_of(folder) for folder in PATHS.suites.values()],
         run=lambda wildcards: may_run(),
     output:
         receipt=CHECKED,
@@ -59,6 +60,7 @@ rule check_data:
     input:
         receipt_of(PATHS.hf_patched),
         receipt_of(PATHS.dataset),
+        [receipt_of(folder) for folder in PATHS.suites.values()],
     log:
         PATHS.run_log("check_data"),
     message:

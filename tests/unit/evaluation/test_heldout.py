@@ -1,4 +1,6 @@
 import asyncio
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from aiohttp.test_utils import TestServer
 
 from posttrain.engines.client import EngineClient
 from posttrain.engines.sampling_seed import sampling_seed
-from posttrain.evaluation.heldout import GradedResponse, make_requests, sample_responses, summarize
+from posttrain.evaluation.heldout import GradedResponse, make_requests, pass_at, sample_responses, summarize
 from posttrain.planner.resolve import resolve
 from posttrain.reward.scoring import Scored
 from posttrain.types import Prompt
@@ -42,6 +44,18 @@ def test_rates_by_hand():
     assert result["reward_mean"] == pytest.approx(0.375)
     assert (result["response_tokens_mean"], result["response_tokens_median"]) == (5.25, 4)
     assert (result["response_tokens_max"], result["truncated_fraction"]) == (9, 0.25)
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
+    drawn = random.Random(3)
+    passed = [drawn.random() < 0.3 for _ in range(7 * 6)]
+    found = pass_at(passed, 6)
+    assert [*found] == ["1", "2", "4", "6"]
+    groups = [passed[start : start + 6] for start in range(0, len(passed), 6)]
+    for k, (rate, low, high) in found.items():
+        choices = [any(some) for group in groups for some in itertools.combinations(group, int(k))]
+        assert rate == pytest.approx(sum(choices) / len(choices))
+        assert 0 <= low <= rate <= high <= 1
 
 
 def test_examples_are_the_first_samples_of_the_first_24_prompts():

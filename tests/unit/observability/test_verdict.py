@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.support.synthetic_run import make_run
 
-from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.intervals import rate_change, wilson
+from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.verdict import Finding, Verdict, judge_run
 
 

@@ -50,6 +50,19 @@ def test_an_unknown_revision_and_an_unknown_repository_are_told_apart(hub):
     assert "HF_TOKEN" in missing
 
 
+def test_a_gated_repository_is_asked_for_access(hub, tmp_path):
+    (tmp_path / "test.jsonl").write_text("{}")
+    revision = hub.add_repo("owner/gated", tmp_path, token="hf_right", gated=True)
+    refused = check(hub.url, "owner/gated", revision)
+    assert "model.source.repo_id = owner/gated: access is restricted" in refused
+    assert "accept its terms" in refused
+    assert check(hub.url, "owner/gated", revision, HF_TOKEN="hf_right").startswith("ok | revision")
+
+
+def test_a_suite_without_a_commit_is_a_problem(hub):
+    assert "model.source.revision = unpinned" in check(hub.url, "owner/name", "unpinned")
+
+
 def test_a_hub_that_does_not_answer_is_a_problem():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

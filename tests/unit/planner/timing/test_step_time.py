@@ -1,8 +1,10 @@
 import dataclasses
+import re
 
 import pytest
 from benchmarks.published import MODELS, machine_of
 
+from posttrain.planner.problems import find_problems
 from posttrain.planner.timing import rates
 from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, rollout_time
 from posttrain.planner.timing.flops import sequence_flops
@@ -12,6 +14,8 @@ from posttrain.planner.timing.step_time import (
     Workload,
     best_split,
     engine_of,
+    evaluation_seconds,
+    evaluation_share,
     logprob_seconds,
     rollout_of,
     step_durations,
@@ -189,3 +193,21 @@ def test_a_longer_mean_costs_training_time_only(glm5):
     long = dataclasses.replace(short, mean_share=0.9)
     trainer = trainer_of(glm5)
     assert train_seconds(trainer, long) > 1.25 * train_seconds(trainer, short)
+
+
+def test_measuring_between_steps_is_planned_and_refused_above_its_share(resolved):
+    plain = resolved("qwen3_4b", suites="gsm8k,math500").config
+    often = resolved("qwen3_4b", set="evaluation.interval=1", suites="gsm8k,math500").config
+    seconds, without = (step_durations(config, SHARED_STORAGE) for config in (often, plain))
+    assert "step_evaluation" not in without
+    measured, steps = seconds["step_evaluation"], often.training.num_steps
+    # One after each step but the last, which is measured by itself.
+    assert seconds["train_grpo"] == pytest.approx(without["train_grpo"] + (steps - 1) * measured, rel=1e-6)
+    alone = evaluation_seconds(dataclasses.replace(plain, evaluation=dataclasses.replace(plain.evaluation, suites={})))
+    assert measured > 2 * alone > 0
+    (problem,) = (one for one in find_problems(often) if one.key == "evaluation.interval")
+    fits = int(re.search(r"evaluation\.interval=(\d+)", problem.remedy)[1])
+    for interval, is_refused in ((fits, False), (fits - 1, True)):
+        config = resolved("qwen3_4b", set=f"evaluation.interval={interval}", suites="gsm8k,math500").config
+        assert [one.key for one in find_problems(config)] == ["evaluation.interval"] * is_refused
+    assert evaluation_share(seconds["step"], measured, fits) <= plain.evaluation.max_share

@@ -7,6 +7,7 @@ from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import Problem, raise_if_any
 from posttrain.evaluation.data_check import check_data, print_check
+from posttrain.evaluation.heldout import read_suites
 
 
 def main(paths: Paths) -> None:
@@ -14,11 +15,12 @@ def main(paths: Paths) -> None:
     raise_if_any(
         [
             Problem(str(folder), "not made yet", "dataset and tokenizer", "`snakemake --cores 2 check_data` makes them")
-            for folder in (paths.dataset, paths.hf_patched)
+            for folder in (paths.dataset, *paths.suites.values(), paths.hf_patched)
             if not receipt_of(folder).exists()
         ]
     )
     train, heldout = (load_prompts(paths.dataset / name) for name in (TRAIN, HELDOUT))
-    found = check_data(paths.resolved.config, paths.hf_patched, train, heldout)
+    config = paths.resolved.config
+    found = check_data(config, paths.hf_patched, train, heldout, read_suites(config, paths.suites))
     print_check(found)
     raise_if_any(found.problems)

@@ -57,7 +57,7 @@ def files_of(pattern: str) -> list[Path]:
 def local_files(data: Data) -> list[Path]:
     """Return the files on this machine that a dataset is made of; none for those that are fetched or generated."""
     sources = [source for source in sources_of(data).values() if source.kind in LOCAL_DATA]
-    patterns = [pattern for source in sources for pattern in (source.train_file, source.heldout_file)]
+    patterns = [pattern for source in sources for pattern in (source.train_file, source.heldout_file) if pattern]
     return list(dict.fromkeys(path for pattern in patterns for path in files_of(pattern)))
 
 

@@ -167,7 +167,10 @@ def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> F
         ConfigError: The form is not known, or has no label where one is needed.
     """
     known = recognise(rows)
-    if rows and known is None and not (reading.prompt_key and reading.label_key):
+    has_prompt, has_label = (
+        given or _mostly(rows, own) for given, own in ((reading.prompt_key, OWN.prompt), (reading.label_key, OWN.label))
+    )
+    if rows and known is None and not (has_prompt and has_label):
         columns = ", ".join(dict.fromkeys(column for row in rows for column in row)) or "none"
         allowed = f"columns of a known form: {', '.join(form.name for form in FORMS)}"
         remedy = "set data.prompt_key and data.label_key"

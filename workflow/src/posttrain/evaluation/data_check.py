@@ -9,7 +9,7 @@ tokenizer alone is told, too, and refuses nothing.
 from __future__ import annotations
 
 import asyncio
-import random
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,54 +19,25 @@ from rich.console import Console
 
 from posttrain.config.data import sources_of
 from posttrain.config.derived import uses_engines
-from posttrain.config.reward_sum import PASSING_SCORE, Term
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
 from posttrain.data.prompt_lengths import LEFT_OUT, PromptLengths, check_lengths
 from posttrain.data.rendered import check_rendered
 from posttrain.errors import Problem
-from posttrain.evaluation.shown_verdicts import STATED, ShownVerdict, show_verdicts
+from posttrain.evaluation.heldout import Exam
+from posttrain.evaluation.label_check import NUM_ROWS_TOLD, LabelCheck, check_labels
+from posttrain.evaluation.shown_verdicts import ShownVerdict, show_verdicts
 from posttrain.observability.progress import ProgressBar
 from posttrain.readable import counted
-from posttrain.reward.answer import Answer
 from posttrain.reward.graders import GraderPool
-from posttrain.reward.scoring import Scored, Scorer
+from posttrain.reward.scoring import Scorer
 from posttrain.rollout.given import GivenResponses
 from posttrain.types import Prompt, label_text
 
-NUM_EXAMPLES, NUM_ROWS_TOLD = 10, 10
-# By so many rows it is chosen how a response states an answer.
-NUM_TRIED = 32
-# Rows that are graded at a time.
-BATCH = 1000
-
-
-@dataclass(frozen=True)
-class LabelCheck:
-    """What the labels of one source say when they are responses.
-
-    Args:
-        source: Its name.
-        grader: The first of its reward.
-        stated: How a label was made a response.
-        num_rows: Rows with a label.
-        own: Share of them with full marks for their own label.
-        other: Share of them with full marks for another row's different label; None where there is only one.
-        failing: Rows without full marks, each {"row", "label", "score", "why"}; the first.
-        confused: Rows with full marks for another's label, each {"row", "label", "other"}; the first.
-        num_scores: Different scores that were given in all.
-    """
-
-    source: str
-    grader: str
-    stated: str
-    num_rows: int
-    own: float
-    other: float | None
-    failing: tuple[Mapping[str, Any], ...]
-    confused: tuple[Mapping[str, Any], ...]
-    num_scores: int
+NUM_EXAMPLES = 10
+# Before the name of a suite, where sources have names.
+_SUITE = "suite "
 
 
 @dataclass(frozen=True)
@@ -104,7 +75,9 @@ class DataCheck:
         }
 
 
-def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> DataCheck:
+def check_data(
+    config: Config, folder: Path, train: Sequence[Prompt], heldout: Sequence[Prompt], suites: Sequence[Exam] = ()
+) -> DataCheck:
     """Look at a dataset with a model's tokenizer and the graders of the configuration.
 
     Args:
@@ -112,6 +85,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
         folder: The checkpoint, with tokenizer and chat template.
         train: Prompts to train on.
         heldout: Prompts held out.
+        suites: What else is measured on.
 
     Raises:
         CheckpointError: The tokenizer or its template cannot be used.
@@ -129,6 +103,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
     prompt_lengths = PromptLengths(train, lengths, config.rollout.max_prompt_tokens)
     too_long, known = check_lengths(prompt_lengths, config.rollout)
     labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
+    labels += asyncio.run(_check_suites(suites))
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
         GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
@@ -150,7 +125,7 @@ def check_data(config: Config, folder: Path, train: Sequence[Prompt], heldout: S
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
             *known,
-            *_overlaps(train, heldout),
+            *_overlaps(train, heldout, suites),
             *_one_value([*labels, *verdicts]),
         ],
         examples=examples,
@@ -172,101 +147,27 @@ async def _ask_graders(
             rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]
             first = scorer.terms[name][0]
             if rows and scorer.needs_label(first):
-                checks.append(await _check_source(scorer, first, rows, config.data.seed))
+                checks.append(await check_labels(scorer, first, rows, config.data.seed))
         return checks, await show_verdicts(config, scorer, chat, prompts)
 
 
-async def _check_source(scorer: Scorer, term: Term, rows: Sequence[Prompt], seed: int) -> LabelCheck:
-    grader, stated = term.column, await _chosen_form(scorer, term, rows[:NUM_TRIED])
-    others = _other_labels(rows, seed)
-    own: list[Scored] = []
-    other: list[Scored | None] = []
-    with ProgressBar(f"labels graded by {grader}", len(rows), "rows") as progress:
-        for start in range(0, len(rows), BATCH):
-            part, theirs = rows[start : start + BATCH], others[start : start + BATCH]
-            own += await _graded(scorer, term, part, [prompt.label for prompt in part], stated)
-            asked = [(prompt, label) for prompt, label in zip(part, theirs, strict=True) if label is not None]
-            found = iter(await _graded(scorer, term, [p for p, _ in asked], [label for _, label in asked], stated))
-            other += [next(found) if label is not None else None for label in theirs]
-            progress.advance(len(part))
-    failing = [place for place, scored in enumerate(own) if not _is_full(scored, grader)]
-    confused = [place for place, scored in enumerate(other) if scored is not None and _is_full(scored, grader)]
-    num_others = sum(scored is not None for scored in other)
-    return LabelCheck(
-        source=rows[0].source,
-        grader=grader,
-        stated=stated,
-        num_rows=len(rows),
-        own=1 - len(failing) / len(rows),
-        other=len(confused) / num_others if num_others else None,
-        failing=tuple(_failing(rows[place], own[place], grader) for place in failing[:NUM_ROWS_TOLD]),
-        confused=tuple(
-            {"row": rows[place].prompt_id + 1, "label": rows[place].label, "other": others[place]}
-            for place in confused[:NUM_ROWS_TOLD]
-        ),
-        num_scores=len({scored.scores[grader] for scored in [*own, *other] if scored is not None}),
-    )
-
-
-async def _chosen_form(scorer: Scorer, term: Term, rows: Sequence[Prompt]) -> str:
-    """Return how most of some labels have full marks; where there is none, the plain one."""
-    passed = {}
-    for stated in STATED:
-        scored = await _graded(scorer, term, rows, [prompt.label for prompt in rows], stated)
-        passed[stated] = sum(_is_full(one, term.column) for one in scored)
-        if passed[stated] == len(rows):
-            return stated
-    return max(passed, key=lambda stated: passed[stated])
-
-
-async def _graded(
-    scorer: Scorer, term: Term, prompts: Sequence[Prompt], labels: Sequence[Any], stated: str
-) -> list[Scored]:
-    answers = [
-        Answer(
-            stated.format(label=label_text(label)),
-            prompt.label,
-            prompt.messages,
-            prompt.source,
-            prompt.columns,
-            num_tokens=1,
-        )
-        for prompt, label in zip(prompts, labels, strict=True)
-    ]
-    return [scored for (scored,) in await scorer.score([[answer] for answer in answers], only=term)]
-
-
-def _other_labels(rows: Sequence[Prompt], seed: int) -> list[Any]:
-    """Return another row's label for each row, of another text; None where all are the same."""
-    texts = [label_text(prompt.label) for prompt in rows]
-    if len(set(texts)) == 1:
-        return [None] * len(rows)
-    places = list(range(len(rows)))
-    random.Random(f"other labels, seed {seed}").shuffle(places)
-    found = []
-    for text, place in zip(texts, places, strict=True):
-        while texts[place] == text:
-            place = (place + 1) % len(rows)
-        found.append(rows[place].label)
-    return found
-
-
-def _is_full(scored: Scored, grader: str) -> bool:
-    score = scored.scores[grader]
-    return score is not None and score >= PASSING_SCORE
-
-
-def _failing(prompt: Prompt, scored: Scored, grader: str) -> dict[str, Any]:
-    return {
-        "row": prompt.prompt_id + 1,
-        "label": prompt.label,
-        "score": scored.scores[grader],
-        "why": scored.failure,
-    }
+async def _check_suites(suites: Sequence[Exam]) -> list[LabelCheck]:
+    """Return what each suite's labels say when they are responses to it."""
+    checks = []
+    for suite in suites:
+        with GraderPool.of(suite.config.reward) as pool:
+            scorer = Scorer(suite.config, pool)
+            first = scorer.terms[""][0]
+            if scorer.needs_label(first):
+                check = await check_labels(scorer, first, suite.prompts, suite.config.evaluation.seed)
+                checks.append(dataclasses.replace(check, source=_SUITE + suite.name))
+    return checks
 
 
 def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
     reward, key = config.reward, f"data.sources.{check.source}.reward" if check.source else "data.reward"
+    if check.source.startswith(_SUITE):
+        key = f"evaluation.suites.{check.source.removeprefix(_SUITE)}.reward"
     problems = []
     if check.own < reward.min_own_label:
         rows = "".join(
@@ -289,10 +190,11 @@ def _refusals(check: LabelCheck, config: Config) -> list[Problem]:
     return problems
 
 
-def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Problem]:
+def _overlaps(train: Sequence[Prompt], heldout: Sequence[Prompt], measured: Sequence[Exam]) -> list[Problem]:
     suites: dict[str, list[str]] = {}
     for prompt in heldout:
         suites.setdefault(prompt.source or "held out", []).append(_asked(prompt))
+    suites |= {_SUITE + suite.name: [_asked(prompt) for prompt in suite.prompts] for suite in measured}
     found = find_overlaps(suites, map(_asked, train))
     problems = []
     for suite, texts in suites.items():

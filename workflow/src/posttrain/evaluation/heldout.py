@@ -89,6 +89,12 @@ def read_exams(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
     return [Exam(name, of_exam, load_prompts(folders[name] / HELDOUT)) for name, of_exam in exams_of(config).items()]
 
 
+def read_suites(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
+    """Return the same without the held-out prompts."""
+    exams = exams_of(config)
+    return [Exam(name, exams[name], load_prompts(folder / HELDOUT)) for name, folder in folders.items()]
+
+
 def evaluate_checkpoint(
     config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path
 ) -> dict[str, dict[str, Any]]:

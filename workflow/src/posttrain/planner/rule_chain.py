@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from posttrain.artifacts import suite_folders
 from posttrain.config.schema import Config
 
 
@@ -50,6 +51,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "finalize_quantized": not config.rollout.fp8,
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
+        "download_suite": not config.evaluation.suites,
     }
     rules = [rule for rule in [*_rules_of_weights(config), *_rules_of_a_run(config)] if not left_out.get(rule.name)]
     names = {rule.name for rule in rules}
@@ -67,6 +69,7 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
         RuleNode("download_hf_checkpoint", fetches, ("list_hf_checkpoint",), config.download.num_parts),
         RuleNode("finalize_hf_checkpoint", joins, downloaded),
         RuleNode("download_dataset", "fetches or generates the prompts", ()),
+        RuleNode("download_suite", "fetches an evaluation's prompts", (), len(set(suite_folders(config).values()))),
         RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("finalize_hf_checkpoint",)),
         RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched),
         RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
@@ -80,8 +83,9 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
     ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_quantized")
     before = (*ready, "approve_data", "fork_checkpoint")
-    checked = ("patch_hf_config", "download_dataset")
-    exported, evaluated = ("finalize_export_hf", "download_dataset"), ("evaluate before", "evaluate after")
+    prompts = ("download_dataset", "download_suite")
+    checked = ("patch_hf_config", *prompts)
+    exported, evaluated = ("finalize_export_hf", *prompts), ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
     return [
         RuleNode("fork_checkpoint", "begins with another run's state", ()),
