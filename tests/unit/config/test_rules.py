@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.config.derived import num_updates_per_step
 from posttrain.config.families import FAMILIES, dimensions
+from posttrain.config.fields import tables
 from posttrain.config.load import Chosen, merge, read_yaml
 from posttrain.config.rules import RULES, UNPINNED, check_convertible, check_trainable
 from posttrain.errors import ConfigError, Problem
@@ -28,6 +29,7 @@ VIOLATIONS = (
     ("qwen3_0.6b", "data.train_file=", ["data.train_file"]),
     ("qwen3_0.6b", "data.duplicates=merge", ["data.duplicates"]),
     ("tiny", "data.num_train_prompts=0", ["data.num_train_prompts"]),
+    ("tiny", "evaluation.suites.sums.kind=files", ["evaluation.suites.sums.file"]),
     ("tiny", "serving.format=mxfp8", ["serving.format"]),
     ("tiny", f"{ARCH}.index_n_heads=0", [f"{ARCH}.index_n_heads"]),
     ("tiny", f"{ARCH}.index_topk=0", [f"{ARCH}.index_topk"]),
@@ -318,8 +320,12 @@ def _with(config, settings):
         key, _, text = setting.partition("=")
         *parents, leaf = key.split(".")
         section = changed
-        for name in parents:
-            section = getattr(section, name)
+        for place, name in enumerate(parents):
+            if isinstance(section, dict):
+                row = tables()[".".join([*parents[:place], ""])]
+                section = section.setdefault(name, row())
+            else:
+                section = getattr(section, name)
         kind = type(getattr(section, leaf))
         value = text == "true" if kind is bool else text.strip("[]").split(",") if kind is list else kind(text)
         object.__setattr__(section, leaf, value)

@@ -19,7 +19,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.client import EngineClient
 from posttrain.evaluation.heldout import read_exams
 from posttrain.megatron_backend.initialize import joined_ranks
-from posttrain.megatron_backend.model import build_policy
+from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.sinks import MetricSinks
@@ -28,7 +28,7 @@ from posttrain.reward.graders import GraderPool
 from posttrain.rollout.coordinator import RolloutCoordinator
 from posttrain.rollout.given import GivenResponses
 from posttrain.rollout.persisted import RolloutStore
-from posttrain.rollout.source import RolloutMaker, StoredSource, SynchronousSource
+from posttrain.rollout.source import RolloutMaker, RolloutSource, StoredSource, SynchronousSource
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
 from posttrain.training.mismatch import EngineComparison
@@ -83,23 +83,17 @@ def open_run(
             tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
             graders = stack.enter_context(GraderPool.of(config.reward))
             maker = _open_maker(config, tokenizer, read_prompts, client, store, graders)
-            if client and config.evaluation.interval:
-                exams, results = read_exams(config, exam_folders), run_folder / "evaluations"
-                evaluation = StepEvaluation(exams, tokenizer, client, graders, results, runner)
+            evaluation = _open_evaluation(config, exam_folders, tokenizer, client, graders, run_folder, runner)
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
-        share = share_plain if dist.get_world_size() > 1 else None
-        stored = StoredSource(store, config.rollout.rollout_batch_size)
-        made = SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, maker)
-        forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
-        writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
+        writer = _writer_of(config, policy, checkpoints, store)
         weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
         publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
-            source=stored if uses_engines(config) and not engine_urls else made,
+            source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
             publisher=publisher if uses_engines(config) else None,
             state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
@@ -107,6 +101,40 @@ def open_run(
             traces=run_folder / "traces",
             evaluation=evaluation,
         )
+
+
+def _source_of(
+    config: Config,
+    runner: asyncio.Runner,
+    client: EngineClient | None,
+    maker: RolloutMaker | None,
+    store: RolloutStore,
+    has_engines: bool,
+) -> RolloutSource:
+    if uses_engines(config) and not has_engines:
+        return StoredSource(store, config.rollout.rollout_batch_size)
+    share = share_plain if dist.get_world_size() > 1 else None
+    return SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, maker)
+
+
+def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore) -> CheckpointWriter:
+    forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
+    return CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
+
+
+def _open_evaluation(
+    config: Config,
+    folders: Mapping[str, Path],
+    tokenizer: ChatTokenizer,
+    client: EngineClient | None,
+    graders: GraderPool,
+    run_folder: Path,
+    runner: asyncio.Runner,
+) -> StepEvaluation | None:
+    if client is None or not config.evaluation.interval:
+        return None
+    exams = read_exams(config, folders)
+    return StepEvaluation(exams, tokenizer, client, graders, run_folder / "evaluations", runner)
 
 
 def objective_of(config: Config) -> Objective:
