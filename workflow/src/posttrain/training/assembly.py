@@ -86,7 +86,6 @@ def open_run(
             evaluation = _open_evaluation(config, exam_folders, tokenizer, client, graders, run_folder, runner)
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
-        writer = _writer_of(config, policy, checkpoints, store)
         weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
         publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
         yield TrainingRun(
@@ -96,7 +95,7 @@ def open_run(
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
             publisher=publisher if uses_engines(config) else None,
-            state=SavedState(policy, torch_dist, to_load, checkpoints, writer),
+            state=SavedState(policy, torch_dist, to_load, checkpoints, _writer_of(config, policy, checkpoints, store)),
             sinks=sinks,
             traces=run_folder / "traces",
             evaluation=evaluation,
