@@ -15,7 +15,18 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 ORDER = (
     *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "foreign", "observability"),
-    *("forecast", "rendezvous", "processes", "preflight", "checkpoint", "data", "reward", "batching", "engines", "rollout"),
+    *(
+        "forecast",
+        "rendezvous",
+        "processes",
+        "preflight",
+        "checkpoint",
+        "data",
+        "reward",
+        "batching",
+        "engines",
+        "rollout",
+    ),
     *("megatron_backend", "weight_sync", "training", "launch", "evaluation", "commands"),
 )
 # Programs: they set up logging and end like a script, and nothing imports them.

@@ -143,8 +143,9 @@ class _Import:
             else:
                 self._convert(row, given)
         self._settle()
+        settings = emitted(self.found.resolved.config if self.found.resolved else self._bare)
         for row, given in late:
-            if self.found.resolved is None or self._differs(row, given):
+            if disagreement(row, given, settings):
                 self._convert(row, given)
         self._settle()
         for given in self._script.flags.values():
@@ -163,13 +164,13 @@ class _Import:
         asked = {"nodes": count} if isinstance(count, int) and count > 0 else {}
         self.found.names = names = {"model": names["model"], **asked, **names}
         self.found.implied = tuple({"hardware", "site"} - names.keys())
-        bare = merge({"site": "local", **names, "nodes": None}, self._config_dir, choose_layout)
-        names.setdefault("nodes", bare.config.nodes)
-        names.setdefault("hardware", bare.config.hardware.name)
+        self._bare = merge({"site": "local", **names, "nodes": None}, self._config_dir, choose_layout).config
+        names.setdefault("nodes", self._bare.nodes)
+        names.setdefault("hardware", self._bare.hardware.name)
         names.setdefault("site", "local")
         self._values["--actor-num-nodes"] = (str(names["nodes"]),)
         if "--actor-num-gpus-per-node" not in self._known:
-            self._values["--actor-num-gpus-per-node"] = (str(bare.config.hardware.gpus_per_node),)
+            self._values["--actor-num-gpus-per-node"] = (str(self._bare.hardware.gpus_per_node),)
 
     def _conversions(self) -> list[tuple[Row, Given]]:
         """Return rows in the table's order, with what the script gives their flags, or means not to give them."""
@@ -219,33 +220,26 @@ class _Import:
     # ---- what is written down ----
 
     def _settle(self) -> None:
-        """Add to the written values until the configuration has all that are wanted."""
+        """Add to the written values until the configuration has all that are wanted, or is refused with them, too."""
         wanted = {key: value for key, value in self._wanted.items() if key != "nodes" and not key.startswith("model.")}
-        for turn in range(_TURNS):
+        for _ in range(_TURNS):
             try:
                 self._resolve()
             except ConfigError as error:
-                if turn and not wanted.keys() - self.found.values.keys():
-                    self.found.resolved, self.found.problems = None, error.problems
-                    return
-                # What follows without a layout may be refused: with all that the script says it need not be.
-                self.found.values |= wanted
-                continue
-            assert self.found.resolved
-            config = self.found.resolved.config
+                self.found.resolved, self.found.problems = None, error.problems
+                config = self._bare
+            else:
+                assert self.found.resolved
+                config = self.found.resolved.config
             missing = {key: value for key, value in wanted.items() if value_of(config, key) != value}
-            if not missing:
+            new = {key: value for key, value in missing.items() if self.found.values.get(key, ...) != value}
+            if not new:
                 return
-            first = {key: value for key, value in missing.items() if key in _FIRST}
-            self.found.values |= first or missing
+            self.found.values |= {key: value for key, value in new.items() if key in _FIRST} or new
 
     def _resolve(self) -> None:
         self.found.resolved = merge(workflow_of(self.found), self._config_dir, choose_layout)
         self.found.problems = ()
-
-    def _differs(self, row: Row, given: Given) -> bool:
-        assert self.found.resolved
-        return bool(disagreement(row, given, emitted(self.found.resolved.config)))
 
     # ---- what is told ----
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import bisect
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from posttrain.foreign.script import PROGRAM, Script, Word, flags_of, read_text,
 _RUNS = "it is computed when the launcher runs"
 # Functions that call each other, and statements in all.
 _DEEPEST, _MOST_STATEMENTS = 5, 20_000
+# What stands for flags, and not for a value of one: {logging_args(args)}, {extra_args}.
+_SEVERAL = re.compile(r"\{[\w.]*(args|flags)(\(.*\))?\}$", re.DOTALL)
 # The name that miles' launchers give to the flags.
 _FLAGS = "train_args"
 
@@ -80,7 +83,7 @@ class _Launcher:
             first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, start + len(spelled))
             pieces = text.pieces[first : last + 1]
             why = next((piece.why for piece in pieces if piece.why), "")
-            is_list = bool(why) and plain[:1] == "{" and plain.rstrip("}").endswith((")", "args"))
+            is_list = bool(why) and bool(_SEVERAL.match(plain))
             numbers = range(pieces[0].line, pieces[0].last + 1)
             line = next((n for n in numbers if n > 0 and plain.partition("=")[0] in self._lines[n - 1]), numbers[0])
             found.append(Word(plain, f"{self._file}:{line}", why, is_list))

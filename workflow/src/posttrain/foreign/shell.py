@@ -70,15 +70,16 @@ class _Shell:
 
     def _enter(self, line: int, tokens: list[Token]) -> list[Token]:
         """Note the words that open and close branches, and return what is left of a command."""
-        while tokens and tokens[0].text in _OPENS | _CLOSES | _GOES_ON:
-            word, tokens = tokens[0].text, tokens[1:]
-            if word in _OPENS:
+        for place, token in enumerate(tokens):
+            if token.text in _OPENS:
                 self.branches.append(line)
-                if word in ("for", "select", "case"):
+                if token.text in ("for", "select", "case"):
                     return []
-            elif word in _CLOSES and self.branches:
-                self.branches.pop()
-        return tokens
+            elif token.text in _CLOSES:
+                self.branches = self.branches[:-1]
+            elif token.text not in _GOES_ON:
+                return tokens[place:]
+        return []
 
     def _command(self, tokens: Sequence[Token], why: str) -> None:
         declared = [token for token in tokens if token.text not in _DECLARES and not token.text.startswith("-")]

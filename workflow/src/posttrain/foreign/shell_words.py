@@ -87,7 +87,7 @@ class _Reader:
                 width = 2 if self.text[self.position : self.position + 2] in ("&&", "||", ";;") else 1
                 yield Token(self._take(self.position + width), self.line, "operator")
             else:
-                yield self._word()
+                yield self._word(is_item=bool(until))
 
     def _take(self, end: int) -> str:
         taken = self.text[self.position : end]
@@ -101,14 +101,18 @@ class _Reader:
             self._take(end.end() if end else len(self.text))
         self.heredocs = []
 
-    def _word(self) -> Token:
+    def _word(self, is_item: bool) -> Token:
         start, line = self.position, self.line
         pieces: list[Piece] = []
         while self.position < len(self.text):
             if self.text[self.position] in " \t\r\n;&|()<>":
                 break
             pieces += self._pieces()
-            if self.text.startswith("(", self.position) and _ASSIGNS.fullmatch(self.text, start, self.position):
+            if (
+                not is_item
+                and self.text.startswith("(", self.position)
+                and _ASSIGNS.fullmatch(self.text, start, self.position)
+            ):
                 name = self.text[start : self.position]
                 self._take(self.position + 1)
                 items = tuple(token for token in self.tokens(until=")") if token.kind == "word")
