@@ -132,6 +132,22 @@ def test_layouts_and_engines_of_the_recipe_are_found_again() -> None:
     assert found.missed == []
 
 
+def test_flags_that_may_stand_in_an_unknown_list_are_not_taken_for_left_out() -> None:
+    """bash expands what is not set to nothing; what a script sources, or a launcher computes, may be anything."""
+    known = script_of("--hf-checkpoint /x/Qwen3-4B-FP8")
+    for unread, is_whole in (
+        ([("${PERF_ARGS[@]}", "the script does not set PERF_ARGS")], True),
+        ([("${PERF_ARGS[@]}", "the script does not set PERF_ARGS"), ("source perf.sh", "not there")], False),
+        ([("${MODEL_ARGS[@]}", "the script does not set MODEL_ARGS"), ("source model.sh", "not there")], True),
+        ([("{perf_args(args)}", "it is computed when the launcher runs")], False),
+        ([("{tools.wandb_args(args)}", "it is computed when the launcher runs")], True),
+    ):
+        script = Script(known.flags, tuple(Given(name, (), "run.sh:1", why) for name, why in unread))
+        found = import_flags(script, {"model": "qwen3_4b"}, CONFIG_DIR)
+        assert (found.values != {}) is is_whole
+        assert any("they stay as our defaults" in told.about for told in found.missed) is not is_whole
+
+
 def test_the_user_is_asked_before_the_script() -> None:
     found = imported(PLAIN + "--actor-num-nodes 1", nodes=2, hardware="h200")
     assert (found.names["nodes"], found.names["hardware"]) == (2, "h200")

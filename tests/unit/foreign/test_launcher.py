@@ -56,6 +56,12 @@ def flag(folder: Path, body: str, **known: Any) -> tuple[tuple[str, ...], str]:
         ("if 'layer' in args.name or args.gpus == 8:\n    text += '--flag 4'", "4"),
         ("text += shared(args, 5).replace('a', 'b') if args.mtp else '--flag 6'", "6"),
         ("text += ' '.join(['--flag', '7'])", "7"),
+        (
+            "match (args.name, args.num_nodes):\n    case ('GLM-4', _):\n        text += '--flag 8'\n"
+            "    case ('GLM-5', 8 | 16):\n        text += '--flag 9'",
+            "9",
+        ),
+        ("text += f'--flag {args.mtp or SIZE}'", "4"),
         ("text += '--flag \"a b\"'", "a b"),
         ("text += shared(args, 1) + f'--flag {args.num_nodes}'", "16"),
     ],
@@ -71,6 +77,9 @@ def test_values_follow_from_constants(tmp_path: Path, body: str, value: str) -> 
         ("text += f'--flag {args.gpus}'", "it depends on `self.num_nodes == 1` in line 11"),
         ("text += f'--flag {args.other}'", "the script does not set other"),
         ("text += f'--flag {open(args.name).read()}'", "is computed when the launcher runs"),
+        ("text += f'--flag {args.inner.gpus}'", "is computed when the launcher runs"),
+        ("text += f'--flag {args.num_nodes or 3}'", "num_nodes is given when the launcher is called"),
+        ("match args.num_nodes:\n    case 1:\n        text += '--flag 1'", "it depends on `match args.num_nodes`"),
         ("if args.num_nodes > 2:\n    text += '--flag 1'", "it depends on `args.num_nodes > 2`"),
         ("x = 1\nfor x in range(3):\n    pass\ntext += f'--flag {x}'", "sets it"),
         ("x, y = 1, 2\ntext += f'--flag {x}'", "sets it"),

@@ -11,6 +11,7 @@ ENGINE = (
         "as many engines as the GPUs of the trainer hold", convert=to.engines, absent="1"),
     row("--sglang-ep-size W", "engine.gpus_per_engine engine.dp_attention", "--ep-size",
         "1 where GPUs share each request and FP8 blocks can be cut", convert=to.follows),
+    row("--sglang-tp-size W", "engine.gpus_per_engine", "--tp-size", convert=to.follows),
     row("--sglang-enable-dp-attention --sglang-dp-size W", "engine.dp_attention", "--enable-dp-lm-head --attn-dp-size",
         "the two are deprecated", told="`--attn-dp-size W`", absent="false", late=True),
     row("--sglang-moe-dense-tp-size 1", "engine.dp_attention", "--moe-dense-tp-size",

@@ -6,6 +6,7 @@ planner's own tables of flags are held against the script's: what they do not ag
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,13 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config import schema
-from posttrain.config.fields import check_ranges, did_you_mean, leaf_types, typed
+from posttrain.config.fields import check_ranges, leaf_types, typed
 from posttrain.config.load import Resolved, merge
 from posttrain.errors import ConfigError, Problem
 from posttrain.foreign.expression import literal
 from posttrain.foreign.planned import as_plain, disagreement, emitted
 from posttrain.foreign.row import NotHere, Row
-from posttrain.foreign.script import Given, Script
+from posttrain.foreign.script import UNSET, Given, Script
 from posttrain.foreign.table import ROWS
 from posttrain.planner.sizing.layout_choice import choose_layout
 
@@ -30,6 +31,10 @@ _FIRST = ("algorithm.preset",)
 # Values that only the user may see.
 _SECRET = ("--wandb-key",)
 _TURNS = 6
+# What people mistype; farther away is another flag.
+_NEAR = 0.8
+# Lists that hold no flag whose absence means something.
+_HARMLESS = re.compile("model|wandb|extra|eval|log", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,7 @@ class _Import:
         self._known = {name: given for name, given in script.flags.items() if name in ROWS and _is_known(given)}
         # What is not known stays as it is spelled, and is no number.
         self._values = {name: given.values for name, given in script.flags.items()}
+        self._is_whole = _is_whole(script)
         self._wanted: dict[str, Any] = {}
         self._keys: dict[str, list[str]] = {}
         self._refused: dict[str, str] = {}
@@ -159,7 +165,7 @@ class _Import:
         names = self.found.names
         given = self._known.get("--actor-num-nodes", Given("", (), ""))
         count = literal(given.values[0]) if given.values else 1
-        if "--actor-num-nodes" in self._script.flags and not given.values:
+        if not given.values and ("--actor-num-nodes" in self._script.flags or not self._is_whole):
             count = None
         asked = {"nodes": count} if isinstance(count, int) and count > 0 else {}
         self.found.names = names = {"model": names["model"], **asked, **names}
@@ -178,7 +184,7 @@ class _Import:
         for name, row in ROWS.items():
             if name in self._known:
                 found.append((row, self._known[name]))
-            elif row.absent is not None and name == row.names[0] and name not in self._script.flags:
+            elif self._is_whole and row.absent is not None and name == row.names[0] and name not in self._script.flags:
                 found.append((row, Given(name, (row.absent,) if row.absent else (), "")))
         return found
 
@@ -265,6 +271,10 @@ class _Import:
 
     def _tell_absent(self) -> None:
         """Tell what the script means by leaving a flag out, where ours is not that by itself."""
+        if not self._is_whole:
+            about = "flags that are not given may stand in what is not known: they stay as our defaults"
+            self.found.missed.append(Told("", "", "", about))
+            return
         for name, row in ROWS.items():
             if name != row.names[0] or name in self._script.flags or row.absent is None:
                 continue
@@ -283,9 +293,8 @@ class _Import:
         row = ROWS.get(given.name)
         about = given.why if given.name not in self._known else self._refused.get(given.name, "")
         if row is None:
-            known = {name: " ".join(row.keys) for name, row in ROWS.items() if row.keys}
-            near = did_you_mean(given.name, known)
-            about = about or (f"not known here; {near}" if near else "not known here")
+            near = difflib.get_close_matches(given.name, ROWS, n=1, cutoff=_NEAR)
+            about = about or (f"not known here; did you mean {near[0]!r}?" if near else "not known here")
         elif about:
             about += self._stays(row, given.name)
         else:
@@ -312,6 +321,13 @@ class _Import:
             if as_plain(value_of(config, key)) != as_plain(value):
                 return f"{key} is {value_of(config, key)} here"
         return disagreement(row, given, emitted(config))
+
+
+def _is_whole(script: Script) -> bool:
+    """Tell whether a flag that is not there is not given: bash expands what is not set to nothing."""
+    lists = [given for given in script.unread if given.name.startswith(("$", "{")) and not _HARMLESS.search(given.name)]
+    has_all = not any(given.name.startswith("source ") for given in script.unread)
+    return not [given for given in lists if given.name[0] == "{" or not (has_all and UNSET in given.why)]
 
 
 def _is_known(given: Given) -> bool:

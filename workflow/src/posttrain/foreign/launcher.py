@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError, Problem
 from posttrain.foreign.expression import Piece, Text, Unknown, called, compared, computed, text_of
-from posttrain.foreign.script import PROGRAM, Script, Word, flags_of, read_text, split_words
+from posttrain.foreign.script import PROGRAM, UNSET, Script, Word, flags_of, read_text, split_words
 
 _RUNS = "it is computed when the launcher runs"
 # Functions that call each other, and statements in all.
@@ -96,6 +96,8 @@ class _Launcher:
                 name = part.target.id
                 missing = Unknown(f"{name} is given when the launcher is called")
                 value = missing if part.value is None else self._value(part.value, self._names)
+                if name in self._fields:
+                    value = Unknown(f"several classes have {name}")
                 self._fields[name] = self._known.get(name, value)
         for part in node.body:
             if isinstance(part, ast.FunctionDef) and part.name == "__post_init__":
@@ -122,8 +124,8 @@ class _Launcher:
                 self._assign(node.target, found, names, is_more=True)
             elif isinstance(node, ast.Expr):
                 self._value(node.value, names)
-            elif isinstance(node, (ast.If, ast.For, ast.While)):
-                returned = self._block(node, names)
+            elif isinstance(node, (ast.If, ast.For, ast.While, ast.Match)):
+                returned = self._match(node, names) if isinstance(node, ast.Match) else self._block(node, names)
                 if returned is not None:
                     return returned
             elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -135,6 +137,23 @@ class _Launcher:
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                 names[part.id] = Unknown(f"line {part.lineno} sets it")
+
+    def _match(self, node: ast.Match, names: dict[str, Any]) -> Any:
+        """Follow the case whose constants are the subject's."""
+        subject = self._value(node.subject, names)
+        for case in node.cases:
+            fits = Unknown(_RUNS) if case.guard else _fits(case.pattern, subject)
+            if isinstance(fits, Unknown):
+                break
+            if fits:
+                return self._run(case.body, names)
+        else:
+            return None
+        self._branches.append(f"it depends on `match {ast.unparse(node.subject)[:60]}` in line {node.lineno}")
+        for case in node.cases:
+            self._run([part for part in case.body if not isinstance(part, ast.Return)], names)
+        self._branches.pop()
+        return None
 
     def _block(self, node: Any, names: dict[str, Any]) -> Any:
         condition: Any = Unknown("")
@@ -183,9 +202,9 @@ class _Launcher:
         if isinstance(node, ast.JoinedStr):
             return text_of(piece for part in node.values for piece in self._formatted(part, names))
         if isinstance(node, ast.Name):
-            return names.get(node.id, Unknown(f"the script does not set {node.id}"))
-        if isinstance(node, ast.Attribute):
-            return self._fields.get(node.attr, Unknown(f"the script does not set {node.attr}"))
+            return names.get(node.id, Unknown(f"{UNSET} {node.id}"))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return self._fields.get(node.attr, Unknown(f"{UNSET} {node.attr}"))
         if isinstance(node, ast.BinOp):
             return self._binary(type(node.op), self._value(node.left, names), node.right, names)
         if isinstance(node, (ast.List, ast.Tuple)):
@@ -210,10 +229,9 @@ class _Launcher:
             return not value if isinstance(node.op, ast.Not) else computed(ast.Mult, -1, value)
         if isinstance(node, ast.BoolOp):
             is_or = isinstance(node.op, ast.Or)
-            values = [_plain(self._value(part, names)) for part in node.values]
-            if any(not isinstance(value, Unknown) and bool(value) is is_or for value in values):
-                return is_or
-            return next((value for value in values if isinstance(value, Unknown)), not is_or)
+            values = [self._value(part, names) for part in node.values]
+            # The first that decides, as Python has it; whether one that is not known does, is not known.
+            return next((v for v in values if isinstance(_plain(v), Unknown) or bool(_plain(v)) is is_or), values[-1])
         return Unknown(_RUNS)
 
     def _formatted(self, node: ast.expr, names: dict[str, Any]) -> Sequence[Piece]:
@@ -286,6 +304,22 @@ def _starts_training(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return any(PROGRAM.search(word) for word in node.value.split())
     return isinstance(node, ast.keyword) and node.arg == _FLAGS
+
+
+def _fits(pattern: ast.pattern, subject: Any) -> Any:
+    """Tell whether a pattern of constants fits a value, or Unknown."""
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
+        return True if pattern.name is None else Unknown(_RUNS)
+    if isinstance(pattern, ast.MatchOr):
+        found = [_fits(part, subject) for part in pattern.patterns]
+        return next((fits for fits in found if isinstance(fits, Unknown) or fits), False)
+    if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list) and len(subject) == len(pattern.patterns):
+        found = [_fits(part, item) for part, item in zip(pattern.patterns, subject, strict=True)]
+        return next((fits for fits in found if isinstance(fits, Unknown) or not fits), True)
+    value = _plain(subject)
+    if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
+        return value if isinstance(value, Unknown) else value == pattern.value.value
+    return Unknown(_RUNS)
 
 
 def _plain(value: Any) -> Any:

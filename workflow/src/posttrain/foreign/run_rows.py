@@ -67,6 +67,10 @@ ROLLOUT = (
 )  # fmt: skip
 RUN = (
     row("--save-interval 20", "trainer.save_interval", "", "with `trainer.keep_checkpoints`; 2 on 16 and more nodes"),
+    row("--save-retain-interval", "trainer.keep_checkpoints", "", "ours counts the newest",
+        not_here="the newest are kept, not every so many"),
+    row("--dump-details --save-debug-rollout-data", "logging.keep_rollouts", "", "for `posttrain replay`",
+        convert=to.always(logging__keep_rollouts=True)),
     row("--hf-checkpoint FOLDER", "model rollout.fp8", "",
         "a model of `config/models`; FP8 if its folder's name says so", convert=to.checkpoint),
     row("--ref-load --load --save --save-hf --no-save-optim --async-save",

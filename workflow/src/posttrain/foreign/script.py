@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError, Problem
 MOST_BYTES = 2**20
 MOST_CHARACTERS = 2**16
 MOST_WORDS = 10_000
+UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
 # What starts the training in both projects.
 PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")

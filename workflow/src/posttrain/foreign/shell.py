@@ -16,6 +16,7 @@ from posttrain.foreign.script import (
     MOST_CHARACTERS,
     MOST_WORDS,
     PROGRAM,
+    UNSET,
     Given,
     Script,
     Word,
@@ -30,7 +31,6 @@ _CLOSES = {"fi", "done", "esac", "}"}
 _GOES_ON = {"then", "else", "elif", "do", "!"}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-_UNSET = "the script does not set {}"
 # Scripts that source scripts.
 _DEEPEST = 5
 
@@ -202,7 +202,7 @@ class _Shell:
         if piece.default is not None:
             word = self._joined(piece.default, token)
             return word.text, word.why
-        return "", _UNSET.format(piece.name)
+        return "", f"{UNSET} {piece.name}"
 
     def _scalar(self, name: str) -> str:
         value = self.scalars.get(name)
