@@ -167,10 +167,19 @@ def test_hostile_launchers_cost_little(tmp_path: Path, body: str) -> None:
     assert time.process_time() - begun < 10
 
 
+def test_a_launcher_that_makes_too_much_of_itself_is_refused(tmp_path: Path) -> None:
+    begun = time.process_time()
+    body = f"x = '{'train.py ' * 7000}'\n" + "f(x)\n" * 50_000
+    with pytest.raises(ConfigError, match="too much of itself"):
+        read(tmp_path, body)
+    assert time.process_time() - begun < 20
+
+
 def test_functions_that_call_each_other_end(tmp_path: Path) -> None:
     path = tmp_path / "run.py"
     calls = " + ".join(["a(x)"] * 20)
     path.write_text(f"def a(x):\n    return {calls}\ndef go(x):\n    execute(train_args=a(x))\n")
     begun = time.process_time()
-    read_launcher(path, {})
+    with pytest.raises(ConfigError, match="too much of itself"):
+        read_launcher(path, {})
     assert time.process_time() - begun < 10

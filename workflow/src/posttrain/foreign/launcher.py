@@ -17,11 +17,11 @@ from typing import Any
 
 from posttrain.errors import ConfigError, Problem
 from posttrain.foreign.expression import Piece, Text, Unknown, called, compared, computed, text_of
-from posttrain.foreign.script import PROGRAM, UNSET, Script, Word, flags_of, read_text, split_words
+from posttrain.foreign.script import PROGRAM, UNSET, Budget, Script, Word, flags_of, read_text, split_words
 
 _RUNS = "it is computed when the launcher runs"
-# Functions that call each other, and statements in all.
-_DEEPEST, _MOST_STATEMENTS = 5, 20_000
+# Functions that call each other.
+_DEEPEST = 5
 # What stands for flags, and not for a value of one: {logging_args(args)}, {extra_args}.
 _SEVERAL = re.compile(r"\{[\w.]*(args|flags)(\(.*\))?\}$", re.DOTALL)
 # The name that miles' launchers give to the flags.
@@ -42,6 +42,8 @@ def read_launcher(path: Path, known: Mapping[str, Any]) -> Script:
     try:
         tree = ast.parse(text)
         return flags_of(_Launcher(tree, path.name, text.splitlines(), known).words())
+    except ConfigError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         remedy = "give a launcher that Python can parse; bash scripts end in .sh"
         raise ConfigError([Problem(str(path), f"{type(error).__name__}: {error}", "Python", remedy)]) from None
@@ -54,7 +56,7 @@ class _Launcher:
         self._functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         self._found: Text | None = None
         self._branches: list[str] = []
-        self._statements = self._depth = 0
+        self._budget, self._depth = Budget(), 0
         self._names: dict[str, Any] = {}
         self._run([node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))], self._names)
         for node in tree.body:
@@ -108,9 +110,6 @@ class _Launcher:
     def _run(self, body: Sequence[ast.stmt], names: dict[str, Any]) -> Any:
         """Follow statements; return what the first `return` gives back."""
         for node in body:
-            self._statements += 1
-            if self._statements > _MOST_STATEMENTS:
-                return Unknown("the launcher is too long")
             if isinstance(node, ast.Return):
                 value = self._value(node.value, names) if node.value else None
                 return names.get(_MAY_RETURN, value)
@@ -197,6 +196,11 @@ class _Launcher:
 
     def _value(self, node: ast.expr, names: dict[str, Any]) -> Any:
         """Return a plain value, a Text, a list of these, or Unknown."""
+        value = self._found_value(node, names)
+        self._budget.spend(20 + (len(value.pieces) if isinstance(value, Text) else 0))
+        return value
+
+    def _found_value(self, node: ast.expr, names: dict[str, Any]) -> Any:
         if isinstance(node, ast.Constant):
             return text_of((_piece(node.value, node),)) if isinstance(node.value, str) else node.value
         if isinstance(node, ast.JoinedStr):
@@ -282,7 +286,8 @@ class _Launcher:
         """Keep the text that a call is to start the training with."""
         texts = [_joined(value) if isinstance(value, list) else value for value in (*values, *named.values())]
         for text in texts:
-            if isinstance(text, Text):
+            if isinstance(text, Text) and any("train" in piece.text for piece in text.pieces):
+                self._budget.spend(sum(len(piece.text) for piece in text.pieces))
                 words = [word.text for word in self._split(text)]
                 place = next((at for at, word in enumerate(words) if PROGRAM.search(word)), None)
                 if place is not None:

@@ -18,6 +18,8 @@ from posttrain.errors import ConfigError, Problem
 MOST_BYTES = 2**20
 MOST_CHARACTERS = 2**16
 MOST_WORDS = 10_000
+# Words and characters that are put together while it is read; launchers in the wild need a tenth.
+_MOST_STEPS = 1_000_000
 UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
 # What starts the training in both projects.
@@ -69,6 +71,24 @@ class Script:
 
     flags: Mapping[str, Given]
     unread: tuple[Given, ...]
+
+
+class Budget:
+    """What may be made of one script: texts that double themselves are ended."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_STEPS
+
+    def spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            ConfigError: There were too many.
+        """
+        self._left -= steps
+        if self._left < 0:
+            remedy = "give the script that starts the training, without what makes it long"
+            raise ConfigError([Problem("the script", "it makes too much of itself", "flags of one training", remedy)])
 
 
 def flags_of(words: Iterable[Word]) -> Script:

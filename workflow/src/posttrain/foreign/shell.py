@@ -17,6 +17,7 @@ from posttrain.foreign.script import (
     MOST_WORDS,
     PROGRAM,
     UNSET,
+    Budget,
     Given,
     Script,
     Word,
@@ -55,6 +56,7 @@ class _Shell:
     unread: list[Given] = field(default_factory=list)
     # The line of each branch or loop that is open.
     branches: list[int] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
 
     def read(self, text: str) -> None:
         """Read a script, or one that is sourced."""
@@ -141,9 +143,10 @@ class _Shell:
             reason = why or "it does not lie beside the script, so what it sets is not known"
             self.unread.append(Given(f"source {token.text}", (), self._at(token), reason))
             return
-        inner = _Shell(self.folder, str(place.relative_to(self.folder)), self.depth + 1, self.scalars, self.arrays)
+        inner = replace(self, file=str(place.relative_to(self.folder)), depth=self.depth + 1, branches=[], unread=[])
         inner.read(read_text(place))
         self.unread += inner.unread
+        self.command = inner.command
 
     # ---- values ----
 
@@ -163,6 +166,7 @@ class _Shell:
 
     def _items(self, piece: Piece, token: Token) -> Iterator[Word]:
         if piece.name in self.arrays and piece.is_array:
+            self.budget.spend(5 * len(self.arrays[piece.name]))
             yield from self.arrays[piece.name]
             return
         value = self._joined((piece,), token)
@@ -179,6 +183,7 @@ class _Shell:
             if why:
                 return Word(token.text, self._at(token), why)
             texts.append(found)
+            self.budget.spend(len(found))
             if sum(map(len, texts)) > MOST_CHARACTERS:
                 return Word(token.text, self._at(token), "it is too long")
         return Word("".join(texts), self._at(token))

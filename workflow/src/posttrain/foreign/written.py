@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.config import schema
 from posttrain.config.fields import leaf_types, walk
 from posttrain.errors import one_line
-from posttrain.foreign.importing import Imported, workflow_of
+from posttrain.foreign.importing import Imported, Told, workflow_of
 
 _HEADER = """\
 # From {script}, by `posttrain import-flags`. A value that does not stand here is our default for this model.
@@ -27,8 +27,7 @@ def render(found: Imported, script: str) -> str:
     lines = [_HEADER.format(script=one_line(script)), *_lines(found)]
     if found.missed:
         lines += ["", "# Not taken over:"]
-        lines += [f"#   {one_line(_spelled(told.flag, told.value, told.place))}: {one_line(told.about)}"
-                  for told in found.missed]  # fmt: skip
+        lines += [f"#   {one_line(_spelled(told))}" for told in found.missed]
     return "\n".join(lines) + "\n"
 
 
@@ -55,5 +54,6 @@ def _scalar(value: Any) -> str:
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
 
-def _spelled(flag: str, value: str, place: str) -> str:
-    return " ".join(part for part in (flag, value, f"({place})" if place else "") if part)
+def _spelled(told: Told) -> str:
+    flag = " ".join(part for part in (told.flag, told.value, f"({told.place})" if told.place else "") if part)
+    return ": ".join(part for part in (flag, told.about) if part)
