@@ -32,21 +32,27 @@ COMMANDS = {
     "verify": "prove where every byte of a run came from",
     "verify-store": "prove where every byte of the checkpoints came from, before training",
     "gc": "what of the store no run needs",
+    "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
-_SIZES_ONLY: tuple[str, dict[str, Any]] = (
-    "--sizes-only",
-    {"action": "store_true", "help": "compare names and sizes, read no content"},
-)
+# This one makes a configuration; it begins with none.
+MAKES = "import-flags"
+_SIZES_ONLY: dict[str, dict[str, Any]] = {
+    "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
+}
 # What a command takes besides a configuration.
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plan": ("--jobs-at-once", {"type": int, "help": "jobs that run side by side; by default all of a rule"}),
-    "check": ("--output", {"type": Path, "help": "JSON with the findings, written when all is well"}),
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "plan": {"--jobs-at-once": {"type": int, "help": "jobs that run side by side; by default all of a rule"}},
+    "check": {"--output": {"type": Path, "help": "JSON with the findings, written when all is well"}},
     "verify": _SIZES_ONLY,
     "verify-store": _SIZES_ONLY,
-    "replay": ("--step", {"type": int, "help": "its number, from 1; by default the newest"}),
-    "gc": ("--delete", {"action": "store_true", "help": "delete what is unused, as gc=delete does"}),
+    "replay": {"--step": {"type": int, "help": "its number, from 1; by default the newest"}},
+    "gc": {"--delete": {"action": "store_true", "help": "delete what is unused, as gc=delete does"}},
+    MAKES: {
+        "script": {"type": Path, "metavar": "SCRIPT", "help": "a launch script in bash or Python; it is never run"},
+        "--output": {"type": Path, "help": "YAML that --configfile reads; by default it is printed"},
+    },
 }
 DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."
 KEYS = """\
@@ -67,6 +73,10 @@ def main() -> None:
 
 def _answer() -> None:
     options = _parse_arguments()
+    if options["command"] == MAKES:
+        make = importlib.import_module("posttrain.commands.import_flags").main
+        make(options["config"], options["script"], options["output"])
+        return
     command, folder, resolved, files, words = (
         options.pop(key) for key in ("command", "directory", "resolved", "configfile", "config")
     )
@@ -91,17 +101,17 @@ def _parse_arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        usage = f"posttrain {name} [OPTION ...] [KEY=VALUE ...]"
+        usage = f"posttrain {name} {'SCRIPT ' if name == MAKES else ''}[OPTION ...] [KEY=VALUE ...]"
         rule = [name.replace("-", "_")] if "-" in name else []
         command = commands.add_parser(
             name, help=line, description=line, usage=usage, epilog=KEYS, formatter_class=_Raw, aliases=rule
         )
-        command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
         command.add_argument("--config", nargs="*", action="extend", default=[], help=argparse.SUPPRESS)
-        command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
-        add_option(command, "resolved", RESOLVED, required=False)
-        if name in OPTIONS:
-            option, declared = OPTIONS[name]
+        if name != MAKES:
+            command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
+            command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
+            add_option(command, "resolved", RESOLVED, required=False)
+        for option, declared in OPTIONS.get(name, {}).items():
             command.add_argument(option, **declared)
     arguments, words = parser.parse_known_args()
     if unknown := [word for word in words if word.startswith("-")]:

@@ -1,0 +1,79 @@
+"""Make a configuration from a launch script of slime or miles, and tell what of it has no key here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.artifacts import write_text
+from posttrain.config.command_line import CONFIG_DIR, read_request
+from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
+from posttrain.foreign.importing import Told, import_flags
+from posttrain.foreign.launcher import read_launcher
+from posttrain.foreign.model_names import model_of
+from posttrain.foreign.script import Script
+from posttrain.foreign.shell import read_shell
+from posttrain.foreign.table import ROWS
+from posttrain.foreign.written import render
+
+WIDTH = 140
+TITLES = {
+    "taken": "taken over",
+    "same": "already our default",
+    "otherwise": "always so, or otherwise here",
+    "missed": "not taken over",
+}
+
+
+def main(words: Sequence[str], script: Path, output: Path | None) -> None:
+    """Read, convert, write, show, and end with what the configuration is refused for."""
+    asked = read_request(CONFIG_DIR, (), words)
+    # What stands in workflow.yaml is nobody's answer here.
+    names = {key: value for key, value in asked.items() if any(word.startswith(f"{key}=") for word in words)}
+    if output and output.exists():
+        remedy = "give another name, or delete it"
+        raise ConfigError([Problem("--output", str(output), "a file that is not there yet", remedy)])
+    found = import_flags(*_read(script, names), CONFIG_DIR)
+    text = render(found, script.name)
+    if output:
+        write_text(output, text)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    console = Console(width=WIDTH, highlight=False, stderr=output is None)
+    for name, title in TITLES.items():
+        if rows := getattr(found, name):
+            console.print(_table(title, rows), "")
+    if output:
+        console.print(f"configuration: {output.resolve()}", markup=False, soft_wrap=True)
+    raise_if_any(found.problems, "The configuration is written as the script says it; mend it there.")
+
+
+def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any]]:
+    """Return the script's flags, and the names that choose files."""
+    # A launcher asks for the nodes on its own command line.
+    known = {"num_nodes": names["nodes"]} if "nodes" in names else {}
+    found = read_launcher(script, known) if script.suffix == ".py" else read_shell(script)
+    if not any(name in ROWS for name in found.flags):
+        allowed = "a launch script with flags of slime's or miles' train.py"
+        remedy = "give the script that starts the training (docs/coming-from.md says which layouts are read)"
+        raise ConfigError([Problem(str(script), "no flag that is known here", allowed, remedy)])
+    if "model" in names:
+        return found, dict(names)
+    own = [Path(str(names["configs"])).expanduser()] if names.get("configs") else []
+    return found, {"model": model_of(found, [CONFIG_DIR, *own]), **names}
+
+
+def _table(title: str, rows: Sequence[Told]) -> Table:
+    table = Table(show_edge=False, header_style="bold", title=f"{title}: {len(rows)}", title_justify="left")
+    for name in ("flag", "value", "here", "where"):
+        table.add_column(name, overflow="fold")
+    for told in rows:
+        table.add_row(*(Text(one_line(part)) for part in (told.flag, told.value, told.about, told.place)))
+    return table

@@ -1,0 +1,54 @@
+"""Which model of `config/models` the folder of a checkpoint is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from posttrain.config.fields import did_you_mean
+from posttrain.config.load import read_yaml
+from posttrain.errors import ConfigError, Problem
+from posttrain.foreign.script import Given, Script
+
+# What projects append to a model's name for a copy of it in another form.
+_FORMS = re.compile(r"[-_](fp8|bf16|int4|nvfp4|mxfp8|torch_dist)$", re.IGNORECASE)
+
+
+def model_of(script: Script, folders: Iterable[Path]) -> str:
+    """Return the model that a script's `--hf-checkpoint` names.
+
+    Args:
+        script: A launch script.
+        folders: Folders laid out as `config/`.
+
+    Raises:
+        ConfigError: It names none, or none that is known.
+    """
+    given = script.flags.get("--hf-checkpoint", Given("--hf-checkpoint", (), ""))
+    # What is not known of the path stands before the folder's name.
+    name = "".join(given.values[:1]).rstrip("/").rpartition("/")[2]
+    known = dict(_models(folders))
+    plain = _plain(_FORMS.sub("", name))
+    if plain in known:
+        return known[plain]
+    remedy = "say which with model=NAME, beside the script"
+    if near := did_you_mean(plain, known) if plain else None:
+        remedy = f"{remedy}: did you mean {known[near.split(chr(39))[1]]!r}?"
+    found = f"{name!r} ({given.place})" if name else "not given"
+    allowed = f"a model of config/models: {', '.join(sorted(set(known.values())))}"
+    raise ConfigError([Problem("--hf-checkpoint", found, allowed, remedy)])
+
+
+def _models(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yield (a name without its punctuation, ours) of each model's file and repository."""
+    for folder in folders:
+        for path in sorted((folder / "models").glob("*.yaml")):
+            yield _plain(path.stem), path.stem
+            source = read_yaml(path).get("model", {}).get("source", {})
+            if repository := source.get("repo_id"):
+                yield _plain(repository.rpartition("/")[2]), path.stem
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())

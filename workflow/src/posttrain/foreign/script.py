@@ -1,0 +1,148 @@
+"""What a launch script of slime or miles says, whichever language it is written in: flags, their values and lines.
+
+A script is read, never run. What only running it would tell (a command's output, a variable that it does not set, a
+branch) is kept as unknown, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.errors import ConfigError, Problem
+
+# A launcher is a page or two; a script that makes more of itself is not one.
+MOST_BYTES = 2**20
+MOST_CHARACTERS = 2**16
+MOST_WORDS = 10_000
+# Words and characters that are put together while it is read; launchers in the wild need a tenth.
+_MOST_STEPS = 1_000_000
+UNSET = "the script does not set"
+FLAG = re.compile(r"--[A-Za-z][\w-]*")
+# What starts the training in both projects.
+PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a command.
+
+    Args:
+        text: As the program would get it; as the script spells it where that is not known.
+        place: Where it stands: file and line.
+        why: Why it is not known; "" where it is.
+        is_list: It stands for any number of words, so it is not the value of the flag before it.
+    """
+
+    text: str
+    place: str
+    why: str = ""
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """One flag of the script.
+
+    Args:
+        name: With its dashes.
+        values: What follows it.
+        place: Where it stands: file and line.
+        why: Why its value is not known; "" where it is.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    place: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A launch script.
+
+    Args:
+        flags: Name -> flag; of one that is given twice the last, as the parsers of both projects do it.
+        unread: What stands among the flags and is not known; its name is as the script spells it.
+    """
+
+    flags: Mapping[str, Given]
+    unread: tuple[Given, ...]
+
+
+class Budget:
+    """What may be made of one script: texts that double themselves are ended."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_STEPS
+
+    def spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            ConfigError: There were too many.
+        """
+        self._left -= steps
+        if self._left < 0:
+            remedy = "give the script that starts the training, without what makes it long"
+            raise ConfigError([Problem("the script", "it makes too much of itself", "flags of one training", remedy)])
+
+
+def flags_of(words: Iterable[Word]) -> Script:
+    """Return the flags among the words of a command; one of a branch does not take the place of one that is sure."""
+    found: list[Given] = []
+    unread: list[Given] = []
+    unsure: set[int] = set()
+    for word in words:
+        name, equals, value = word.text.partition("=")
+        if FLAG.fullmatch(name):
+            if word.why and not equals:
+                unsure.add(len(found))
+            found.append(Given(name, (value,) if equals else (), word.place, word.why))
+        elif word.is_list or (word.why and not found):
+            unread.append(Given(word.text, (), word.place, word.why))
+        elif found:
+            last = found[-1]
+            found[-1] = Given(last.name, (*last.values, word.text), last.place, last.why or word.why)
+    sure = {given.name for at, given in enumerate(found) if at not in unsure}
+    flags: dict[str, Given] = {}
+    for at, given in enumerate(found):
+        if at in unsure and given.name in sure:
+            unread.append(given)
+        else:
+            flags[given.name] = given
+    return Script(flags, tuple(unread))
+
+
+def split_words(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (place of its first character, as it is spelled, without quotation marks) of each word of a command."""
+    for match in re.finditer(r"""(?:"[^"]*"|'[^']*'|\S)+""", text):
+        try:
+            (plain,) = shlex.split(match[0]) or [""]
+        except ValueError:
+            plain = match[0]
+        yield match.start(), match[0], plain
+
+
+def read_text(path: Path) -> str:
+    """Return a script's text.
+
+    Raises:
+        ConfigError: It is no file, no text, or too long for a script.
+    """
+    remedy = "give the path of a launch script of slime (bash) or miles (Python)"
+    try:
+        if not path.is_file():
+            raise ValueError("no such file" if not path.exists() else "not a file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"longer than {MOST_BYTES} bytes")
+        text = path.read_bytes().decode("utf-8")
+        if "\0" in text:
+            raise ValueError("it is binary")
+    except (OSError, ValueError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError([Problem(str(path), reason, "a launch script: text, not large", remedy)]) from None
+    return text.replace("\r\n", "\n")
