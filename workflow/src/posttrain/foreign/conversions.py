@@ -187,7 +187,7 @@ def prompts(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 def heldout(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
     """The first of their pairs of name and file."""
     if len(given) != 2 or "@" in given[1]:
-        raise NotHere("one name and one file: a run here has one set of held-out prompts")
+        raise NotHere("one name and one file: the others are suites here, evaluation.suites.NAME.file")
     return {"data.heldout_file": given[1]}
 
 
