@@ -145,7 +145,8 @@ rule download_dataset:
         num_retries=CFG.download.num_retries,
     params:
         format_version=FORMAT_VERSIONS["download_dataset"],
-        data=json.dumps(dataclasses.asdict(CFG.data)),
+        # A function, since braces of a prompt template are no wildcards; the same in other rules.
+        data=lambda wildcards: json.dumps(dataclasses.asdict(CFG.data)),
         folder=PATHS.dataset,
     message:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"

@@ -59,7 +59,7 @@ rule evaluate:
         **resources_of_serving(CFG),
     params:
         format_version=FORMAT_VERSIONS["evaluate"],
-        evaluation=json.dumps(evaluation_settings(CFG)),
+        evaluation=lambda wildcards: json.dumps(evaluation_settings(CFG)),
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,
     message:

@@ -40,7 +40,9 @@ rule approve_data:
     params:
         format_version=FORMAT_VERSIONS["approve_data"],
         # Whoever lowers a limit, or mends the grader, is told anew.
-        settings=json.dumps([dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]),
+        settings=lambda wildcards: json.dumps(
+            [dataclasses.asdict(section) for section in (CFG.data, CFG.reward, CFG.rollout)]
+        ),
         checkpoint=PATHS.hf_patched,
         dataset=PATHS.dataset,
     message:
