@@ -84,12 +84,6 @@ rule train_grpo:
         resolved=until_made(PATHS.train_done, PATHS.config),
         staged=until_made(PATHS.train_done, PATHS.run / "node_local.staged"),
         fork=until_made(PATHS.train_done, PATHS.fork_receipt) if RESOLVED.fork else [],
-        # Measured on while it trains, which changes nothing of what is trained.
-        suites=(
-            [until_made(PATHS.train_done, receipt_of(folder)) for folder in PATHS.suites.values()]
-            if CFG.evaluation.interval
-            else []
-        ),
         run=lambda wildcards: may_run(),
     output:
         PATHS.train_done,
