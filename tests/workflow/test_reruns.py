@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.branches import jobs_of
-from tests.support.workflow_runs import WorkflowFolder
+from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +22,11 @@ QUANTISED = {"quantize", "finalize_quantized"}
 # What a run does before it trains.
 STAGED = {"stage_to_node_local", "stage_all_nodes", "approve_data"}
 TRAINED = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate", "render_report"}
+
+SUITE = {
+    f"evaluation.suites.some.{key}": value
+    for key, value in {"kind": "files", "file": ROOT / "tests/unit/data/forms/gsm8k.jsonl", "num_prompts": 2}.items()
+}
 
 
 def jobs_with(undisturbed: WorkflowFolder, settings: dict[str, object], **config: object) -> set[str]:
@@ -89,8 +94,10 @@ def test_a_named_run_is_the_same_run(undisturbed: WorkflowFolder) -> None:
         ({"rollout.fp8": "false"}, STAGED | TRAINED | SHOWN),
         ({"data.seed": 8}, {"download_dataset"} | STAGED | TRAINED | SHOWN),
         ({"evaluation.seed": 99}, {"evaluate"} | SHOWN),
+        # What is measured between steps belongs to training, and is not made up for afterwards.
+        (SUITE | {"evaluation.interval": 1}, {"download_suite", "evaluate"} | SHOWN),
     ],
-    ids=["patch", "precision", "data", "evaluation"],
+    ids=["patch", "precision", "data", "evaluation", "suite"],
 )
 def test_a_setting_runs_its_dependants_and_nothing_else(
     undisturbed: WorkflowFolder, settings: dict[str, object], expected: set[str]

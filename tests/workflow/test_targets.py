@@ -88,7 +88,7 @@ RULES_LEFT_OUT = {
         ("finalize_rollout_fp8", "finalize_serving", "finalize_bf16"),
         "have no outputs: they name what finalize_quantized makes",
     ),
-    "download_suite": "makes what suites name: golden/tiny_suites.txt plans it, tests/end_to_end/test_tutorial.py runs it",
+    "download_suite": "exists only for suites: golden/tiny_suites.txt plans it, the tutorial's test runs it",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
 # What is named at once -> what has to be made then. A rule with parts is named by a file.
