@@ -25,7 +25,10 @@ rule evaluate:
         **resources_of_serving(CFG),
     params:
         format_version=FORMAT_VERSIONS["evaluate"],
-        evaluation=json.dumps(dataclasses.asdict(CFG.evaluation)),
+        # What lm-eval is asked changes nothing here.
+        evaluation=json.dumps(
+            {key: value for key, value in dataclasses.asdict(CFG.evaluation).items() if key != "lm_eval"}
+        ),
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,
     message:
@@ -37,6 +40,41 @@ rule evaluate:
             "--checkpoint {params.checkpoint:q}",
             "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}",
             "--when {wildcards.when} --output {output.result:q}",
+            where=ON_ONE_NODE,
+        )
+
+
+LM_EVAL = CFG.evaluation.lm_eval
+
+
+rule lm_eval:
+    """Measures the model on suites of lm-eval, before or after training."""
+    input:
+        checkpoint=receipt_of(EVALUATED[LM_EVAL.when]),
+        run=lambda wildcards: may_run(),
+    output:
+        # The first to go; see `evaluate`.
+        receipt=receipt_of(PATHS.lm_eval(LM_EVAL.when)),
+        result=report(PATHS.lm_eval(LM_EVAL.when), category="Evaluation", labels={"training": LM_EVAL.when}),
+    log:
+        PATHS.run_log("lm_eval"),
+    benchmark:
+        PATHS.run_log("lm_eval").with_suffix(".benchmark.tsv")
+    threads: 2
+    resources:
+        **resources_of_serving(CFG),
+    params:
+        format_version=FORMAT_VERSIONS["lm_eval"],
+        asked=json.dumps(dataclasses.asdict(LM_EVAL)),
+        checkpoint=EVALUATED[LM_EVAL.when],
+    message:
+        f"ask lm-eval's tasks {', '.join(LM_EVAL.tasks)}, {LM_EVAL.when} training{NEEDS.message('lm_eval')}"
+    shell:
+        runs(
+            "lm_eval",
+            FROM_CONFIG,
+            "--checkpoint {params.checkpoint:q} --checkpoint-receipt {input.checkpoint:q}",
+            "--output {output.result:q}",
             where=ON_ONE_NODE,
         )
 

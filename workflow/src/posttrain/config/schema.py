@@ -20,6 +20,7 @@ from posttrain.config.download import Download
 from posttrain.config.formats import Export, Quantize, Serving
 from posttrain.config.hardware import Hardware
 from posttrain.config.launch import Launch, Slurm
+from posttrain.config.lm_eval import LmEval
 from posttrain.config.mismatch import MismatchLimits
 from posttrain.config.optimizer import Optimizer
 from posttrain.config.reward import Reward
@@ -190,6 +191,7 @@ class Evaluation:
     num_samples_per_prompt: int = _doc("Responses per held-out prompt", 4, minimum=1)
     temperature: float = _doc("Sampling temperature", 1.0, exclusive_minimum=0)
     seed: int = _doc("Seed of sampling", 1, minimum=0)
+    lm_eval: LmEval = field(default_factory=LmEval, metadata={"doc": "lm-eval's suites"})
 
 
 @dataclass(frozen=True)
