@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -220,7 +221,7 @@ def test_texts_and_log_probabilities_are_those_of_the_model(served: Served, tmp_
 
 
 @pytest.mark.faults("lm-eval")
-def test_a_kill_leaves_no_receipt_and_the_same_command_goes_on(served: Served) -> None:
+def test_a_kill_leaves_no_receipt_nor_the_secret_and_the_same_command_goes_on(served: Served) -> None:
     request = served.request("digits_chat", chat=True)
     request["set"] += " evaluation.lm_eval.limit=3"
     driver = served.workflow.start("lm_eval", config=request)
@@ -231,9 +232,16 @@ def test_a_kill_leaves_no_receipt_and_the_same_command_goes_on(served: Served) -
         assert driver.poll() is None, driver.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    (asking,) = (one for one in psutil.Process(driver.pid).children(recursive=True) if "--config" in one.cmdline())
+    secret = asking.environ()["OPENAI_API_KEY"]
+    assert len(secret) == 64
+    assert all(secret not in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     assert not receipt_of(result).exists()
+    files = [path for path in served.workflow.folder.rglob("*") if path.is_file()]
+    assert log in files
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
     served.workflow.run("lm_eval", config=request)
     assert read_json(result)["results"][0]["num_rows"] == 3
     receipt = read_receipt(receipt_of(result))

@@ -97,6 +97,7 @@ class RunData:
     versions: Mapping[str, str]
     missing: Sequence[str] = ()
     data_check: Mapping[str, Any] | None = None
+    lm_eval: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -184,11 +185,18 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         missing=missing,
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
+        lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
     )
 
 
 def _read_evaluation(path: Path, missing: Sequence[str]) -> dict[str, Any] | None:
     return None if missing and not path.exists() else _read_json(path, {"pass_rate", "num_prompts", "examples"})
+
+
+def _lm_eval_results(paths: Paths) -> dict[str, Path]:
+    """Return what lm-eval found, where it was asked and its receipt vouches for it."""
+    found = {when: paths.lm_eval(when) for when in ("before", "after")}
+    return {when: path for when, path in found.items() if receipt_of(path).exists()}
 
 
 def _final_weights(receipt: Path, missing: Sequence[str]) -> str | None:
