@@ -45,15 +45,20 @@ def gsm8k_rows() -> list[dict[str, str]]:
 
 
 def choice_rows() -> list[dict[str, Any]]:
-    """Return rows in the schema of ARC's: the digits sorted, sorted backwards, and as they are."""
+    """Return rows in the schema of ARC's: how an answer goes on, with digits sorted, sorted backwards, or as asked.
+
+    The first digit is given: lm-eval counts white space at a prompt's end to the answer.
+    """
     _, rows = generate_prompts(4, 1, 32, seed=12)
     found = []
     for number, row in enumerate(rows):
         asked = row["prompt"][-1]["content"]
-        texts = [row["label"], row["label"][::-1], asked]
+        right = row["label"][1:]
+        texts = [right, row["label"][::-1][1:], asked[1:]]
         texts = texts[number % 3 :] + texts[: number % 3]
         choices = {"text": texts, "label": ["A", "B", "C"]}
-        found.append({"question": asked, "choices": choices, "answerKey": "ABC"[texts.index(row["label"])]})
+        key = "ABC"[texts.index(right)]
+        found.append({"question": asked, "begun": row["label"][0], "choices": choices, "answerKey": key})
     return found
 
 
@@ -92,7 +97,7 @@ GENERATION = {
 TEMPLATE = f"[gMASK]<sop><|system|>\n{INSTRUCTION}<|user|>\n{{{{question}}}}<|assistant|>\n"
 CHOICES = {
     "output_type": "multiple_choice",
-    "doc_to_text": TEMPLATE,
+    "doc_to_text": TEMPLATE + "{{begun}}",
     "doc_to_choice": "{{choices.text}}",
     "doc_to_target": "{{choices.label.index(answerKey)}}",
     "target_delimiter": "",
@@ -199,9 +204,9 @@ def test_texts_and_log_probabilities_are_those_of_the_model(served: Served, tmp_
     folder = served.workflow.folder / served.paths.hf_export
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = ChatTokenizer(folder).tokenizer
-    right = []
+    right, seen = [], set()
     for row, theirs in zip(choice_rows(), logged["digits_choice"], strict=True):
-        asked = tokenizer.encode(TEMPLATE.replace("{{question}}", row["question"]))
+        asked = tokenizer.encode(TEMPLATE.replace("{{question}}", row["question"]) + row["begun"])
         scores = []
         for choice in row["choices"]["text"]:
             tokens = tokenizer.encode(choice)
@@ -213,9 +218,11 @@ def test_texts_and_log_probabilities_are_those_of_the_model(served: Served, tmp_
         found = [(float(one[0][0]), str(one[0][1]) == "True") for one in theirs["resps"]]
         assert [score for score, _ in found] == pytest.approx([score for score, _ in scores], abs=1e-4)
         assert [greedy for _, greedy in found] == [greedy for _, greedy in scores]
+        seen |= {greedy for _, greedy in found}
         best = max(range(3), key=lambda place, scores=scores: scores[place][0])
         right.append(float("ABC"[best] == row["answerKey"]))
     assert [row["acc"] for row in logged["digits_choice"]] == right
+    assert {True, False} == seen
     values = {row["task"]: row["value"] for row in result["results"]}
     assert values["digits_choice"] == pytest.approx(sum(right) / len(right))
 
