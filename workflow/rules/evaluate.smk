@@ -68,7 +68,7 @@ rule lm_eval:
         asked=json.dumps(dataclasses.asdict(LM_EVAL)),
         checkpoint=EVALUATED[LM_EVAL.when],
     message:
-        f"ask lm-eval's tasks {', '.join(LM_EVAL.tasks)}, {LM_EVAL.when} training{NEEDS.message('lm_eval')}"
+        f"ask lm-eval's tasks ({', '.join(LM_EVAL.tasks) or 'none'}), {LM_EVAL.when} training{NEEDS.message('lm_eval')}"
     shell:
         runs(
             "lm_eval",

@@ -79,9 +79,9 @@ class Texts:
     def _chat(self) -> ChatTokenizer:
         return self._loaded(ChatTokenizer)
 
-    def _loaded(self, load: Callable[[Path], Any]) -> Any:
+    def _loaded(self, read: Callable[[Path], Any]) -> Any:
         try:
-            return load(self._folder)
+            return read(self._folder)
         except CheckpointError as error:
             raise RequestError(str(error)) from error
 
