@@ -39,9 +39,12 @@ SETTINGS: dict[str, object] = {"training.num_steps": 4, "trainer.save_interval":
 
 def gsm8k_rows() -> list[dict[str, str]]:
     """Return rows in GSM8K's schema that a model which sorts digits can answer: of four digits half, of others half."""
-    rows = [row for digits in (3, 4, 4, 5) for row in generate_prompts(digits, 1, 12, seed=11)[1]]
-    unique = {row["prompt"][-1]["content"]: row["label"] for row in rows}
-    return [{"question": asked, "answer": f"{' '.join(label)}\n#### {label}"} for asked, label in unique.items()]
+    counts = {3: 10, 4: 20, 5: 10}
+    rows = [row for digits, count in counts.items() for row in generate_prompts(digits, 1, count, seed=11)[1]]
+    return [
+        {"question": row["prompt"][-1]["content"], "answer": f"{' '.join(row['label'])}\n#### {row['label']}"}
+        for row in rows
+    ]
 
 
 def choice_rows() -> list[dict[str, Any]]:
@@ -177,6 +180,7 @@ def test_answers_to_rows_made_by_hand_are_ours_one_by_one(served: Served, tmp_pa
     (figure,) = result["results"]
     assert figure["value"] == pytest.approx(sum(example["reward"] for example in examples) / len(rows))
     assert 0.2 <= figure["value"] <= 0.8, "a score that hides no mistake"
+    print(f"{figure['value']:.1%} of {len(rows)} rows solved")
     assert figure["num_rows"] == len(rows)
 
 
