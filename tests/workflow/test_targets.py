@@ -88,6 +88,7 @@ RULES_LEFT_OUT = {
         ("finalize_rollout_fp8", "finalize_serving", "finalize_bf16"),
         "have no outputs: they name what finalize_quantized makes",
     ),
+    "lm_eval": "needs lm-eval's environment: tests/scripts/test_lm_eval.py makes it, anew after a changed key",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
 # What is named at once -> what has to be made then. A rule with parts is named by a file.
