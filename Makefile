@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-bridge env-python312 env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,9 @@ env-fake-cuda: env ## a CUDA build of torch that finds devices where there are n
 
 env-bridge: env-python312 ## megatron-bridge, which conversions are compared with, in front of that of Python 3.12
 	envs/bridge/install.sh .envs/bridge .envs/python312/.venv
+
+env-lm-eval: ## lm-eval, which the rule of that name runs, in an environment of its own
+	PYTHON=$(PYTHON) envs/lm-eval/install.sh .envs/lm-eval
 
 env-python312: ## a clone with an environment of Python 3.12, where the demo runs once more (up to 6 GB)
 	$(NEEDS_312)
@@ -84,6 +87,9 @@ test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLa
 
 ifneq (,$(findstring bridge,$(REQUIRE)))
 test-faults: env-bridge
+endif
+ifneq (,$(findstring lm-eval,$(REQUIRE)))
+test-faults: env-lm-eval
 endif
 ifneq (,$(findstring python312,$(REQUIRE)))
 test-faults: env-python312

@@ -28,6 +28,7 @@ PARTS = {
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
     "cuda": "what a first run on GPUs meets, on fake CUDA (`make env-fake-cuda`)",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
+    "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
     "graders": "10,000 hostile responses and a bystander",
     "slow": "whole runs that take too long for every change",

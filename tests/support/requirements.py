@@ -6,7 +6,21 @@ import os
 
 import pytest
 
-NAMES = {"sglang", "network", "slurm", "strace", "crash", "users", "chromium", "fake-cuda", "bridge", "python312"}
+NAMES = {
+    *(
+        "sglang",
+        "network",
+        "slurm",
+        "strace",
+        "crash",
+        "users",
+        "chromium",
+        "fake-cuda",
+        "bridge",
+        "lm-eval",
+        "python312",
+    )
+}
 
 
 def require(name: str, reason: str) -> None:

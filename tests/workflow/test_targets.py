@@ -89,6 +89,7 @@ RULES_LEFT_OUT = {
         "have no outputs: they name what finalize_quantized makes",
     ),
     "download_suite": "exists only for suites: golden/tiny_suites.txt plans it, the tutorial's test runs it",
+    "lm_eval": "needs lm-eval's environment: tests/scripts/test_lm_eval.py makes it, anew after a changed key",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
 # What is named at once -> what has to be made then. A rule with parts is named by a file.

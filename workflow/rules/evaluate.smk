@@ -75,6 +75,41 @@ rule evaluate:
         )
 
 
+LM_EVAL = CFG.evaluation.lm_eval
+
+
+rule lm_eval:
+    """Measures the model on suites of lm-eval, before or after training."""
+    input:
+        checkpoint=receipt_of(EVALUATED[LM_EVAL.when]),
+        run=lambda wildcards: may_run(),
+    output:
+        # The first to go; see `evaluate`.
+        receipt=receipt_of(PATHS.lm_eval(LM_EVAL.when)),
+        result=report(PATHS.lm_eval(LM_EVAL.when), category="Evaluation", labels={"training": LM_EVAL.when}),
+    log:
+        PATHS.run_log("lm_eval"),
+    benchmark:
+        PATHS.run_log("lm_eval").with_suffix(".benchmark.tsv")
+    threads: 2
+    resources:
+        **resources_of_serving(CFG),
+    params:
+        format_version=FORMAT_VERSIONS["lm_eval"],
+        asked=json.dumps(dataclasses.asdict(LM_EVAL)),
+        checkpoint=EVALUATED[LM_EVAL.when],
+    message:
+        f"ask lm-eval's tasks ({', '.join(LM_EVAL.tasks) or 'none'}), {LM_EVAL.when} training{NEEDS.message('lm_eval')}"
+    shell:
+        runs(
+            "lm_eval",
+            FROM_CONFIG,
+            "--checkpoint {params.checkpoint:q} --checkpoint-receipt {input.checkpoint:q}",
+            "--output {output.result:q}",
+            where=ON_ONE_NODE,
+        )
+
+
 rule benchmark_serving:
     """Answers: how fast the trained model is served."""
     input:

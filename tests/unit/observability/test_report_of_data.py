@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.synthetic_run import make_run
 
-from posttrain.artifacts import write_json
+from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
 from posttrain.observability.report import pair_samples, render_report
 from posttrain.observability.report_data import RunData, read_run
 from posttrain.observability.report_figures import learning_charts
@@ -83,3 +84,18 @@ def test_labels_of_any_type_and_responses_without_a_reward_are_shown(run: RunDat
     assert (pair.label, pair.change) == (json.dumps(label), "better")
     page = page_of(dataclasses.replace(run, before={**run.before, "examples": [example]}))
     assert "not graded within 2 s" in page
+
+
+def test_what_lm_eval_found_is_a_table_once_its_receipt_is_there(tmp_path: Path) -> None:
+    made = make_run(tmp_path, num_steps=6)
+    result = made.paths.lm_eval("after")
+    row = {"task": "gsm8k", "metric": "exact_match", "filter": "strict-match", "value": 0.4375, "stderr": None}
+    write_json(result, {"results": [{**row, "num_rows": 32}]})
+    assert 'id="lm-eval"' not in page_of(read_run(made.inputs))
+    write_receipt(receipt_of(result), Receipt("lm_eval", record_files(result.parent, [result.name]), {}, {}))
+    run = read_run(made.inputs)
+    page = page_of(run)
+    assert 'href="#lm-eval"' in page
+    for told in ("gsm8k", "strict-match", "0.4375", ">32<"):
+        assert told in page
+    assert "evaluation lm_eval_after" in {artefact.name for artefact in run.artefacts}

@@ -1,6 +1,7 @@
 """The engine against a plain forward of transformers over the whole sequence, without cache, padding or
 batch."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.support.tiny_checkpoint import TINY
 from tests.unit.engines.conftest import strong_tensors, write_checkpoint
 
 from posttrain.checkpoint.quantization.fp8 import dequantize_block, quantize_named
+from posttrain.engines.embedded import generation
 from posttrain.engines.embedded.generation import generate
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.requests import Row
@@ -22,7 +24,7 @@ def rows(lengths=LENGTHS, samples=3, max_new_tokens=12, eos=(1,), vocabulary=64)
     generator = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(2, vocabulary, (n,), generator=generator).tolist()) for n in lengths]
     return [
-        Row(f"{place}.{sample}", prompt, max_new_tokens - place % 3, 1.0, 100 * place + sample, frozenset(eos))
+        Row(f"{place}.{sample}", prompt, max(1, max_new_tokens - place % 3), 1.0, 100 * place + sample, frozenset(eos))
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
@@ -65,6 +67,52 @@ def test_logprobs_equal_a_plain_forward(model_type, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
     responses = run(load_model(folder, torch.float32).model, rows())
     assert largest_difference(reference(folder), responses, monkeypatch) <= 1e-5
+
+
+def test_a_prompts_log_probabilities_equal_a_plain_forward(model_type, tmp_path, monkeypatch):
+    """In a batch of prompts of all lengths, padded, some of them asked for nothing but this."""
+    folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
+    given = [
+        dataclasses.replace(row, scores_prompt=True, num_alternatives=place % 4, max_new_tokens=place % 2)
+        for place, row in enumerate(rows(samples=2))
+    ]
+    monkeypatch.setattr(generation, "SCORED_AT_A_TIME", 16)
+    responses = run(load_model(folder, torch.float32).model, given)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "topk", topk_by_sorting_places)
+        model = reference(folder)
+        wholes = [torch.log_softmax(model(torch.tensor([row.input_ids])).logits[0].double(), -1)[:-1] for row in given]
+    for row, response, whole in zip(given, responses, wholes, strict=True):
+        scores, targets = response.prompt_scores, torch.tensor(row.input_ids[1:])
+        assert scores.logprobs == pytest.approx(whole.gather(1, targets[:, None])[:, 0].tolist(), abs=1e-5)
+        values = [[logprob for _, logprob in some] for some in scores.alternatives]
+        expected = whole.sort(-1, descending=True).values[:, : row.num_alternatives].tolist()
+        assert len(values) == len(expected)
+        for one, other in zip(values, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+        assert len(response.output_ids) == row.max_new_tokens
+        assert response.finish_reason["type"] in ("length", "stop")
+
+
+def test_asking_for_more_changes_no_bit_of_what_is_sampled(model):
+    more = {"scores_prompt": True, "num_alternatives": 3}
+    plain, asked = run(model, rows()), run(model, [dataclasses.replace(row, **more) for row in rows()])
+    assert [(r.output_ids, r.logprobs) for r in plain] == [(r.output_ids, r.logprobs) for r in asked]
+    for response in asked:
+        for token, logprob, some in zip(response.output_ids, response.logprobs, response.alternatives, strict=True):
+            assert len(some) == 3
+            assert some == sorted(some, key=lambda one: -one[1])
+            assert dict(some).get(token, logprob) == logprob
+
+
+def test_a_stop_text_ends_a_response_with_its_token(model):
+    def third_token(tokens):
+        return "found" if len(tokens) == 3 else ""
+
+    given = [dataclasses.replace(row, stop_texts=third_token) for row in rows(eos=())]
+    responses = run(model, given)
+    assert {len(response.output_ids) for response in responses} == {3}
+    assert responses[0].finish_reason == {"type": "stop", "matched": "found"}
 
 
 def test_fp8_is_served_as_code_times_scale(fp8_checkpoint, tensors, tmp_path, monkeypatch):
@@ -122,8 +170,6 @@ def test_a_response_ends_with_an_end_token_or_at_its_own_length(model):
 
 
 def test_the_batch_shrinks_and_nobody_notices(model, monkeypatch):
-    from posttrain.engines.embedded import generation
-
     given = rows(eos=range(1, 12), max_new_tokens=20)
     widths = []
     decode = generation._Batch.decode

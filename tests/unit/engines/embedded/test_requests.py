@@ -7,7 +7,7 @@ LIMITS = ModelLimits(vocab_size=64, max_positions=160, eos_token_ids=frozenset({
 
 def test_a_batch_with_parameters_per_prompt():
     parameters = [
-        {"max_new_tokens": 4, "temperature": 0.5, "sampling_seed": 9, "top_p": 1.0},
+        {"max_new_tokens": 4, "temperature": 0.5, "sampling_seed": 9, "top_p": 0.9},
         {"max_new_tokens": 5, "ignore_eos": True, "stop_token_ids": [3]},
     ]
     parsed = parse_request({"input_ids": [[5, 6], [7]], "sampling_params": parameters, "rid": "r"}, LIMITS)
@@ -21,6 +21,7 @@ def test_a_batch_with_parameters_per_prompt():
         9,
     )
     assert first.stop_token_ids == {1, 2}
+    assert (first.top_p, second.top_p) == (0.9, 1.0)
     assert second.stop_token_ids == {3}
     assert (first.request_id, second.request_id) == ("r_0", "r_1")
 
@@ -58,7 +59,8 @@ def test_prompt_and_response_may_fill_the_model_exactly():
         ([[5]], {"temperature": -1}, "temperature = -1"),
         ([[5]], {"temperature": float("nan")}, "temperature = nan"),
         ([[5]], {"sampling_seed": "7"}, "sampling_seed = '7'"),
-        ([[5]], {"top_p": 0.9}, "top_p = 0.9 is not supported"),
+        ([[5]], {"top_p": 0}, "top_p = 0, between 1e-06 and 1 is needed"),
+        ([[5]], {"top_p": 1.1}, "top_p = 1.1"),
         ([[5]], {"top_k": 40}, "top_k = 40"),
         ([[5]], {"min_tokens": 4}, "sampling parameter min_tokens"),
         ([[5], [6]], [{}], "a list of 2"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.engines.embedded.sampling import RowSampler, inverse_cdf
+from posttrain.engines.embedded.sampling import RowSampler, inverse_cdf, nucleus
 
 
 def test_the_first_token_whose_cumulative_probability_exceeds_u():
@@ -37,6 +37,32 @@ def test_logprobs_are_those_of_the_tempered_distribution():
         scaled = logits[row].double().numpy() / temperature
         expected = scaled - np.log(np.exp(scaled).sum())
         assert logprobs[row].item() == pytest.approx(expected[tokens[row]], abs=1e-6)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_the_lower_of_equal_ones():
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(4, 3)
+    kept = nucleus(logits, torch.tensor([0.6, 0.49, 1.0, 1e-6], dtype=torch.float64)).isfinite()
+    assert kept.tolist() == [[False, True, True], [False, True, False], [True] * 3, [False, True, False]]
+    equal = nucleus(torch.zeros(1, 4), torch.tensor([0.5], dtype=torch.float64)).isfinite()
+    assert equal.tolist() == [[True, True, False, False]]
+
+
+def test_top_p_agrees_with_transformers_and_leaves_log_probabilities_alone():
+    from transformers import TopPLogitsWarper
+
+    logits = torch.randn(300, 40, generator=torch.Generator().manual_seed(3)) * 3
+    kept = nucleus(logits, torch.full((300,), 0.8, dtype=torch.float64)).isfinite()
+    assert torch.equal(kept, TopPLogitsWarper(0.8)(None, logits.double()).isfinite())
+    tokens, logprobs = RowSampler(range(300), [1.0] * 300, [0.8] * 300).sample(logits)
+    assert kept.gather(1, tokens[:, None]).all()
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_a_row_without_top_p_samples_the_same_beside_one_with_it():
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4)).expand(2, 40)
+    alone, beside = RowSampler([7], [1.0]), RowSampler([7, 8], [1.0, 1.0], [1.0, 0.2])
+    for _ in range(20):
+        assert alone.sample(logits[:1])[0][0] == beside.sample(logits)[0][0]
 
 
 def test_temperature_zero_is_greedy_and_reports_temperature_one():

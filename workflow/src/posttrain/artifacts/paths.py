@@ -48,6 +48,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "export_hf": 2,
     "finalize_export_hf": 1,
     "evaluate": 1,
+    "lm_eval": 1,
     "render_report": 1,
 }
 
@@ -280,6 +281,10 @@ class Paths:
     def evaluation(self, when: str) -> Path:
         """Return the result of an evaluation; `when` is "before" or "after"."""
         return self.run / "evaluation" / f"{when}.json"
+
+    def lm_eval(self, when: str) -> Path:
+        """Return what lm-eval found; `when` is "before" or "after"."""
+        return self.run / "evaluation" / f"lm_eval_{when}.json"
 
     @property
     def report(self) -> Path:

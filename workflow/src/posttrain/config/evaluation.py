@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from posttrain.config.lm_eval import LmEval
 from posttrain.document import _doc
 
 
@@ -38,7 +39,7 @@ class Evaluation:
     """Measurement on held-out prompts and suites: before, after, and while training goes on."""
 
     num_samples_per_prompt: int = _doc("Responses per held-out prompt", 4, minimum=1)
-    temperature: float = _doc("Sampling temperature", 1.0, exclusive_minimum=0)
+    temperature: float = _doc("Sampling temperature; 0 takes the likeliest token", 1.0, minimum=0)
     seed: int = _doc("Seed of sampling", 1, minimum=0)
     interval: int = _doc(
         "Steps between measurements on training's own engines, beside those before and after; 0: none", 0, minimum=0
@@ -52,6 +53,7 @@ class Evaluation:
     suites: dict[str, Suite] = field(
         default_factory=dict, metadata={"doc": "Prompts to measure on besides the held-out ones, by names of your own"}
     )
+    lm_eval: LmEval = field(default_factory=LmEval, metadata={"doc": "lm-eval's suites"})
     own_digests: list[str] = _doc(
         "Digests of your own functions, and of judges' prompts, that suites name; filled in when a configuration is "
         "resolved",

@@ -17,8 +17,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from posttrain.errors import CheckpointError, ConfigError, Problem
 
+# What the workflow itself decides when it renders.
+DECIDED_VARIABLES = ("conversation", "tokenize", "add_generation_prompt")
 # Of a template's refusal, as much as tells where it is.
 SHOWN_CHARACTERS = 40
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be loaded as it is.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
 
 class ChatTokenizer:
@@ -33,15 +47,12 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: Path, template_kwargs: Sequence[str] = ()):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        tokenizer = load_tokenizer(folder)
         if not tokenizer.chat_template:
             raise CheckpointError(
                 f"{folder}: no chat template; expected chat_template.jinja or one in tokenizer_config.json"
             )
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.tokenizer = tokenizer
         self._folder = folder
         self._template_kwargs = parse_template_kwargs(template_kwargs)
         self._ends_of_turns: dict[bool, int] = {}
@@ -51,6 +62,7 @@ class ChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the model's answer begins.
 
@@ -58,11 +70,13 @@ class ChatTokenizer:
             messages: Each with "role" and "content", or with "tool_calls".
             tools: JSON schemas of the functions that the answer may call.
             generation_prompt: Off, the conversation ends with its last message.
+            template_kwargs: Further variables of the template, in place of the tokenizer's own of that name.
 
         Raises:
             CheckpointError: The template has a mistake, does not take such messages, or leaves its sandbox.
         """
-        return tuple(self._apply(messages, tools, add_generation_prompt=generation_prompt, tokenize=True))
+        options = {**(template_kwargs or {}), "add_generation_prompt": generation_prompt, "tokenize": True}
+        return tuple(self._apply(messages, tools, **options))
 
     def render_answered(
         self,
@@ -104,8 +118,7 @@ class ChatTokenizer:
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 return_dict=False,
-                **options,
-                **self._template_kwargs,
+                **{**self._template_kwargs, **options},
             )
         except TemplateError as error:
             raise CheckpointError(f"{self._folder}: the chat template cannot be rendered: {error}") from error
@@ -162,7 +175,7 @@ def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in words:
         name, separator, text = word.partition("=")
-        if not separator or not name.isidentifier() or name in ("conversation", "tokenize", "add_generation_prompt"):
+        if not separator or not name.isidentifier() or name in DECIDED_VARIABLES:
             allowed = "NAME=VALUE of the template's own variables, such as enable_thinking=false"
             raise ConfigError([Problem("data.chat_template_kwargs", repr(word), allowed, "correct it")])
         try:

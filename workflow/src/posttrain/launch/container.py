@@ -112,7 +112,8 @@ def _sources(config: Config) -> Iterator[str]:
     if config.data.kind in LOCAL_DATA:
         # Of a pattern, the folder in which it begins.
         yield from (_fixed_part(name) for name in (config.data.train_file, config.data.heldout_file))
-    yield from filter(None, (config.download.torch_dist_folder, config.export.checkpoint_folder))
+    folders = (config.download.torch_dist_folder, config.export.checkpoint_folder)
+    yield from filter(None, (*folders, config.evaluation.lm_eval.task_folder))
     yield from config.serving.calibration
 
 

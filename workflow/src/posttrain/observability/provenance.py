@@ -144,7 +144,7 @@ def _find_copies(paths: Paths, origins: Iterable[Artefact]) -> Iterator[Artefact
 
 
 def _find_evaluations(paths: Paths) -> Iterator[Artefact]:
-    """Yield the evaluations; earlier versions wrote no receipts, and the result itself names what was evaluated."""
+    """Yield the evaluations, then lm-eval's; earlier versions wrote no receipts, the result itself names its model."""
     for path in (paths.evaluation("before"), paths.evaluation("after")):
         name = f"evaluation {path.stem}"
         if receipt_of(path).exists():
@@ -156,6 +156,9 @@ def _find_evaluations(paths: Paths) -> Iterator[Artefact]:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 why = f"{path}: not the result of an evaluation ({error!r}); delete it, and it is made again"
                 yield Artefact(name, path.parent, path, None, why)
+    for path in (paths.lm_eval("before"), paths.lm_eval("after")):
+        if receipt_of(path).exists():
+            yield _load(f"evaluation {path.stem}", path.parent, receipt_of(path), False)
 
 
 def _load(name: str, folder: Path, receipt_path: Path, is_whole_folder: bool = True) -> Artefact:

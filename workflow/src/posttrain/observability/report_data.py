@@ -98,6 +98,7 @@ class RunData:
     missing: Sequence[str] = ()
     data_check: Mapping[str, Any] | None = None
     between: Sequence[tuple[int, Mapping[str, Mapping[str, Any]]]] = ()
+    lm_eval: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -186,6 +187,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         between=_read_between(paths.evaluations),
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
+        lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
     )
 
 
@@ -197,6 +199,12 @@ def _read_between(folder: Path) -> list[tuple[int, Mapping[str, Mapping[str, Any
     """Return (finished steps, exam -> result) of what was measured while training went on."""
     found = [_read_json(path, {"finished", "exams"}) for path in sorted(folder.glob("step_*.json"))]
     return [(int(one["finished"]), one["exams"]) for one in found]
+
+
+def _lm_eval_results(paths: Paths) -> dict[str, Path]:
+    """Return what lm-eval found, where it was asked and its receipt vouches for it."""
+    found = {when: paths.lm_eval(when) for when in ("before", "after")}
+    return {when: path for when, path in found.items() if receipt_of(path).exists()}
 
 
 def _final_weights(receipt: Path, missing: Sequence[str]) -> str | None:

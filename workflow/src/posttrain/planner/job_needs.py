@@ -23,7 +23,7 @@ MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 # Rules whose jobs use GPUs; all others work with files.
-TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "benchmark_serving")
+TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from posttrain.artifacts import Paths
 from posttrain.config.rules import check_trainable
+from posttrain.preflight.lm_eval import check_lm_eval
 from posttrain.preflight.machine import (
     check_broadcast,
     check_devices,
@@ -35,6 +36,7 @@ def check_everything(paths: Paths) -> list[Finding]:
         check_devices(config),
         check_open_files(config) if config.site.launcher == "local" else skipped("open files", "each node looks"),
         check_engine_interpreter(config),
+        check_lm_eval(config),
         check_versions(config),
         check_image(config),
         check_broadcast(config),

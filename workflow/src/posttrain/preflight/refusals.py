@@ -19,6 +19,7 @@ from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.planner.job_needs import SERVING, check_served
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
+from posttrain.preflight.lm_eval import find_lm_eval_problems
 from posttrain.preflight.reward_tokens import check_reward_tokens
 from posttrain.preflight.wandb_key import check_wandb
 
@@ -49,6 +50,8 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
         found += check_pinned(config)
     if any(rule.endswith(SERVING) for rule in rules):
         found += check_served(config)
+    if any(rule.endswith("lm_eval") for rule in rules):
+        found += find_lm_eval_problems(config)
     if any(rule.endswith(GRADING) for rule in rules):
         found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
     return list(dict.fromkeys(found))

@@ -12,6 +12,9 @@ place as a whole at /end_weight_update. An update that lacks a tensor, or that f
     __main__    the command line: the port is bound before anything slow is imported
     server      HTTP in and out
     requests    a request body becomes rows, or is refused with a reason
+    openai_endpoints, openai_requests
+                the same in OpenAI's words: /v1/completions, /v1/chat/completions
+    texts       the checkpoint's tokenizer, for these alone
     worker      the thread that runs batches; pause, abort, and the moment at which weights may change
     generation  prefill and decode of one batch
     sampling    a token from its row's own random numbers

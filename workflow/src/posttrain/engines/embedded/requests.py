@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from aiohttp import web
 
 # Sampling parameters that may stand in a request with the value that switches them off.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
     "top_k": (-1, 1 << 30),
     "min_p": (0,),
     "frequency_penalty": (0,),
@@ -33,17 +32,29 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 KNOWN_PARAMETERS = {
     "max_new_tokens",
     "temperature",
+    "top_p",
     "sampling_seed",
     "stop_token_ids",
     "ignore_eos",
     *NEUTRAL_VALUES,
 }
+# 0 would sample from nothing.
+SMALLEST_TOP_P = 1e-6
 # SGLang's own default (`SamplingParams.max_new_tokens`).
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the text goes back with HTTP 400."""
+    """A request that cannot be served; the text goes back with HTTP 400.
+
+    Args:
+        text: What is wrong.
+        param: The parameter that is, where it is one; OpenAI's clients are told it apart.
+    """
+
+    def __init__(self, text: str, param: str | None = None):
+        super().__init__(text)
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,14 @@ class Row:
     Args:
         request_id: SGLang's rid.
         input_ids: The prompt.
-        max_new_tokens: The response is cut here.
+        max_new_tokens: The response is cut here; 0 asks for the prompt's log-probabilities alone.
         temperature: 0 is greedy.
         sampling_seed: None draws one.
         stop_token_ids: Any of them ends the response.
+        top_p: Probability of the likeliest tokens that are sampled from.
+        stop_texts: Told the tokens so far, names the text that ends the response with them; empty goes on.
+        num_alternatives: Likeliest tokens that are reported in every place, beside the one that is there.
+        scores_prompt: The prompt's tokens get log-probabilities, too.
     """
 
     request_id: str
@@ -80,6 +95,10 @@ class Row:
     temperature: float
     sampling_seed: int | None
     stop_token_ids: frozenset[int]
+    top_p: float = 1.0
+    stop_texts: Callable[[Sequence[int]], str] | None = None
+    num_alternatives: int = 0
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,9 +158,9 @@ def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
 
 def _parse_row(index: int, prompt: Any, parameters: dict[str, Any], request_id: str, limits: ModelLimits) -> Row:
     where = f"prompt {index}"
-    _check_prompt(where, prompt, limits)
+    check_prompt(where, prompt, limits)
     _check_parameters(where, parameters)
-    max_new_tokens = _number(where, parameters, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
+    max_new_tokens = number(where, parameters, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
     if len(prompt) + max_new_tokens > limits.max_positions:
         raise RequestError(
             f"{where}: {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
@@ -152,13 +171,15 @@ def _parse_row(index: int, prompt: Any, parameters: dict[str, Any], request_id: 
         request_id=request_id,
         input_ids=tuple(prompt),
         max_new_tokens=int(max_new_tokens),
-        temperature=_number(where, parameters, "temperature", 1.0, minimum=0),
-        sampling_seed=parameters.get("sampling_seed"),
+        temperature=number(where, parameters, "temperature", 1.0, minimum=0),
+        sampling_seed=whole_number(where, parameters, "sampling_seed"),
         stop_token_ids=stop | frozenset(parameters.get("stop_token_ids") or ()),
+        top_p=number(where, parameters, "top_p", 1.0, minimum=SMALLEST_TOP_P, maximum=1),
     )
 
 
-def _check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
+def check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
+    """Raise `RequestError` unless a prompt is tokens of the vocabulary; `where` names it."""
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(f"{where}: empty; a prompt has at least one token")
     for position, token in enumerate(prompt):
@@ -167,27 +188,50 @@ def _check_prompt(where: str, prompt: Any, limits: ModelLimits) -> None:
             raise RequestError(f"{where}: token {token!r} at position {position} is not in {allowed}")
 
 
-def _check_parameters(where: str, parameters: dict[str, Any]) -> None:
-    if unknown := sorted(parameters.keys() - KNOWN_PARAMETERS):
-        raise RequestError(f"{where}: sampling parameter {', '.join(unknown)} is not supported by the embedded engine")
+def check_neutral(where: str, parameters: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a parameter that would change the distribution in a way that is not implemented."""
     for name, allowed in NEUTRAL_VALUES.items():
         if name in parameters and parameters[name] not in (None, *allowed):
             raise RequestError(
-                f"{where}: {name} = {parameters[name]!r} is not supported by the embedded engine, only {allowed[0]!r}"
+                f"{where}: {name} = {parameters[name]!r} is not supported by the embedded engine, only {allowed[0]!r}",
+                name,
             )
-    seed = parameters.get("sampling_seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise RequestError(f"{where}: sampling_seed = {seed!r} is not a whole number")
 
 
-def _number(where: str, parameters: dict[str, Any], name: str, default: float, minimum: float) -> Any:
+def number(
+    where: str, parameters: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float = math.inf
+) -> Any:
+    """Return a parameter, a whole number where its default is one, or the default where it is not given.
+
+    Raises:
+        RequestError: It is something else, or out of its range.
+    """
     value = parameters.get(name)
     if value is None:
         return default
     is_number = isinstance(value, int | type(default)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < minimum:
-        raise RequestError(f"{where}: {name} = {value!r}, at least {minimum} is needed")
+    if not is_number or not math.isfinite(value) or not minimum <= value <= maximum:
+        allowed = f"at least {minimum}" if maximum == math.inf else f"between {minimum} and {maximum}"
+        raise RequestError(f"{where}: {name} = {value!r}, {allowed} is needed", name)
     return value
+
+
+def whole_number(where: str, parameters: Mapping[str, Any], name: str) -> int | None:
+    """Return a parameter that is a whole number of any sign, None where it is not given.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    value = parameters.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise RequestError(f"{where}: {name} = {value!r} is not a whole number", name)
+    return value
+
+
+def _check_parameters(where: str, parameters: dict[str, Any]) -> None:
+    if unknown := sorted(parameters.keys() - KNOWN_PARAMETERS):
+        raise RequestError(f"{where}: sampling parameter {', '.join(unknown)} is not supported by the embedded engine")
+    check_neutral(where, parameters)
 
 
 def _per_prompt(name: str, value: Any, count: int, kind: type) -> Sequence[Any]:

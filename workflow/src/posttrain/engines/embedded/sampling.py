@@ -6,7 +6,8 @@ random numbers do not depend on the rows beside it, nor on how the batch shrinks
 
 The log-probability is that of the tempered distribution, log_softmax(logits / temperature) in float32:
 SGLang's convention, and what the trainer computes. Temperature 0 takes the likeliest token and reports
-temperature 1's value.
+temperature 1's value. `top_p` leaves out what it does not sample from, and does not raise the log-probability
+of the rest: SGLang's convention, too.
 
 Shapes: B rows, V vocabulary.
 """
@@ -25,17 +26,24 @@ class RowSampler:
     Args:
         seeds: `sampling_seed` of each row; None draws one from the operating system.
         temperatures: Of each row, 0 for greedy.
+        top_ps: Of each row, the probability of the likeliest tokens that it samples from; by default all tokens.
     """
 
-    def __init__(self, seeds: Sequence[int | None], temperatures: Sequence[float]):
+    def __init__(self, seeds: Sequence[int | None], temperatures: Sequence[float], top_ps: Sequence[float] = ()):
         self._generators = [np.random.Generator(np.random.PCG64(_entropy(seed))) for seed in seeds]
         self._greedy = torch.tensor([temperature == 0 for temperature in temperatures])
         self._divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=torch.float32)
+        self._top_ps = torch.tensor(top_ps or [1.0] * len(seeds), dtype=torch.float64)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order."""
         self._generators = [self._generators[row] for row in rows]
         self._greedy, self._divisors = self._greedy[list(rows)], self._divisors[list(rows)]
+        self._top_ps = self._top_ps[list(rows)]
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities that rows report, [B, V] float32, of their logits [B, V]."""
+        return torch.log_softmax(self._tempered(logits), dim=-1)
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample one token per row.
@@ -49,15 +57,40 @@ class RowSampler:
         Raises:
             FloatingPointError: When a logit is not finite.
         """
-        tempered = logits.float() / self._divisors[:, None]
+        tempered = self._tempered(logits)
         if not torch.isfinite(tempered).all():
             raise FloatingPointError("the model's logits are not finite: its weights are damaged or overflow")
         uniforms = torch.tensor([generator.random() for generator in self._generators], dtype=torch.float64)
-        tokens = inverse_cdf(tempered, uniforms)
+        is_cut = bool((self._top_ps < 1).any())
+        tokens = inverse_cdf(nucleus(tempered, self._top_ps) if is_cut else tempered, uniforms)
         if self._greedy.any():
             tokens = torch.where(self._greedy, tempered.argmax(-1), tokens)
         logprobs = torch.log_softmax(tempered, dim=-1).gather(1, tokens[:, None])
         return tokens, logprobs[:, 0]
+
+    def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.float() / self._divisors[:, None]
+
+
+def nucleus(logits: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """Return the logits, those of all but the likeliest tokens at minus infinity.
+
+    Nucleus sampling: Holtzman et al. 2020, arXiv:1904.09751.
+
+    Args:
+        logits: [B, V] float32.
+        top_ps: [B] float64 in (0, 1]; 1 leaves a row as it is.
+
+    Returns:
+        [B, V]: kept are the fewest tokens whose probabilities sum up to `top_ps`, of equal ones the lower token first.
+
+    Example:
+        Probabilities (0.2, 0.5, 0.3): 0.6 keeps tokens 1 and 2, 0.5 keeps token 1.
+    """
+    ordered, places = torch.softmax(logits.double(), dim=-1).sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    left_out = (before >= top_ps[:, None]) & (top_ps < 1)[:, None]
+    return logits.masked_fill(torch.zeros_like(left_out).scatter_(1, places, left_out), -torch.inf)
 
 
 def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """HTTP in and out of the embedded engine, in SGLang's words.
 
-Answers have SGLang's fields, text apart: the engine has no tokenizer. A request that cannot be served is
-answered with 400 and {"error": {"message": ...}}, as is an endpoint that does not exist; a request without the
-engine's secret with 401, whatever it asks for.
+Answers have SGLang's fields, text apart: only OpenAI's endpoints (`openai_endpoints`) read and write text. A request
+that cannot be served is answered with 400 and OpenAI's {"error": {"message": ...}}, as is an endpoint that does not
+exist; a request without the engine's secret with 401, whatever it asks for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiohttp import web
 from posttrain import __version__
 from posttrain.engines.embedded.generation import Response
 from posttrain.engines.embedded.model import LoadedModel
+from posttrain.engines.embedded.openai_endpoints import OpenAIEndpoints
 from posttrain.engines.embedded.requests import (
     ModelLimits,
     ParsedRequest,
@@ -51,7 +52,8 @@ def make_application(loaded: LoadedModel, worker: Worker, secret: str) -> web.Ap
     # All weights at once, those of an MTP layer too, in base64 are the most that anybody has to say.
     largest = max(SMALL_BODY_BYTES, 4 * loaded.weights.num_bytes)
     application = web.Application(client_max_size=largest, middlewares=[_only_with(secret), _refuse_clearly])
-    application.add_routes([*Endpoints(loaded, worker).routes(), *WeightEndpoints(loaded, worker).routes()])
+    for part in (Endpoints, OpenAIEndpoints, WeightEndpoints):
+        application.add_routes(part(loaded, worker).routes())
     application.router.add_route("*", "/{path:.*}", _unknown_endpoint)
     return application
 
@@ -210,7 +212,7 @@ def _only_with(secret: str) -> Any:
             request.headers.get("Authorization", "").encode(errors="surrogateescape"), wanted.encode()
         ):
             return await handler(request)
-        refusal = web.json_response({"error": {"message": "the secret is not shown", "code": 401}}, status=401)
+        refusal = _refusal("the secret is not shown", 401, "authentication_error")
         refusal.force_close()
         return refusal
 
@@ -222,9 +224,14 @@ async def _refuse_clearly(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except RequestError as error:
-        return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
+        return _refusal(str(error), 400, "invalid_request_error", error.param)
     except (RuntimeError, ArithmeticError, MemoryError) as error:
-        return web.json_response({"error": {"message": f"{type(error).__name__}: {error}", "code": 500}}, status=500)
+        return _refusal(f"{type(error).__name__}: {error}", 500, "server_error")
+
+
+def _refusal(message: str, code: int, kind: str, param: str | None = None) -> web.Response:
+    """Return an error in OpenAI's shape."""
+    return web.json_response({"error": {"message": message, "type": kind, "param": param, "code": code}}, status=code)
 
 
 async def _unknown_endpoint(request: web.Request) -> web.Response:

@@ -1,0 +1,272 @@
+"""lm-eval's own program on a served model: its answers are those of our own evaluation, question by question."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from tests.support.evaluation_inputs import make_inputs
+from tests.support.requirements import require
+from tests.support.workflow_runs import ROOT, WorkflowFolder
+
+from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
+from posttrain.config.schema import Config
+from posttrain.data.chat import ChatTokenizer
+from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
+from posttrain.evaluation import heldout
+from posttrain.planner.resolve import resolve
+from posttrain.preflight.lm_eval import MADE
+from posttrain.types import Prompt
+
+SCRIPT = ROOT / "scripts" / "lm_eval.py"
+# What a tiny model can read of the real questions: one token a character, 256 positions.
+LONGEST_QUESTION = 180
+# Sorts nearly all numbers of four digits that it has never seen, and few of three or five.
+SETTINGS: dict[str, object] = {"training.num_steps": 4, "trainer.save_interval": 10, "logging.wandb": "false"}
+
+
+def gsm8k_rows() -> list[dict[str, str]]:
+    """Return rows in GSM8K's schema that a model which sorts digits can answer: of four digits half, of others half."""
+    counts = {3: 10, 4: 20, 5: 10}
+    rows = [row for digits, count in counts.items() for row in generate_prompts(digits, 1, count, seed=11)[1]]
+    return [
+        {"question": row["prompt"][-1]["content"], "answer": f"{' '.join(row['label'])}\n#### {row['label']}"}
+        for row in rows
+    ]
+
+
+def choice_rows() -> list[dict[str, Any]]:
+    """Return rows in the schema of ARC's: how an answer goes on, with digits sorted, sorted backwards, or as asked.
+
+    The first digit is given: lm-eval counts white space at a prompt's end to the answer.
+    """
+    _, rows = generate_prompts(4, 1, 32, seed=12)
+    found = []
+    for number, row in enumerate(rows):
+        asked = row["prompt"][-1]["content"]
+        right = row["label"][1:]
+        texts = [right, row["label"][::-1][1:], asked[1:]]
+        texts = texts[number % 3 :] + texts[: number % 3]
+        choices = {"text": texts, "label": ["A", "B", "C"]}
+        key = "ABC"[texts.index(right)]
+        found.append({"question": asked, "begun": row["label"][0], "choices": choices, "answerKey": key})
+    return found
+
+
+def real_rows() -> list[dict[str, str]]:
+    """Return the first questions of GSM8K that the model can read; none where the machine has not got them."""
+    folders = (parent / "shared" / "data" / "gsm8k_test.jsonl" for parent in ROOT.parents)
+    file = next((path for path in folders if path.exists()), None)
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file else []
+    return [row for row in rows if len(row["question"]) <= LONGEST_QUESTION][:40]
+
+
+def write_task(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> None:
+    """Write rows, and a task over them that needs no network."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "metadata": {"version": 1},
+        **more,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+
+
+GENERATION = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{answer.split('####')[-1].strip()}}",
+    "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+# The chat template by hand: with plain text the same tokens reach the model.
+TEMPLATE = f"[gMASK]<sop><|system|>\n{INSTRUCTION}<|user|>\n{{{{question}}}}<|assistant|>\n"
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": TEMPLATE + "{{begun}}",
+    "doc_to_choice": "{{choices.text}}",
+    "doc_to_target": "{{choices.label.index(answerKey)}}",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
+@dataclasses.dataclass
+class Served:
+    """A model that was trained for a moment, and the tasks that it is asked."""
+
+    workflow: WorkflowFolder
+    tasks: Path
+
+    @functools.cached_property
+    def paths(self) -> Paths:
+        return Paths(resolve({"site": "local", **self.request("digits_chat", chat=True)}, ROOT / "config"))
+
+    @property
+    def config(self) -> Config:
+        return self.paths.resolved.config
+
+    def ask(self, tasks: str, *, chat: bool) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+        """Return the rule's result, and the rows that lm-eval logged, by task."""
+        self.workflow.run("lm_eval", config=self.request(tasks, chat=chat))
+        result = self.workflow.run_folder / "evaluation" / "lm_eval_after.json"
+        files = sorted(result.with_suffix("").glob("samples_*.jsonl"))
+        logged = {path.stem.removeprefix("samples_"): path.read_text().splitlines() for path in files}
+        return read_json(result), {task: [json.loads(line) for line in lines] for task, lines in logged.items()}
+
+    def request(self, tasks: str, *, chat: bool) -> dict[str, str]:
+        more = {"tasks": f"[{tasks}]", "chat": str(chat).lower(), "task_folder": str(self.tasks)}
+        overrides = {"site.store": self.workflow.store, "site.results": self.workflow.results, **SETTINGS}
+        overrides |= {f"evaluation.lm_eval.{key}": value for key, value in more.items()}
+        return {"model": "tiny_qwen3", "set": " ".join(f"{key}={value}" for key, value in overrides.items())}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    require("lm-eval", "" if MADE.exists() else "no environment of lm-eval: `make env-lm-eval`")
+    root = tmp_path_factory.mktemp("lm_eval")
+    tasks = root / "tasks"
+    write_task(tasks, "digits_chat", gsm8k_rows(), {**GENERATION, "description": INSTRUCTION})
+    write_task(tasks, "digits_text", gsm8k_rows(), {**GENERATION, "doc_to_text": TEMPLATE})
+    write_task(tasks, "digits_choice", choice_rows(), CHOICES)
+    write_task(tasks, "real_chat", real_rows() or gsm8k_rows(), GENERATION)
+    return Served(WorkflowFolder(root / "run", root / "store"), tasks)
+
+
+def ours(served: Served, rows: Sequence[Mapping[str, str]], system: str, folder: Path) -> list[dict[str, Any]]:
+    """Return our own evaluation's answers to GSM8K's rows, greedy, in their order."""
+    config = dataclasses.replace(
+        served.config,
+        evaluation=dataclasses.replace(served.config.evaluation, num_samples_per_prompt=1, temperature=0.0),
+    )
+    first = [{"role": "system", "content": system}] if system else []
+    prompts = [
+        Prompt(number, (*first, {"role": "user", "content": row["question"]}), row["answer"].split("#### ")[-1])
+        for number, row in enumerate(rows)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heldout, "NUM_EXAMPLES", len(rows))
+        checkpoint = served.workflow.folder / served.paths.hf_export
+        return heldout.evaluate_checkpoint(config, checkpoint, prompts, folder)["examples"]
+
+
+@pytest.mark.faults("lm-eval")
+def test_answers_to_rows_made_by_hand_are_ours_one_by_one(served: Served, tmp_path: Path) -> None:
+    rows = gsm8k_rows()
+    assert len(rows) >= 30
+    result, logged = served.ask("digits_chat", chat=True)
+    examples = ours(served, rows, INSTRUCTION, tmp_path)
+    theirs = logged["digits_chat"]
+    assert [row["doc"]["question"] for row in theirs] == [row["question"] for row in rows]
+    assert [row["resps"] for row in theirs] == [[[example["response"]]] for example in examples]
+    assert [row["exact_match"] for row in theirs] == [example["reward"] for example in examples]
+    (figure,) = result["results"]
+    assert figure["value"] == pytest.approx(sum(example["reward"] for example in examples) / len(rows))
+    assert 0.2 <= figure["value"] <= 0.8, "a score that hides no mistake"
+    print(f"{figure['value']:.1%} of {len(rows)} rows solved")
+    assert figure["num_rows"] == len(rows)
+
+
+@pytest.mark.faults("lm-eval")
+def test_answers_to_the_real_gsm8k_are_ours_one_by_one(served: Served, tmp_path: Path) -> None:
+    """Their score is 0, as that of a model that can only sort digits is; what it says is compared."""
+    rows = real_rows()
+    if not rows:
+        pytest.skip("no shared/data/gsm8k_test.jsonl beside the repository")
+    assert len(rows) >= 30
+    _, logged = served.ask("real_chat", chat=True)
+    examples = ours(served, rows, "", tmp_path)
+    assert [row["resps"] for row in logged["real_chat"]] == [[[example["response"]]] for example in examples]
+    assert len({example["response"] for example in examples}) > 5
+
+
+@pytest.mark.faults("lm-eval")
+def test_texts_and_log_probabilities_are_those_of_the_model(served: Served, tmp_path: Path) -> None:
+    """Plain text gives the answers of messages, and choices have the log-probabilities that transformers gives."""
+    from transformers import AutoModelForCausalLM
+
+    result, logged = served.ask("digits_text,digits_choice", chat=False)
+    examples = ours(served, gsm8k_rows(), INSTRUCTION, tmp_path)
+    assert [row["resps"] for row in logged["digits_text"]] == [[[example["response"]]] for example in examples]
+    folder = served.workflow.folder / served.paths.hf_export
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = ChatTokenizer(folder).tokenizer
+    right, seen = [], set()
+    for row, theirs in zip(choice_rows(), logged["digits_choice"], strict=True):
+        asked = tokenizer.encode(TEMPLATE.replace("{{question}}", row["question"]) + row["begun"])
+        scores = []
+        for choice in row["choices"]["text"]:
+            tokens = tokenizer.encode(choice)
+            with torch.no_grad():
+                logprobs = torch.log_softmax(model(torch.tensor([asked + tokens])).logits[0].double(), -1)
+            places = logprobs[len(asked) - 1 : -1]
+            told = places.gather(1, torch.tensor(tokens)[:, None]).sum().item()
+            scores.append((told, places.argmax(-1).tolist() == tokens))
+        found = [(float(one[0][0]), str(one[0][1]) == "True") for one in theirs["resps"]]
+        assert [score for score, _ in found] == pytest.approx([score for score, _ in scores], abs=1e-4)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in scores]
+        seen |= {greedy for _, greedy in found}
+        best = max(range(3), key=lambda place, scores=scores: scores[place][0])
+        right.append(float("ABC"[best] == row["answerKey"]))
+    assert [row["acc"] for row in logged["digits_choice"]] == right
+    assert {True, False} == seen
+    values = {row["task"]: row["value"] for row in result["results"]}
+    assert values["digits_choice"] == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.faults("lm-eval")
+def test_a_kill_leaves_no_receipt_nor_the_secret_and_the_same_command_goes_on(served: Served) -> None:
+    request = served.request("digits_chat", chat=True)
+    request["set"] += " evaluation.lm_eval.limit=3"
+    driver = served.workflow.start("lm_eval", config=request)
+    result = served.workflow.folder / served.paths.lm_eval("after")
+    log = result.with_name("lm_eval_after.partial") / "lm_eval.log"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and "Initializing local" in log.read_text()):
+        assert driver.poll() is None, driver.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (asking,) = (one for one in psutil.Process(driver.pid).children(recursive=True) if "--config" in one.cmdline())
+    secret = asking.environ()["OPENAI_API_KEY"]
+    assert len(secret) == 64
+    assert all(secret not in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    assert not receipt_of(result).exists()
+    files = [path for path in served.workflow.folder.rglob("*") if path.is_file()]
+    assert log in files
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    served.workflow.run("lm_eval", config=request)
+    assert read_json(result)["results"][0]["num_rows"] == 3
+    receipt = read_receipt(receipt_of(result))
+    assert {"lm_eval_after.json", "lm_eval_after/samples_digits_chat.jsonl"} <= {file.path for file in receipt.files}
+    assert "Nothing to be done" in served.workflow.run("lm_eval", config=request)
+
+
+def test_what_is_missing_is_told_before_an_engine_starts(tmp_path: Path) -> None:
+    arguments = make_inputs(tmp_path, "evaluation.lm_eval.python=/no/python")
+    output = tmp_path / "evaluation" / "lm_eval_after.json"
+    words = [sys.executable, SCRIPT, *arguments[: arguments.index("--dataset")], "--output", output]
+    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    for said in ("evaluation.lm_eval.tasks = []", "evaluation.lm_eval.python = '/no/python'", "make env-lm-eval"):
+        assert said in ended.stderr
+    assert not output.parent.exists()
