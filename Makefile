@@ -35,8 +35,8 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
 	touch $@
 
-demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), or on MODEL=tiny_qwen3
-	snakemake --cores 2 $(if $(MODEL),--config model=$(MODEL))
+demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=number_sorting
+	snakemake --cores 2 $(if $(MODEL)$(TASK),--config $(if $(MODEL),model=$(MODEL)) $(if $(TASK),recipe=$(TASK)))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.config.data import task_of
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
@@ -298,7 +299,7 @@ class Paths:
         return {
             "format": FORMAT_VERSIONS["make_tiny_model"],
             "architecture": dimensions(config.model.architecture),
-            "num_digits": config.data.num_digits,
+            **task_of(config.data),
         }
 
     def _patch_settings(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from posttrain.config.own_reward import own_digests
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
+from posttrain.config.tasks import installed_version
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -58,6 +59,8 @@ BASE = "base.yaml"
 PLANNER = "planner"
 # Origin of what follows from the content of files that the configuration names.
 FILES = "the files that data.reward names"
+# Origin of what follows from the packages of this machine.
+INSTALLED = "the installed package"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +143,14 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
         merger.add_chosen(choose_layout)
     config = merger.finish()
     digests, problems = own_digests(config)
-    raise_if_any(problems)
+    version, more = installed_version(config.data)
+    raise_if_any([*problems, *more])
     if digests:
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, own_digests=digests))
         merger.origins["reward.own_digests"] = FILES
+    if version:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, reasoning_gym=version))
+        merger.origins["data.reasoning_gym"] = INSTALLED
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))

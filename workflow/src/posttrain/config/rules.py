@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from posttrain.config.data import KINDS, LOCAL_DATA, Data, sources_of
+from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, Data, sources_of
 from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
@@ -91,7 +91,7 @@ def _model_source(config: Config) -> Problems:
 def _data_sources(config: Config) -> Problems:
     for name, data in sources_of(config.data).items():
         section = f"data.sources.{name}" if name else "data"
-        yield from _reward(config, data.reward, f"{section}.reward")
+        yield from _reward(config, data, f"{section}.reward")
         yield from _data_source(data, section)
         if name and not re.fullmatch(NODE_NAME, name):
             allowed = "letters, digits, '.', '_' and '-'; it starts with a letter or digit"
@@ -113,7 +113,7 @@ def _data_source(data: Data, section: str) -> Problems:
             if value := getattr(data, name):
                 remedy = f"set {section}.kind=hub"
                 yield Problem(f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
-    if data.kind == "sort_digits" and data.num_train_prompts < 1:
+    if data.kind in GENERATED and data.num_train_prompts < 1:
         yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
     wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
     if data.kind == "sort_digits" and wanted > different:
@@ -122,10 +122,10 @@ def _data_source(data: Data, section: str) -> Problems:
         yield Problem("data.num_train_prompts", f"{data.num_train_prompts} of {wanted} in all", allowed, remedy)
 
 
-def _reward(config: Config, text: str, key: str) -> Problems:
+def _reward(config: Config, data: Data, key: str) -> Problems:
     """Whether a function of the user's is there is found out once, when the command is given (`config.load`)."""
     try:
-        terms = parse_reward(text, key)
+        terms = parse_reward(data.reward, key)
     except ConfigError as error:
         yield from error.problems
         return
@@ -134,6 +134,9 @@ def _reward(config: Config, text: str, key: str) -> Problems:
         if not term.is_own and term.grader not in known:
             allowed = f"{', '.join(known)}, path.py:function, or a name in reward.services or reward.judges"
             yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one")
+        if term.grader == "reasoning_gym" != data.kind:
+            allowed = f"another grader with kind={data.kind}: this one asks the task that has made the row"
+            yield Problem(key, repr(data.reward), allowed, "choose one of docs/rewards.md, or set kind=reasoning_gym")
 
 
 def _repository(key: str, repo_id: str) -> Problems:

@@ -166,7 +166,7 @@ async def _ask_graders(
 ) -> tuple[list[LabelCheck], list[ShownVerdict]]:
     """Return what each source's labels say when they are responses, and what other graders say."""
     checks = []
-    with GraderPool.of(config.reward) as pool:
+    with GraderPool.of(config) as pool:
         scorer = Scorer(config, pool)
         for name in sources_of(config.data):
             rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]

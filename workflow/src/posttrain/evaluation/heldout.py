@@ -193,7 +193,7 @@ def _grade(
     count = config.evaluation.num_samples_per_prompt
     asked = [prompts[place // count] for place in range(len(results))]
     answers = [answer_of(prompt, tokenizer, result) for prompt, result in zip(asked, results, strict=True)]
-    with GraderPool.of(config.reward) as graders:
+    with GraderPool.of(config) as graders:
         groups = [answers[start : start + count] for start in range(0, len(answers), count)]
         scored = [one for group in asyncio.run(Scorer(config, graders).score(groups)) for one in group]
     check_failures([one.failure for one in scored], config.reward.max_failure_share)

@@ -126,7 +126,7 @@ def _open_maker(
     prompts, tokenizer = read_prompts(), ChatTokenizer(model_folder, kwargs)
     if client is None:
         return GivenResponses(config, prompts, tokenizer)
-    graders = stack.enter_context(GraderPool.of(config.reward))
+    graders = stack.enter_context(GraderPool.of(config))
     return RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
 
 
