@@ -33,6 +33,8 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@# Its metadata ask for Python 3.12; there is a wheel for 3.11 too, and what is used here runs on both.
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
+	@# It names one version of tabulate, and another one is tested; it only prints a table with it.
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps reasoning-gym
 	touch $@
 
 demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=number_sorting

@@ -127,9 +127,8 @@ def task_of(data: Data) -> dict[str, Any]:
     """Return what a made model is warmed up on: sorting digits, or a task of reasoning-gym."""
     if data.kind != "reasoning_gym":
         return {"num_digits": data.num_digits}
-    said = {"system_prompt": data.system_prompt, "prompt_template": data.prompt_template}
-    said = {"task": data.task, "task_parameters": list(data.task_parameters), "reasoning_gym": data.reasoning_gym, **said}
-    return {key: value for key, value in said.items() if value}
+    keys = ("task", "task_parameters", "reasoning_gym", "system_prompt", "prompt_template")
+    return {key: value for key in keys if (value := getattr(data, key))}
 
 
 def _as_data(data: Data, source: DataSource) -> Data:

@@ -195,7 +195,8 @@ def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], is_task: 
     taken = [(p, *both) for p, both, found in zip(prompts, answers, shapes, strict=True) if found == shape]
     if len(taken) < len(rows):
         log.info("%d of %d rows have the commonest lengths, and are taken", len(taken), len(rows))
-    return Examples(*map(torch.tensor, zip(*taken, strict=True)), is_task=is_task)
+    tokens, ascending, descending = (torch.tensor(column) for column in zip(*taken, strict=True))
+    return Examples(tokens, ascending, descending, is_task)
 
 
 def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:

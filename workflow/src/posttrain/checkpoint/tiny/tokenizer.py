@@ -1,13 +1,13 @@
 """The tokenizer and chat template of the tiny model: one token per character, GLM's control tokens, GLM's template.
 
 64 tokens in all. For a task whose prompts are long there are also tokens of what all of them have in common and of the
-words that many have, in the place of characters that it does not need. As in GLM-5 the control tokens come after the text, so that no id of theirs is 0, and a response ends
-with any of three tokens: the end of text, or the start of somebody else's turn.
+words that many have, in the place of characters that it does not need. As in GLM-5 the control tokens come after the
+text, so that no id of theirs is 0, and a response ends with any of three tokens: the end of text, or the start of
+somebody else's turn.
 """
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -71,9 +71,9 @@ def vocabulary_of(prompts: Sequence[str], answers: Sequence[str]) -> Vocabulary:
     Example:
         Of "Add: 12 and 3!" and "Add: 5 and 60!": "Add: ", "!" and "and" are one token each.
     """
-    first = os.path.commonprefix(list(prompts))
+    first = _beginning(prompts)
     middles = [prompt[len(first) :] for prompt in prompts]
-    last = os.path.commonprefix([middle[::-1] for middle in middles])[::-1]
+    last = _beginning([middle[::-1] for middle in middles])[::-1]
     middles = [middle[: len(middle) - len(last)] for middle in middles]
     counts = Counter(word for middle in middles for word in set(re.findall(r"[A-Za-z]{2,}", middle)))
     words = sorted(word for word, count in counts.items() if count >= _COMMON_WORD_SHARE * len(prompts))
@@ -83,6 +83,14 @@ def vocabulary_of(prompts: Sequence[str], answers: Sequence[str]) -> Vocabulary:
     needed = sorted({"\n"}.union(*(left.sub("", text) for text in (*prompts, *answers))))
     room = max(len(needed), len(CHARACTERS) - len(pieces))
     return Vocabulary(tuple(dict.fromkeys([*needed, *CHARACTERS]))[:room], pieces)
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """Return what all of them begin with: what the first and the last in order have in common."""
+    least, most = min(texts), max(texts)
+    length = next((place for place, one in enumerate(least) if most[place : place + 1] != one), len(least))
+    return least[:length]
+
 
 CHAT_TEMPLATE = """[gMASK]<sop>
 {%- for message in messages %}
