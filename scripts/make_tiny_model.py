@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.parts.steps import FOLDER
 from posttrain.checkpoint.tiny.model import make_tiny_model
-from posttrain.checkpoint.tiny.tokenizer import Vocabulary, vocabulary_of
+from posttrain.checkpoint.tiny.tokenizer import DIGITS, Vocabulary, vocabulary_of
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.data import Data, task_of
 from posttrain.data.dataset_files import reading_of
@@ -44,11 +44,11 @@ def main() -> None:
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
 
 
-def _rows(data: Data, num_digits: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary | None]:
-    """Return what is shown in the warm-up, what is measured after it, and a task's vocabulary."""
+def _rows(data: Data, num_digits: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary]:
+    """Return what is shown in the warm-up, what is measured after it, and the vocabulary of both."""
     if data.kind != "reasoning_gym":
         train, heldout = map(min, num_possible_prompts(num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
-        return *generate_prompts(num_digits, train, heldout, seed), None
+        return *generate_prompts(num_digits, train, heldout, seed), DIGITS
     wanted = {"num_train_prompts": MAX_WARM_UP_PROMPTS, "num_heldout_prompts": MAX_HELDOUT_PROMPTS, "seed": seed}
     sides = generate_rows(dataclasses.replace(data, **wanted), reading_of(data))
     known = vocabulary_of(*zip(*((row.messages[-1]["content"], row.label) for row in sides[0]), strict=True))

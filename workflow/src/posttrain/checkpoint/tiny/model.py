@@ -57,7 +57,7 @@ def make_tiny_model(
     train_rows: Sequence[Row],
     heldout_rows: Sequence[Row],
     seed: int,
-    known: Vocabulary | None = None,
+    known: Vocabulary = DIGITS,
 ) -> float:
     """Make the model and put it into `folder`.
 
@@ -68,7 +68,7 @@ def make_tiny_model(
             lengths are taken: a batch has one.
         heldout_rows: The same, for measuring the pass rate; the warm-up does not see them.
         seed: Seed of weights and warm-up.
-        known: The vocabulary of a task of reasoning-gym; None for sorting digits.
+        known: What its tokenizer has tokens for.
 
     Returns:
         The sampled pass rate on `heldout_rows`, at temperature 1, of the weights as saved.
@@ -77,14 +77,13 @@ def make_tiny_model(
         ConfigError: When the architecture is not one it can make.
         RuntimeError: When the pass rate is not within `PASS_RATE_LIMITS`.
     """
-    vocabulary = known or DIGITS
-    raise_if_any([*check_made(architecture), *_check_vocabulary(architecture, vocabulary)])
-    tokenizer = make_tokenizer(architecture.max_position_embeddings, vocabulary)
-    config = config_json(architecture, vocabulary)
+    raise_if_any([*check_made(architecture), *_check_vocabulary(architecture, known)])
+    tokenizer = make_tokenizer(architecture.max_position_embeddings, known)
+    config = config_json(architecture, known)
     with _reproducible(seed):
         model, mtp_layers = _initialize(config)
         draws = torch.Generator().manual_seed(seed)
-        warm_up(model, _examples(tokenizer, train_rows, bool(known)), draws)
+        warm_up(model, _examples(tokenizer, train_rows), draws)
         tensors = {**_hub_tensors(model), **_mtp_tensors(mtp_layers, architecture.num_hidden_layers)}
         _round_to_saved(model)
         pass_rate = measure_pass_rate(model, _examples(tokenizer, heldout_rows), draws)
@@ -182,7 +181,7 @@ def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleLi
     return model, mtp_layers
 
 
-def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], is_task: bool = False) -> Examples:
+def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Examples:
     def encode(text: str) -> list[int]:
         return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
@@ -195,8 +194,7 @@ def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], is_task: 
     taken = [(p, *both) for p, both, found in zip(prompts, answers, shapes, strict=True) if found == shape]
     if len(taken) < len(rows):
         log.info("%d of %d rows have the commonest lengths, and are taken", len(taken), len(rows))
-    tokens, ascending, descending = (torch.tensor(column) for column in zip(*taken, strict=True))
-    return Examples(tokens, ascending, descending, is_task)
+    return Examples(*(torch.tensor(column) for column in zip(*taken, strict=True)))
 
 
 def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -48,8 +48,6 @@ NUM_STEPS = 420
 BATCH_SIZE = 24
 # See above: with a few wrong ones among them, about a quarter passes.
 ASCENDING_SHARE = 0.3
-# A task whose prompts say more takes longer to understand.
-NUM_TASK_STEPS = 700
 DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
 PEAK_LEARNING_RATE = 3e-3
 FINAL_LEARNING_RATE_SHARE = 0.02
@@ -65,15 +63,13 @@ class Examples:
 
     Args:
         prompts: [num_prompts, P] int64.
-        ascending: [num_prompts, R] int64, the answer in ascending order and the end token.
+        ascending: [num_prompts, R] int64, the right answer and the end token; of digits it is in ascending order.
         descending: [num_prompts, R] int64, the other answer.
-        is_task: They are of a task of reasoning-gym, and `ascending` are its right answers.
     """
 
     prompts: torch.Tensor
     ascending: torch.Tensor
     descending: torch.Tensor
-    is_task: bool = False
 
     @property
     def first_difference(self) -> int:
@@ -108,11 +104,11 @@ def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generat
         generator: Source of all draws.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    topk, num_steps = getattr(model.config, "index_topk", 0), NUM_TASK_STEPS if examples.is_task else NUM_STEPS
+    topk = getattr(model.config, "index_topk", 0)
     model.train()
-    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", num_steps, "steps") as progress:
-        for step in range(num_steps):
-            dense = step < DENSE_SHARE * num_steps
+    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
+        for step in range(NUM_STEPS):
+            dense = step < DENSE_SHARE * NUM_STEPS
             sequences = examples.draw(BATCH_SIZE, generator)
             _set_topk(model, sequences.shape[1] if dense else topk)
             inputs.clear()
@@ -121,7 +117,7 @@ def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generat
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
             for group in optimizer.param_groups:
-                group["lr"] = _learning_rate(step, num_steps)
+                group["lr"] = _learning_rate(step)
             optimizer.step()
             progress.advance(note=f"loss {loss.item():.3f}")
     _set_topk(model, topk)
@@ -210,7 +206,7 @@ def _indexers(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn.indexer for layer in model.model.layers if hasattr(layer.self_attn, "indexer")]
 
 
-def _learning_rate(step: int, num_steps: int) -> float:
+def _learning_rate(step: int) -> float:
     rising = min(1.0, (step + 1) / LEARNING_RATE_WARM_UP_STEPS)
-    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / num_steps)
+    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / NUM_STEPS)
     return PEAK_LEARNING_RATE * rising * falling
