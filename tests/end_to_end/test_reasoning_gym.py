@@ -29,7 +29,7 @@ def test_a_task_is_learned_from_its_own_reward(seed: int, tmp_path: Path) -> Non
     assert after >= before + 0.3
     check = json.loads((workflow.run_folder / "data_check.json").read_text())
     assert check["labels"][0]["own"] == 1.0
-    assert max(check["lengths"]) <= 64
+    assert check["prompt_tokens"]["longest"] <= 64
 
 
 @pytest.mark.faults("slow")
