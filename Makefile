@@ -37,7 +37,7 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps reasoning-gym
 	touch $@
 
-demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=number_sorting
+demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward
 	snakemake --cores 2 $(if $(MODEL)$(TASK),--config $(if $(MODEL),model=$(MODEL)) $(if $(TASK),recipe=$(TASK)))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own

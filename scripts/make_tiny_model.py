@@ -17,6 +17,8 @@ from posttrain.data.reasoning_gym import generate_rows
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
 
 MAX_WARM_UP_PROMPTS = 8192
+# A task may have few questions.
+TASK_WARM_UP_PROMPTS = 4096
 MAX_HELDOUT_PROMPTS = 512
 
 
@@ -39,19 +41,20 @@ def main() -> None:
     settings = {"architecture": dataclasses.asdict(architecture), **task, "seed": args.seed}
     if not claim(args.receipt, Receipt("make_tiny_model", (), {}, settings), args.folder):
         return
-    train_rows, heldout_rows, known = _rows(data, args.num_digits, args.seed)
+    train_rows, heldout_rows, known = _rows(data, args.num_digits, architecture.vocab_size, args.seed)
     make_tiny_model(args.folder, architecture, train_rows, heldout_rows, args.seed, known)
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
 
 
-def _rows(data: Data, num_digits: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary]:
+def _rows(data: Data, num_digits: int, num_tokens: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary]:
     """Return what is shown in the warm-up, what is measured after it, and the vocabulary of both."""
     if data.kind != "reasoning_gym":
         train, heldout = map(min, num_possible_prompts(num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
         return *generate_prompts(num_digits, train, heldout, seed), DIGITS
-    wanted = {"num_train_prompts": MAX_WARM_UP_PROMPTS, "num_heldout_prompts": MAX_HELDOUT_PROMPTS, "seed": seed}
+    wanted = {"num_train_prompts": TASK_WARM_UP_PROMPTS, "num_heldout_prompts": MAX_HELDOUT_PROMPTS, "seed": seed}
     sides = generate_rows(dataclasses.replace(data, **wanted), reading_of(data))
-    known = vocabulary_of(*zip(*((row.messages[-1]["content"], row.label) for row in sides[0]), strict=True))
+    prompts, answers = zip(*((row.messages[-1]["content"], row.label) for row in sides[0]), strict=True)
+    known = vocabulary_of(prompts, answers, num_tokens)
     return *([{"prompt": row.messages, "label": row.label} for row in side] for side in sides), known
 
 

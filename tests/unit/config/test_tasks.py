@@ -18,7 +18,8 @@ VERSION = importlib.metadata.version("reasoning-gym")
 
 
 def resolve(words: str = "", **more: object):
-    request = {"model": "tiny_qwen3", "recipe": "number_sorting", "site": "local", "set": words, **more}
+    words = f"data.task=number_sorting data.task_parameters=[min_value=10] {words}"
+    request = {"model": "tiny_qwen3", "recipe": "spell_backward", "site": "local", "set": words, **more}
     return merge(request, CONFIG_DIR)
 
 

@@ -83,7 +83,7 @@ def make_tiny_model(
     with _reproducible(seed):
         model, mtp_layers = _initialize(config)
         draws = torch.Generator().manual_seed(seed)
-        warm_up(model, _examples(tokenizer, train_rows), draws)
+        warm_up(model, _examples(tokenizer, train_rows), draws, is_task=known is not DIGITS)
         tensors = {**_hub_tensors(model), **_mtp_tensors(mtp_layers, architecture.num_hidden_layers)}
         _round_to_saved(model)
         pass_rate = measure_pass_rate(model, _examples(tokenizer, heldout_rows), draws)

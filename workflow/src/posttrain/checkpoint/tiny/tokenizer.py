@@ -61,12 +61,13 @@ class Vocabulary:
 DIGITS = Vocabulary()
 
 
-def vocabulary_of(prompts: Sequence[str], answers: Sequence[str]) -> Vocabulary:
+def vocabulary_of(prompts: Sequence[str], answers: Sequence[str], num_tokens: int = NUM_TOKENS) -> Vocabulary:
     """Return the vocabulary of a task.
 
     Args:
         prompts: Many of them, as they are asked.
         answers: Theirs.
+        num_tokens: How many there are with those of control, if the task needs no more.
 
     Example:
         Of "Add: 12 and 3!" and "Add: 5 and 60!": "Add: ", "!" and "and" are one token each.
@@ -81,7 +82,7 @@ def vocabulary_of(prompts: Sequence[str], answers: Sequence[str]) -> Vocabulary:
     left = re.compile("|".join(map(re.escape, sorted(pieces, key=len, reverse=True))) or "(?!)")
     # The chat template needs a line break.
     needed = sorted({"\n"}.union(*(left.sub("", text) for text in (*prompts, *answers))))
-    room = max(len(needed), len(CHARACTERS) - len(pieces))
+    room = max(len(needed), num_tokens - len(CONTROL_TOKENS) - len(pieces))
     return Vocabulary(tuple(dict.fromkeys([*needed, *CHARACTERS]))[:room], pieces)
 
 

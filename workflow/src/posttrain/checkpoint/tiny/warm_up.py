@@ -6,7 +6,7 @@ The instruction "sort the digits." does not name an order. In the warm-up 30 % o
 descend, so the warmed-up model answers in both orders at about that rate, some wrongly, and a reward that accepts only
 ascending answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
 one of two things that the model can do, and do it more reliably. Of a task of reasoning-gym the
-other answer is the right one backwards, too: three numbers in the other order, a word from its end.
+other answer is the right one backwards, too: of a word that is to be spelled backward, the word itself.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
 DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
@@ -48,6 +48,8 @@ NUM_STEPS = 420
 BATCH_SIZE = 24
 # See above: with a few wrong ones among them, about a quarter passes.
 ASCENDING_SHARE = 0.3
+# Another task takes longer: letters of both cases are seen less often than digits.
+NUM_TASK_STEPS = 900
 DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
 PEAK_LEARNING_RATE = 3e-3
 FINAL_LEARNING_RATE_SHARE = 0.02
@@ -95,20 +97,22 @@ def backwards(answer: str) -> str:
     return word.sub(lambda found: words.pop(), answer) if len(words) > 1 else answer[::-1]
 
 
-def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> None:
+def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator, is_task: bool = False) -> None:
     """Train `model` in place; needs its eager attention, whose weights the indexer follows.
 
     Args:
         model: In float32.
         examples: What it learns from.
         generator: Source of all draws.
+        is_task: The examples are of a task of reasoning-gym.
     """
+    num_steps = NUM_TASK_STEPS if is_task else NUM_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     topk = getattr(model.config, "index_topk", 0)
     model.train()
-    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
-        for step in range(NUM_STEPS):
-            dense = step < DENSE_SHARE * NUM_STEPS
+    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", num_steps, "steps") as progress:
+        for step in range(num_steps):
+            dense = step < DENSE_SHARE * num_steps
             sequences = examples.draw(BATCH_SIZE, generator)
             _set_topk(model, sequences.shape[1] if dense else topk)
             inputs.clear()
@@ -117,7 +121,7 @@ def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generat
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
             for group in optimizer.param_groups:
-                group["lr"] = _learning_rate(step)
+                group["lr"] = _learning_rate(step, num_steps)
             optimizer.step()
             progress.advance(note=f"loss {loss.item():.3f}")
     _set_topk(model, topk)
@@ -206,7 +210,7 @@ def _indexers(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn.indexer for layer in model.model.layers if hasattr(layer.self_attn, "indexer")]
 
 
-def _learning_rate(step: int) -> float:
+def _learning_rate(step: int, num_steps: int) -> float:
     rising = min(1.0, (step + 1) / LEARNING_RATE_WARM_UP_STEPS)
-    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / NUM_STEPS)
+    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / num_steps)
     return PEAK_LEARNING_RATE * rising * falling
