@@ -33,10 +33,12 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@# Its metadata ask for Python 3.12; there is a wheel for 3.11 too, and what is used here runs on both.
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
+	@# It names one version of tabulate, and another one is tested; it only prints a table with it.
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps reasoning-gym
 	touch $@
 
-demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), or on MODEL=tiny_qwen3
-	snakemake --cores 2 $(if $(MODEL),--config model=$(MODEL))
+demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward
+	snakemake --cores 2 $(if $(MODEL)$(TASK),--config $(if $(MODEL),model=$(MODEL)) $(if $(TASK),recipe=$(TASK)))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu

@@ -1,17 +1,24 @@
-"""Makes the tiny GLM-5 that the default run trains, in the layout of a Hub repository."""
+"""Makes the tiny model that the demo trains, in the layout of a Hub repository."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 from posttrain.artifacts import Receipt, claim, record_files, write_receipt
 from posttrain.checkpoint.parts.steps import FOLDER
 from posttrain.checkpoint.tiny.model import make_tiny_model
+from posttrain.checkpoint.tiny.tokenizer import DIGITS, Vocabulary, vocabulary_of
 from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.data import Data, task_of
+from posttrain.data.dataset_files import reading_of
+from posttrain.data.reasoning_gym import generate_rows
 from posttrain.data.sort_digits import generate_prompts, num_possible_prompts
 
 MAX_WARM_UP_PROMPTS = 8192
+# A task may have few questions.
+TASK_WARM_UP_PROMPTS = 4096
 MAX_HELDOUT_PROMPTS = 512
 
 
@@ -29,14 +36,26 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.num_threads)
-    architecture = args.resolved.config.model.architecture
-    settings = {"architecture": dataclasses.asdict(architecture), "num_digits": args.num_digits, "seed": args.seed}
+    architecture, data = args.resolved.config.model.architecture, args.resolved.config.data
+    task = task_of(data) if data.kind == "reasoning_gym" else {"num_digits": args.num_digits}
+    settings = {"architecture": dataclasses.asdict(architecture), **task, "seed": args.seed}
     if not claim(args.receipt, Receipt("make_tiny_model", (), {}, settings), args.folder):
         return
-    train, heldout = map(min, num_possible_prompts(args.num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
-    train_rows, heldout_rows = generate_prompts(args.num_digits, train, heldout, args.seed)
-    make_tiny_model(args.folder, architecture, train_rows, heldout_rows, args.seed)
+    train_rows, heldout_rows, known = _rows(data, args.num_digits, architecture.vocab_size, args.seed)
+    make_tiny_model(args.folder, architecture, train_rows, heldout_rows, args.seed, known)
     write_receipt(args.receipt, Receipt("make_tiny_model", record_files(args.folder), {}, settings), started)
+
+
+def _rows(data: Data, num_digits: int, num_tokens: int, seed: int) -> tuple[list[Any], list[Any], Vocabulary]:
+    """Return what is shown in the warm-up, what is measured after it, and the vocabulary of both."""
+    if data.kind != "reasoning_gym":
+        train, heldout = map(min, num_possible_prompts(num_digits), (MAX_WARM_UP_PROMPTS, MAX_HELDOUT_PROMPTS))
+        return *generate_prompts(num_digits, train, heldout, seed), DIGITS
+    wanted = {"num_train_prompts": TASK_WARM_UP_PROMPTS, "num_heldout_prompts": MAX_HELDOUT_PROMPTS, "seed": seed}
+    sides = generate_rows(dataclasses.replace(data, **wanted), reading_of(data))
+    prompts, answers = zip(*((row.messages[-1]["content"], row.label) for row in sides[0]), strict=True)
+    known = vocabulary_of(prompts, answers, num_tokens)
+    return *([{"prompt": row.messages, "label": row.label} for row in side] for side in sides), known
 
 
 if __name__ == "__main__":

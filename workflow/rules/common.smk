@@ -15,7 +15,7 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
@@ -153,6 +153,7 @@ FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
+SUITE_FOLDERS = suite_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
 ON_PODS = f"python -m posttrain.launch.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"

@@ -13,9 +13,10 @@ SOURCE_FILES = (
 )
 
 if CFG.model.source.kind == "made":
+    TAUGHT = CFG.data.task or f"{CFG.data.num_digits}-digit sorting"
 
     rule make_tiny_model:
-        """Makes a small GLM-5 that sorts digits, in the layout of a Hub repository."""
+        """Makes a small model that knows a task a little, in the layout of a Hub repository."""
         output:
             update(receipt_of(PATHS.made_model)),
         log:
@@ -29,7 +30,7 @@ if CFG.model.source.kind == "made":
             seed=0,
             folder=PATHS.made_model,
         message:
-            f"make {CFG.model.name} of {{params.num_digits}}-digit sorting with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
+            f"make {CFG.model.name} of {TAUGHT} with a short supervised warm-up{NEEDS.message('make_tiny_model')}"
         shell:
             runs(
                 "make_tiny_model",

@@ -6,7 +6,7 @@
 from posttrain.config.suites import evaluation_settings, rows_of, suite_data
 
 # By what stands in the name of its folder, so that suites of the same rows are one.
-SUITES = {folder.name.removeprefix("suite-"): name for name, folder in PATHS.suites.items()}
+SUITES = {folder.name.removeprefix("suite-"): name for name, folder in SUITE_FOLDERS.items()}
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 
 
@@ -26,7 +26,7 @@ rule download_suite:
         format_version=FORMAT_VERSIONS["download_suite"],
         rows=lambda wildcards: json.dumps(rows_of(CFG.evaluation.suites[SUITES[wildcards.suite]])),
         name=lambda wildcards: SUITES[wildcards.suite],
-        folder=lambda wildcards: PATHS.suites[SUITES[wildcards.suite]],
+        folder=lambda wildcards: SUITE_FOLDERS[SUITES[wildcards.suite]],
     message:
         f"get the prompts of {{params.name}} and check every line{NEEDS.message('download_suite')}"
     shell:
@@ -44,7 +44,7 @@ rule evaluate:
     input:
         checkpoint=lambda wildcards: receipt_of(EVALUATED[wildcards.when]),
         dataset=receipt_of(PATHS.dataset),
-        suites=[receipt_of(folder) for folder in PATHS.suites.values()],
+        suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
         run=lambda wildcards: may_run(),
     output:
         # Snakemake deletes what a killed job had made in this order: what vouches for the result goes before it.

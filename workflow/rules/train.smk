@@ -27,7 +27,7 @@ rule approve_data:
     input:
         checkpoint=receipt_of(PATHS.hf_patched),
         dataset=receipt_of(PATHS.dataset),
-        suites=[receipt_of(folder) for folder in PATHS.suites.values()],
+        suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
         run=lambda wildcards: may_run(),
     output:
         receipt=CHECKED,
@@ -62,7 +62,7 @@ rule check_data:
     input:
         receipt_of(PATHS.hf_patched),
         receipt_of(PATHS.dataset),
-        [receipt_of(folder) for folder in PATHS.suites.values()],
+        [receipt_of(folder) for folder in SUITE_FOLDERS.values()],
     log:
         PATHS.run_log("check_data"),
     message:

@@ -35,7 +35,7 @@ def test_every_label(file: Path) -> None:
     random.Random(1).shuffle(others)
     asked = [Answer(f"So it is {row.columns['answer']}", row.label, row.messages) for row in rows]
     asked += [Answer(f"#### {other}", row.label, row.messages) for row, other in zip(rows, others, strict=True)]
-    with GraderPool.of(config.reward) as pool:
+    with GraderPool.of(config) as pool:
         rewards = [one.reward for (one,) in asyncio.run(Scorer(config, pool).score([[answer] for answer in asked]))]
     assert rewards[: len(rows)] == [1.0] * len(rows)
     same = [float(float(row.label) == float(other)) for row, other in zip(rows, others, strict=True)]

@@ -109,7 +109,7 @@ def test_without_a_label_a_grader_applies_only_if_it_needs_none(name):
 
 def test_what_could_hang_has_a_process():
     assert {name for name, grader in GRADERS.items() if not grader.is_instant} == {
-        *("math", "math_answer", "math_dapo", "math_deepscaler", "format"),
+        *("math", "math_answer", "math_dapo", "math_deepscaler", "format", "reasoning_gym"),
     }
 
 

@@ -63,7 +63,7 @@ def opened(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[tuple[StepEvalu
     exams = [Exam(name, of_exam, prompts) for name, of_exam in exams_of(config).items()]
     engine, application = Engine(tokenizer, 4), web.Application()
     application.router.add_post("/generate", engine.generate)
-    with asyncio.Runner() as runner, GraderPool.of(config.reward) as graders:
+    with asyncio.Runner() as runner, GraderPool.of(config) as graders:
         server = TestServer(application)
         runner.run(server.start_server())
         client = EngineClient([str(server.make_url(""))], "secret", 10)

@@ -15,6 +15,7 @@ from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.tiny import model as tiny_model
 from posttrain.checkpoint.tiny import warm_up as tiny_warm_up
 from posttrain.checkpoint.tiny.model import make_tiny_model, measure_pass_rate
+from posttrain.checkpoint.tiny.tokenizer import Vocabulary, vocabulary_of
 from posttrain.config.families import dimensions
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.sort_digits import generate_prompts
@@ -192,6 +193,23 @@ def test_an_architecture_that_cannot_be_made_is_refused(tmp_path):
     assert "model.architecture.model_type = deepseek_v3" in text
     assert "model.architecture.vocab_size = 63" in text
     assert "at least 64" in text
+
+
+def test_a_task_needs_room_for_its_tokens_and_batches_of_one_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_warm_up, "NUM_STEPS", 2)
+    monkeypatch.setattr(tiny_model, "PASS_RATE_LIMITS", (0.0, 1.0))
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Add these numbers: {a} and {b}."}], "label": str(a + b)}
+        for a in range(2, 40)
+        for b in range(2, 9)
+    ]
+    known = vocabulary_of([row["prompt"][0]["content"] for row in rows], [row["label"] for row in rows])
+    make_tiny_model(tmp_path / "model", TINY_QWEN3, rows, rows, 0, known)
+    chat = ChatTokenizer(tmp_path / "model")
+    assert chat.decode(chat.render(rows[0]["prompt"])).split("\n")[1] == "Add these numbers: 2 and 2."
+    wide = Vocabulary(tuple(map(chr, range(32, 112))))
+    with pytest.raises(ConfigError, match=r"model.architecture.vocab_size = 64(.|\n)*at least 93"):
+        make_tiny_model(tmp_path / "other", TINY_QWEN3, rows, rows, 0, wide)
 
 
 def test_a_model_that_learned_too_little_is_refused_and_leaves_nothing(tmp_path, monkeypatch):

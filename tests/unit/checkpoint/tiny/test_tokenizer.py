@@ -1,7 +1,15 @@
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.checkpoint.tiny.tokenizer import CHARACTERS, CONTROL_TOKENS, NUM_TOKENS, make_tokenizer, stop_token_ids
+from posttrain.checkpoint.tiny.tokenizer import (
+    CHARACTERS,
+    CONTROL_TOKENS,
+    NUM_TOKENS,
+    STOP_TOKENS,
+    make_tokenizer,
+    stop_token_ids,
+    vocabulary_of,
+)
 from posttrain.planner.sizing.made_model import SMALLEST_VOCABULARY
 
 
@@ -44,3 +52,41 @@ def test_stop_tokens(tokenizer):
 def test_an_unknown_role_is_refused(tokenizer):
     with pytest.raises(Exception, match="unknown role: judge"):
         tokenizer.apply_chat_template([{"role": "judge", "content": "1"}])
+
+
+PROMPTS = [
+    f"Sort in {way} order: {a}.0, {b}.0\nAnswer as ['-69', '7'], please: [1]!"
+    for way in ("ascending", "descending")
+    for a in range(10, 20)
+    for b in range(30, 35)
+]
+
+
+def test_a_task_has_tokens_of_what_its_prompts_have_in_common(tmp_path):
+    known = vocabulary_of(PROMPTS, ["['12.0', '31.0']"])
+    assert known.pieces == ("Sort in ", ".0\nAnswer as ['-69', '7'], please: [1]!", "ascending", "descending", "order")
+    assert set("\n0123456789[]',. :") <= set(known.characters)
+    make_tokenizer(256, known).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == len(known.texts) + len(CONTROL_TOKENS) == NUM_TOKENS
+    for place, text in enumerate(known.texts):
+        assert tokenizer.encode(text) == [place]
+    assert PROMPTS[8].startswith("Sort in ascending order: 11.0, 33.0\n")
+    # Both ends and both words, and " ", ": ", "11.0, 33" by characters.
+    assert len(tokenizer.encode(PROMPTS[8])) == 4 + 1 + 2 + 8
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in (*PROMPTS, "['12.0', '31.0']"))
+    assert tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)) == stop_token_ids(known)
+
+
+def test_rare_words_are_spelled_and_texts_without_anything_in_common_too():
+    words = ["apple", "berry", "cherry"] * 5 + [f"{chr(97 + n % 26)}{chr(97 + n // 26)}z" for n in range(85)]
+    known = vocabulary_of(words, words)
+    assert known.pieces == ()
+    assert known.characters[:27] == ("\n", *"abcdefghijklmnopqrstuvwxyz")
+    assert len(known.texts) == len(CHARACTERS)
+
+
+def test_more_characters_than_there_is_room_for_stay():
+    texts = [chr(code) * 2 for code in range(0x4E00, 0x4E00 + 80)]
+    known = vocabulary_of(texts, texts)
+    assert set("".join(texts)) <= set(known.characters)

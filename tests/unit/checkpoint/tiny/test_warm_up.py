@@ -6,7 +6,7 @@ from tests.support.tiny_checkpoint import TINY
 
 from posttrain.checkpoint.tiny import warm_up as tiny_warm_up
 from posttrain.checkpoint.tiny.model import config_json
-from posttrain.checkpoint.tiny.warm_up import Examples, index_scores, warm_up
+from posttrain.checkpoint.tiny.warm_up import Examples, backwards, index_scores, warm_up
 
 
 @pytest.fixture
@@ -101,3 +101,11 @@ def _loss(model, examples: Examples) -> float:
     with torch.no_grad():
         logits = model(input_ids=sequences, use_cache=False).logits[:, -4:-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), examples.descending.flatten()).item()
+
+
+@pytest.mark.parametrize(
+    ("answer", "other"),
+    [("1134", "4311"), ("['7.0', '-12.0']", "['-12.0', '7.0']"), ("drow", "word"), ("", ""), ("a b c", "c b a")],
+)
+def test_the_other_answer_is_the_right_one_backwards(answer, other):
+    assert backwards(answer) == other

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.config.data import task_of
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
@@ -155,17 +156,12 @@ class Paths:
         return self.store / "datasets" / _versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
 
     @property
-    def suites(self) -> dict[str, Path]:
-        """See `suite_folders`."""
-        return suite_folders(self.resolved.config)
-
-    @property
     def store_artefacts(self) -> dict[str, Path]:
         """All folders of the store that the run may use, by a short name, in the order of the data."""
         return {
             "made model": self.made_model,
             "dataset": self.dataset,
-            **{f"suite {name}": folder for name, folder in self.suites.items()},
+            **{f"suite {name}": folder for name, folder in suite_folders(self.resolved.config).items()},
             "hf": self.hf,
             "hf_patched": self.hf_patched,
             "torch_dist": self.torch_dist,
@@ -317,7 +313,7 @@ class Paths:
         return {
             "format": FORMAT_VERSIONS["make_tiny_model"],
             "architecture": dimensions(config.model.architecture),
-            "num_digits": config.data.num_digits,
+            **task_of(config.data),
         }
 
     def _patch_settings(self) -> dict[str, Any]:

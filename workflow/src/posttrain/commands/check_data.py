@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.artifacts import Paths, receipt_of
+from posttrain.artifacts import Paths, receipt_of, suite_folders
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT, TRAIN
 from posttrain.errors import Problem, raise_if_any
@@ -12,15 +12,15 @@ from posttrain.evaluation.heldout import read_suites
 
 def main(paths: Paths) -> None:
     """Show what was found, and fail with what a run would be refused for."""
+    config, suites = paths.resolved.config, suite_folders(paths.resolved.config)
     raise_if_any(
         [
             Problem(str(folder), "not made yet", "dataset and tokenizer", "`snakemake --cores 2 check_data` makes them")
-            for folder in (paths.dataset, *paths.suites.values(), paths.hf_patched)
+            for folder in (paths.dataset, *suites.values(), paths.hf_patched)
             if not receipt_of(folder).exists()
         ]
     )
     train, heldout = (load_prompts(paths.dataset / name) for name in (TRAIN, HELDOUT))
-    config = paths.resolved.config
-    found = check_data(config, paths.hf_patched, train, heldout, read_suites(config, paths.suites))
+    found = check_data(config, paths.hf_patched, train, heldout, read_suites(config, suites))
     print_check(found)
     raise_if_any(found.problems)

@@ -42,6 +42,7 @@ from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
 from posttrain.config.suites import suite_rewards
+from posttrain.config.tasks import installed_version
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -59,6 +60,8 @@ BASE = "base.yaml"
 PLANNER = "planner"
 # Origin of what follows from the content of files that the configuration names.
 FILES = "the files that rewards name"
+# Origin of what follows from the packages of this machine.
+INSTALLED = "the installed package"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,7 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    config = _with_own_digests(config, merger.origins)
+    config = _with_installed(_with_own_digests(config, merger.origins), merger.origins)
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
@@ -158,6 +161,16 @@ def _with_own_digests(config: schema.Config, origins: dict[str, str]) -> schema.
             config = dataclasses.replace(config, **{section: named})
             origins[f"{section}.own_digests"] = FILES
     return config
+
+
+def _with_installed(config: schema.Config, origins: dict[str, str]) -> schema.Config:
+    """Return the configuration with the version of the package that makes its rows, if one does."""
+    version, problems = installed_version(config.data)
+    raise_if_any(problems)
+    if not version:
+        return config
+    origins["data.reasoning_gym"] = INSTALLED
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, reasoning_gym=version))
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:

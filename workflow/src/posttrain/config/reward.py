@@ -11,7 +11,7 @@ THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 # The graders that the project brings.
 BUILT_IN = (
     *("exact_match", "choice", "f1", "math", "math_answer", "math_dapo", "math_deepscaler"),
-    *("format", "length", "overlong", "repetition"),
+    *("format", "length", "overlong", "repetition", "reasoning_gym"),
 )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from posttrain.config.data import KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
+from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
 from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
@@ -21,7 +21,7 @@ from posttrain.config.reward_sum import parse_reward
 from posttrain.config.schema import Config
 from posttrain.config.service_rules import SERVICE_RULES
 from posttrain.config.site_rules import SITE_RULES, check_launcher
-from posttrain.config.suites import HELD_OUT
+from posttrain.config.suites import HELD_OUT, exams_of
 from posttrain.config.supervised_rules import SUPERVISED_RULES
 from posttrain.errors import ConfigError, Problem
 
@@ -90,7 +90,7 @@ def _model_source(config: Config) -> Problems:
 def _data_sources(config: Config) -> Problems:
     for name, data in sources_of(config.data).items():
         section = f"data.sources.{name}" if name else "data"
-        yield from _reward(config, data.reward, f"{section}.reward")
+        yield from _reward(config, data, f"{section}.reward")
         yield from _data_source(data, section)
         if name and not re.fullmatch(NODE_NAME, name):
             allowed = "letters, digits, '.', '_' and '-'; it starts with a letter or digit"
@@ -112,7 +112,7 @@ def _data_source(data: Data, section: str) -> Problems:
             if value := getattr(data, name):
                 remedy = f"set {section}.kind=hub"
                 yield Problem(f"{section}.{name}", repr(value), f"'' with this {section}.kind", remedy)
-    if data.kind == "sort_digits" and data.num_train_prompts < 1:
+    if data.kind in GENERATED and data.num_train_prompts < 1:
         yield Problem("data.num_train_prompts", str(data.num_train_prompts), "at least 1", "generate some")
     wanted, different = data.num_train_prompts + data.num_heldout_prompts, 10**data.num_digits
     if data.kind == "sort_digits" and wanted > different:
@@ -127,8 +127,8 @@ def _suites(config: Config) -> Problems:
         if name == HELD_OUT or not re.fullmatch(NODE_NAME, name):
             allowed = f"letters, digits, '.', '_' and '-'; it starts with a letter or digit, and is not {HELD_OUT}"
             yield Problem("evaluation.suites", repr(name), allowed, "give the suite another name")
-        if suite.reward:
-            yield from _reward(config, suite.reward, f"{section}.reward")
+        if suite.reward or "reasoning_gym" in config.data.reward:
+            yield from _reward(config, exams_of(config)[name].data, f"{section}.reward")
         if suite.kind == "hub":
             yield from _repository(f"{section}.repo_id", suite.repo_id)
             if suite.revision != UNPINNED:
@@ -149,10 +149,10 @@ def _suites(config: Config) -> Problems:
         yield Problem("evaluation.interval", str(config.evaluation.interval), "0 where training has no engines", remedy)
 
 
-def _reward(config: Config, text: str, key: str) -> Problems:
+def _reward(config: Config, data: Data, key: str) -> Problems:
     """Whether a function of the user's is there is found out once, when the command is given (`config.load`)."""
     try:
-        terms = parse_reward(text, key)
+        terms = parse_reward(data.reward, key)
     except ConfigError as error:
         yield from error.problems
         return
@@ -161,6 +161,9 @@ def _reward(config: Config, text: str, key: str) -> Problems:
         if not term.is_own and term.grader not in known:
             allowed = f"{', '.join(known)}, path.py:function, or a name in reward.services or reward.judges"
             yield Problem(key, repr(term.grader), allowed, did_you_mean(term.grader, known) or "choose one")
+        if term.grader == "reasoning_gym" != data.kind:
+            allowed = f"another grader with kind={data.kind}: this one asks the task that has made the row"
+            yield Problem(key, repr(data.reward), allowed, "choose one of docs/rewards.md, or set kind=reasoning_gym")
 
 
 def _repository(key: str, repo_id: str) -> Problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from posttrain.config.data import GENERATED
 from posttrain.config.derived import uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
@@ -30,8 +31,8 @@ def _rollout(config: Config) -> Problems:
 def _responses(config: Config) -> Problems:
     # Its labels are all that is graded, and there is no text around them to learn.
     data = config.data
-    if not uses_engines(config) and data.kind == "sort_digits" and data.response_key:
-        allowed = "'' with data.kind=sort_digits, whose label is the response"
+    if not uses_engines(config) and data.kind in GENERATED and data.response_key:
+        allowed = f"'' with data.kind={data.kind}, whose label is the response"
         yield Problem("data.response_key", repr(data.response_key), allowed, "leave it out")
 
 

@@ -24,6 +24,7 @@ from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
 from posttrain.data.raw_rows import SUFFIXES, files_of
+from posttrain.data.reasoning_gym import generate_rows
 from posttrain.data.rows import MAX_REPORTED_LINES, Reading, Row, describe_bad_rows, digest_of, read_rows
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError, Problem, raise_if_any
@@ -123,6 +124,8 @@ def _rows_of(
         drawn = generate_prompts(data.num_digits, data.num_train_prompts, data.num_heldout_prompts, data.seed)
         train, heldout = ([Row(tuple(row["prompt"]), row["label"]) for row in side] for side in drawn)
         return (train, heldout), ()
+    if data.kind == "reasoning_gym":
+        return generate_rows(data, reading_of(data)), ()
     sides, records = _sides(data, folder, fetched, manifest, rule)
     return split_rows(data, *sides, report), records
 

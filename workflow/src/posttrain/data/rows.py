@@ -132,7 +132,7 @@ def read_rows(name: str, paths: Sequence[Path], reading: Reading) -> ReadRows:
         ConfigError: A file cannot be read, its form is not known, or a setting is wrong.
     """
     form = form_of(first_rows(paths, NUM_FIRST_ROWS), reading, name)
-    reader, seen = _RowReader(form, reading), dict[int, str]()
+    reader, seen = RowReader(form, reading), dict[int, str]()
     rows: list[Row] = []
     bad: list[BadRow] = []
     dropped: Counter[str] = Counter()
@@ -225,7 +225,7 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None) -> Problem:
     return Problem(found.name, value, allowed, remedy)
 
 
-class _RowReader:
+class RowReader:
     """Makes rows of one form what they are to be."""
 
     def __init__(self, form: Form, reading: Reading):

@@ -141,7 +141,7 @@ async def _ask_graders(
 ) -> tuple[list[LabelCheck], list[ShownVerdict]]:
     """Return what each source's labels say when they are responses, and what other graders say."""
     checks = []
-    with GraderPool.of(config.reward) as pool:
+    with GraderPool.of(config) as pool:
         scorer = Scorer(config, pool)
         for name in sources_of(config.data):
             rows = [prompt for prompt in prompts if prompt.source == name and prompt.label is not None]
@@ -155,7 +155,7 @@ async def _check_suites(suites: Sequence[Exam]) -> list[LabelCheck]:
     """Return what each suite's labels say when they are responses to it."""
     checks = []
     for suite in suites:
-        with GraderPool.of(suite.config.reward) as pool:
+        with GraderPool.of(suite.config) as pool:
             scorer = Scorer(suite.config, pool)
             first = scorer.terms[""][0]
             if scorer.needs_label(first):

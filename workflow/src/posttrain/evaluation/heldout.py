@@ -118,7 +118,7 @@ def evaluate_checkpoint(
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
         sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
     results = {}
-    with GraderPool.of(config.reward) as graders:
+    with GraderPool.of(config) as graders:
         for exam, (answers, seconds) in zip(exams, sampled, strict=True):
             graded = asyncio.run(grade_responses(exam, tokenizer, graders, answers))
             num_tokens = sum(response.num_tokens for response in graded)

@@ -10,7 +10,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from posttrain.artifacts import Paths, receipt_of
+from posttrain.artifacts import Paths, receipt_of, suite_folders
 from posttrain.config.data import UNPINNED, sources_of
 from posttrain.preflight.report import Finding, failed, ok, skipped
 
@@ -31,7 +31,7 @@ def check_hub_sources(paths: Paths) -> list[Finding]:
             sources.append((key, "dataset", data.repo_id, data.revision, receipt_of(paths.dataset)))
     for name, suite in config.evaluation.suites.items():
         if suite.kind == "hub":
-            made = receipt_of(paths.suites[name])
+            made = receipt_of(suite_folders(config)[name])
             sources.append((f"evaluation.suites.{name}", "dataset", suite.repo_id, suite.revision, made))
     findings = []
     for key, kind, repo_id, revision, receipt in sources:

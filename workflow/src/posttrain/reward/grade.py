@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from posttrain.reward import mathematics, shape, text
+from posttrain.reward import mathematics, shape, task, text
 from posttrain.reward.answer import Answer, Grade
 from posttrain.reward.shape import ShapeSettings
 
@@ -41,6 +41,7 @@ GRADERS: Mapping[str, Grader] = {
     "length": Grader(shape.length, needs_label=False, is_instant=True),
     "overlong": Grader(shape.overlong, needs_label=False, is_instant=True),
     "repetition": Grader(shape.repetition, needs_label=False, is_instant=True),
+    "reasoning_gym": Grader(task.reasoning_gym),
 }
 
 

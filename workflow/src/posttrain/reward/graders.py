@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import multiprocessing
 import pickle
@@ -18,7 +19,7 @@ from typing import ClassVar
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from posttrain.config.reward import Reward
+from posttrain.config.schema import Config
 from posttrain.reward.answer import Answer, Failure, Grade
 from posttrain.reward.expression import warm_up
 from posttrain.reward.grade import GRADERS, grade
@@ -88,6 +89,7 @@ class GraderPool:
         deadline_seconds: Per answer; a job of several has as many times as long.
         num_workers: Processes; they start with the first job that needs them.
         memory_bytes: What a worker may map beyond what it has at its start.
+        modules: What a worker imports at its start, so that no answer has to wait for it.
     """
 
     def __init__(
@@ -95,21 +97,21 @@ class GraderPool:
         deadline_seconds: float = DEADLINE_SECONDS,
         num_workers: int = NUM_WORKERS,
         memory_bytes: int = MEMORY_BYTES,
+        modules: Sequence[str] = (),
     ):
         self._deadline, self._num_workers = deadline_seconds, num_workers
         # A trainer has threads and holds locks: workers start from a clean interpreter, not from a fork of it.
-        self._context, self._memory_bytes = multiprocessing.get_context("spawn"), memory_bytes
+        self._context, self._at_start = multiprocessing.get_context("spawn"), (memory_bytes, tuple(modules))
         self._pool = self._start()
 
     @classmethod
-    def of(cls, settings: Reward) -> GraderPool:
+    def of(cls, config: Config) -> GraderPool:
         """Return the pool that a configuration asks for."""
-        return cls(settings.deadline_seconds, settings.num_workers, int(settings.memory_gib * 2**30))
+        settings, modules = config.reward, ["reasoning_gym"] * bool(config.data.reasoning_gym)
+        return cls(settings.deadline_seconds, settings.num_workers, int(settings.memory_gib * 2**30), modules)
 
     def _start(self) -> ProcessPool:
-        return ProcessPool(
-            self._num_workers, initializer=_prepare, initargs=(self._memory_bytes,), context=self._context
-        )
+        return ProcessPool(self._num_workers, initializer=_prepare, initargs=self._at_start, context=self._context)
 
     def __enter__(self) -> GraderPool:
         return self
@@ -223,10 +225,12 @@ def _as_plain(grade: Grade) -> Grade:
     return Grade(score, {str(name): float(value) for name, value in grade.parts.items()})
 
 
-def _prepare(memory_bytes: int) -> None:
+def _prepare(memory_bytes: int, modules: Sequence[str]) -> None:
     """Limit a new worker's memory, and read what an answer should not have to wait for."""
     # A grader that hangs in C would not hear a handler in Python, and cost seconds more than the deadline.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warm_up()
+    for name in modules:
+        importlib.import_module(name)
     limit = psutil.Process().memory_info().vms + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

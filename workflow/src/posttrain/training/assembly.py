@@ -81,7 +81,7 @@ def open_run(
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
             tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
-            graders = stack.enter_context(GraderPool.of(config.reward))
+            graders = stack.enter_context(GraderPool.of(config))
             maker = _open_maker(config, tokenizer, read_prompts, client, store, graders)
             evaluation = _open_evaluation(config, exam_folders, tokenizer, client, graders, run_folder, runner)
             last = to_load.finished or None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,11 +28,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.artifacts import building, write_json
-from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
-from posttrain.checkpoint.tiny.warm_up import Examples, warm_up
+from posttrain.checkpoint.tiny.tokenizer import CONTROL_TOKENS, DIGITS, Vocabulary, make_tokenizer, stop_token_ids
+from posttrain.checkpoint.tiny.warm_up import Examples, backwards, warm_up
 from posttrain.config.families import dimensions, family_of, modelling_module
 from posttrain.config.schema import Architecture
-from posttrain.errors import raise_if_any
+from posttrain.errors import Problem, raise_if_any
 from posttrain.planner.sizing.made_model import check_made
 
 log = logging.getLogger(__name__)
@@ -51,16 +52,23 @@ Row = Mapping[str, Any]
 
 
 def make_tiny_model(
-    folder: Path, architecture: Architecture, train_rows: Sequence[Row], heldout_rows: Sequence[Row], seed: int
+    folder: Path,
+    architecture: Architecture,
+    train_rows: Sequence[Row],
+    heldout_rows: Sequence[Row],
+    seed: int,
+    known: Vocabulary = DIGITS,
 ) -> float:
     """Make the model and put it into `folder`.
 
     Args:
         folder: Where it goes, complete or not at all.
         architecture: Its dimensions; what `planner.made_model.check_made` allows.
-        train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}, all of one length.
+        train_rows: Prompts and labels of the warm-up: {"prompt": messages, "label": text}. Those of the commonest
+            lengths are taken: a batch has one.
         heldout_rows: The same, for measuring the pass rate; the warm-up does not see them.
         seed: Seed of weights and warm-up.
+        known: What its tokenizer has tokens for.
 
     Returns:
         The sampled pass rate on `heldout_rows`, at temperature 1, of the weights as saved.
@@ -69,13 +77,13 @@ def make_tiny_model(
         ConfigError: When the architecture is not one it can make.
         RuntimeError: When the pass rate is not within `PASS_RATE_LIMITS`.
     """
-    raise_if_any(list(check_made(architecture)))
-    tokenizer = make_tokenizer(architecture.max_position_embeddings)
-    config = config_json(architecture)
+    raise_if_any([*check_made(architecture), *_check_vocabulary(architecture, known)])
+    tokenizer = make_tokenizer(architecture.max_position_embeddings, known)
+    config = config_json(architecture, known)
     with _reproducible(seed):
         model, mtp_layers = _initialize(config)
         draws = torch.Generator().manual_seed(seed)
-        warm_up(model, _examples(tokenizer, train_rows), draws)
+        warm_up(model, _examples(tokenizer, train_rows), draws, is_task=known is not DIGITS)
         tensors = {**_hub_tensors(model), **_mtp_tensors(mtp_layers, architecture.num_hidden_layers)}
         _round_to_saved(model)
         pass_rate = measure_pass_rate(model, _examples(tokenizer, heldout_rows), draws)
@@ -85,9 +93,9 @@ def make_tiny_model(
     return pass_rate
 
 
-def config_json(architecture: Architecture) -> dict[str, Any]:
+def config_json(architecture: Architecture, known: Vocabulary = DIGITS) -> dict[str, Any]:
     """Return the content of `config.json`, with the keys of the family's own."""
-    stops, dims = stop_token_ids(), dimensions(architecture)
+    stops, dims = stop_token_ids(known), dimensions(architecture)
     rope = {"rope_theta": dims.pop("rope_theta"), "rope_type": "default"}
     content = {
         "architectures": [family_of(architecture).hub_class],
@@ -174,14 +182,19 @@ def _initialize(config: Mapping[str, Any]) -> tuple[PreTrainedModel, nn.ModuleLi
 
 
 def _examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> Examples:
-    def encode(texts: list[str]) -> torch.Tensor:
-        return torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
+    def encode(text: str) -> list[int]:
+        return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
     prompts = tokenizer.apply_chat_template(
         [list(row["prompt"]) for row in rows], add_generation_prompt=True, return_dict=False
     )
-    labels = [row["label"] for row in rows]
-    return Examples(torch.tensor(prompts), encode(labels), encode([label[::-1] for label in labels]))
+    answers = [(encode(row["label"]), encode(backwards(row["label"]))) for row in rows]
+    shapes = [tuple(map(len, (prompt, *both))) for prompt, both in zip(prompts, answers, strict=True)]
+    shape = Counter(shapes).most_common(1)[0][0]
+    taken = [(p, *both) for p, both, found in zip(prompts, answers, shapes, strict=True) if found == shape]
+    if len(taken) < len(rows):
+        log.info("%d of %d rows have the commonest lengths, and are taken", len(taken), len(rows))
+    return Examples(*(torch.tensor(column) for column in zip(*taken, strict=True)))
 
 
 def _hub_tensors(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -231,6 +244,13 @@ def _round_to_saved(model: nn.Module) -> None:
     """Give the model in memory the values that are saved."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(_saved_precision(name, tensor))
+
+
+def _check_vocabulary(architecture: Architecture, known: Vocabulary) -> Iterator[Problem]:
+    needed = len(known.texts) + len(CONTROL_TOKENS)
+    if known is not DIGITS and architecture.vocab_size < needed:
+        allowed = f"at least {needed}: the characters, common words and control tokens of the task"
+        yield Problem("model.architecture.vocab_size", str(architecture.vocab_size), allowed, "raise it")
 
 
 def _check_pass_rate(pass_rate: float, seed: int) -> None:

@@ -1,10 +1,17 @@
 """The tokenizer and chat template of the tiny model: one token per character, GLM's control tokens, GLM's template.
 
-64 tokens in all. As in GLM-5 the control tokens come after the text, so that no id of theirs is 0, and a response ends
-with any of three tokens: the end of text, or the start of somebody else's turn.
+64 tokens in all. For a task whose prompts are long there are also tokens of what all of them have in common and of the
+words that many have, in the place of characters that it does not need. As in GLM-5 the control tokens come after the
+text, so that no id of theirs is 0, and a response ends with any of three tokens: the end of text, or the start of
+somebody else's turn.
 """
 
 from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -29,6 +36,62 @@ CONTROL_TOKENS = (
 )
 STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 NUM_TOKENS = len(CHARACTERS) + len(CONTROL_TOKENS)
+# A word that fewer prompts have is spelled.
+_COMMON_WORD_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a made tokenizer has tokens for, besides those of control.
+
+    Args:
+        characters: One token each.
+        pieces: Longer texts that are one token wherever they stand.
+    """
+
+    characters: tuple[str, ...] = CHARACTERS
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of them, in the order of their tokens."""
+        return (*self.characters, *self.pieces)
+
+
+DIGITS = Vocabulary()
+
+
+def vocabulary_of(prompts: Sequence[str], answers: Sequence[str], num_tokens: int = NUM_TOKENS) -> Vocabulary:
+    """Return the vocabulary of a task.
+
+    Args:
+        prompts: Many of them, as they are asked.
+        answers: Theirs.
+        num_tokens: How many there are with those of control, if the task needs no more.
+
+    Example:
+        Of "Add: 12 and 3!" and "Add: 5 and 60!": "Add: ", "!" and "and" are one token each.
+    """
+    first = _beginning(prompts)
+    middles = [prompt[len(first) :] for prompt in prompts]
+    last = _beginning([middle[::-1] for middle in middles])[::-1]
+    middles = [middle[: len(middle) - len(last)] for middle in middles]
+    counts = Counter(word for middle in middles for word in set(re.findall(r"[A-Za-z]{2,}", middle)))
+    words = sorted(word for word, count in counts.items() if count >= _COMMON_WORD_SHARE * len(prompts))
+    pieces = tuple(text for text in (first, last, *words) if len(text) > 1)
+    left = re.compile("|".join(map(re.escape, sorted(pieces, key=len, reverse=True))) or "(?!)")
+    # The chat template needs a line break.
+    needed = sorted({"\n"}.union(*(left.sub("", text) for text in (*prompts, *answers))))
+    room = max(len(needed), num_tokens - len(CONTROL_TOKENS) - len(pieces))
+    return Vocabulary(tuple(dict.fromkeys([*needed, *CHARACTERS]))[:room], pieces)
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """Return what all of them begin with: what the first and the last in order have in common."""
+    least, most = min(texts), max(texts)
+    length = next((place for place, one in enumerate(least) if most[place : place + 1] != one), len(least))
+    return least[:length]
+
 
 CHAT_TEMPLATE = """[gMASK]<sop>
 {%- for message in messages %}
@@ -47,20 +110,22 @@ CHAT_TEMPLATE = """[gMASK]<sop>
 {% endif %}"""
 
 
-def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(max_length: int, known: Vocabulary = DIGITS) -> PreTrainedTokenizerFast:
     """Build the tokenizer.
 
     Args:
         max_length: Longest sequence the model was made for.
+        known: What it has tokens for.
 
     Example:
         A system text of 16 characters and a user text of 4 become 28 tokens: [gMASK] <sop>, three role tokens with a
         line break each, and the 20 characters.
     """
-    vocabulary = {token: i for i, token in enumerate((*CHARACTERS, *CONTROL_TOKENS))}
+    vocabulary = {token: i for i, token in enumerate((*known.texts, *CONTROL_TOKENS))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in known.pieces])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNKNOWN,
@@ -75,6 +140,6 @@ def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def stop_token_ids() -> list[int]:
+def stop_token_ids(known: Vocabulary = DIGITS) -> list[int]:
     """Return the ids of the tokens that end a response, the end of text first."""
-    return [len(CHARACTERS) + CONTROL_TOKENS.index(token) for token in STOP_TOKENS]
+    return [len(known.texts) + CONTROL_TOKENS.index(token) for token in STOP_TOKENS]

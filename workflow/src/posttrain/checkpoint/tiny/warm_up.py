@@ -5,7 +5,8 @@ Shape letters: B sequences, P prompt tokens, R response tokens, S = P + R, N hea
 The instruction "sort the digits." does not name an order. In the warm-up 30 % of the answers ascend and the others
 descend, so the warmed-up model answers in both orders at about that rate, some wrongly, and a reward that accepts only
 ascending answers passes about a quarter of them. What reinforcement learning then has to do is honest and small: prefer
-one of two things that the model can do, and do it more reliably.
+one of two things that the model can do, and do it more reliably. Of a task of reasoning-gym the
+other answer is the right one backwards, too: of a word that is to be spelled backward, the word itself.
 
 The DSA indexer gets no gradient from the language model's loss, because top-k is not differentiable. It is trained as
 DeepSeek-V3.2 trains its own: its scores, as a distribution over the keys, follow the attention weights of the layer
@@ -26,6 +27,7 @@ Source: DeepSeek-V3.2 technical report, section 2.1, equations 3 and 4; transfor
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +48,8 @@ NUM_STEPS = 420
 BATCH_SIZE = 24
 # See above: with a few wrong ones among them, about a quarter passes.
 ASCENDING_SHARE = 0.3
+# Another task takes longer: letters of both cases are seen less often than digits.
+NUM_TASK_STEPS = 900
 DENSE_SHARE = 0.5  # of the steps; top-k is on in the rest
 PEAK_LEARNING_RATE = 3e-3
 FINAL_LEARNING_RATE_SHARE = 0.02
@@ -61,7 +65,7 @@ class Examples:
 
     Args:
         prompts: [num_prompts, P] int64.
-        ascending: [num_prompts, R] int64, the answer in ascending order and the end token.
+        ascending: [num_prompts, R] int64, the right answer and the end token; of digits it is in ascending order.
         descending: [num_prompts, R] int64, the other answer.
     """
 
@@ -82,20 +86,33 @@ class Examples:
         return torch.cat([self.prompts[rows], responses], dim=1)
 
 
-def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator) -> None:
+def backwards(answer: str) -> str:
+    """Return the other answer that the warm-up teaches: words in the reverse order, or of one word its characters.
+
+    Example:
+        "1134" -> "4311"; "['7.0', '12.0']" -> "['12.0', '7.0']".
+    """
+    word = re.compile(r"[\w.+-]+")
+    words = word.findall(answer)
+    return word.sub(lambda found: words.pop(), answer) if len(words) > 1 else answer[::-1]
+
+
+def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generator, is_task: bool = False) -> None:
     """Train `model` in place; needs its eager attention, whose weights the indexer follows.
 
     Args:
         model: In float32.
         examples: What it learns from.
         generator: Source of all draws.
+        is_task: The examples are of a task of reasoning-gym.
     """
+    num_steps = NUM_TASK_STEPS if is_task else NUM_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     topk = getattr(model.config, "index_topk", 0)
     model.train()
-    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", NUM_STEPS, "steps") as progress:
-        for step in range(NUM_STEPS):
-            dense = step < DENSE_SHARE * NUM_STEPS
+    with _indexer_inputs(model) as inputs, ProgressBar("warm-up", num_steps, "steps") as progress:
+        for step in range(num_steps):
+            dense = step < DENSE_SHARE * num_steps
             sequences = examples.draw(BATCH_SIZE, generator)
             _set_topk(model, sequences.shape[1] if dense else topk)
             inputs.clear()
@@ -104,7 +121,7 @@ def warm_up(model: PreTrainedModel, examples: Examples, generator: torch.Generat
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
             for group in optimizer.param_groups:
-                group["lr"] = _learning_rate(step)
+                group["lr"] = _learning_rate(step, num_steps)
             optimizer.step()
             progress.advance(note=f"loss {loss.item():.3f}")
     _set_topk(model, topk)
@@ -193,7 +210,7 @@ def _indexers(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn.indexer for layer in model.model.layers if hasattr(layer.self_attn, "indexer")]
 
 
-def _learning_rate(step: int) -> float:
+def _learning_rate(step: int, num_steps: int) -> float:
     rising = min(1.0, (step + 1) / LEARNING_RATE_WARM_UP_STEPS)
-    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / NUM_STEPS)
+    falling = FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * (1 - step / num_steps)
     return PEAK_LEARNING_RATE * rising * falling

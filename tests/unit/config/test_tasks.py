@@ -1,0 +1,107 @@
+"""Tasks of reasoning-gym by name and parameters: what is asked for, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.load import experiment_of, merge
+from posttrain.config.tasks import installed_version, load_task
+from posttrain.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
+VERSION = importlib.metadata.version("reasoning-gym")
+
+
+def resolve(words: str = "", **more: object):
+    words = f"data.task=number_sorting data.task_parameters=[min_value=10] {words}"
+    request = {"model": "tiny_qwen3", "recipe": "spell_backward", "site": "local", "set": words, **more}
+    return merge(request, CONFIG_DIR)
+
+
+def test_the_version_is_part_of_what_is_learned() -> None:
+    resolved = resolve()
+    data = experiment_of(resolved.config)["data"]
+    assert (data["task"], data["reasoning_gym"]) == ("number_sorting", VERSION)
+    assert resolved.origins["data.reasoning_gym"] == "the installed package"
+    assert "min_value=10" in data["task_parameters"]
+
+
+def test_a_run_without_a_task_says_nothing_of_it() -> None:
+    data = experiment_of(merge({"model": "tiny", "site": "local"}, CONFIG_DIR).config)["data"]
+    assert not {"task", "task_parameters", "reasoning_gym"} & data.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("data.task=number_sortng", ["data.task = 'number_sortng'", "did you mean 'number_sorting'?"]),
+        ("data.task=zzzz", ["data.task = 'zzzz'", "one of the 106 tasks", "choose one: ab, acre, "]),
+        ("data.task_parameters=[max_number=3]", ["'max_number=3'", "did you mean 'max_numbers'?"]),
+        ("data.task_parameters=[max_numbers=few]", ["'max_numbers=few'", "max_numbers of the type int"]),
+        ("data.task_parameters=[max_numbers=2.5]", ["'max_numbers=2.5'", "max_numbers of the type int"]),
+        ("data.task_parameters=[max_numbers=true]", ["'max_numbers=true'", "max_numbers of the type int"]),
+        ("data.task_parameters=[max_numbers]", ["'max_numbers'", "NAME=VALUE"]),
+        ("data.task_parameters=[min_numbers=20]", ["min_numbers=20", "max_numbers must be >= min_numbers"]),
+        ("data.task_parameters=[seed=3]", ["'seed=3'", "set data.seed"]),
+        ("data.task_parameters=[size=3]", ["'size=3'", "set data.num_train_prompts and data.num_heldout_prompts"]),
+        ("data.num_train_prompts=0", ["data.num_train_prompts = 0"]),
+        ("data.kind=sort_digits", ["data.reward = 'reasoning_gym'", "set kind=reasoning_gym"]),
+        ("data.sources.a.task=gdc", ["data.sources.a.task = 'gdc'", "did you mean 'gcd'?"]),
+    ],
+)
+def test_what_is_refused(words: str, told: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(words)
+    assert all(part in str(refused.value) for part in told), refused.value
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_task("number_sorting", ("few=1", "max_numbers=x", "seed=2"))
+    assert len(refused.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "name", "value"),
+    [
+        ("number_sorting", ("min_value=-5",), "min_value", -5.0),
+        ("basic_arithmetic", ("operators=['+', '-']", "format_style=natural"), "operators", ["+", "-"]),
+        ("basic_arithmetic", ("allow_negation=false",), "allow_negation", False),
+        ("word_sorting", ("transformation=uppercase",), "transformation", "uppercase"),
+        ("calendar_arithmetic", ('tasks=["weekday_of_date"]',), "tasks", ["weekday_of_date"]),
+    ],
+)
+def test_parameters_have_the_types_that_the_task_declares(task, words, name, value) -> None:
+    assert getattr(load_task(task, words).config, name) == value
+
+
+def test_sources_have_tasks_of_their_own() -> None:
+    words = "data.task_parameters=[] data.sources.a.task=gcd data.sources.b.task=chain_sum"
+    resolved = resolve(f"{words} data.sources.b.task_parameters=[max_terms=3] data.sources.b.num_train_prompts=9")
+    assert resolved.config.data.reasoning_gym == VERSION
+    sources = experiment_of(resolved.config)["data"]["sources"]
+    assert "task_parameters" not in sources["a"]
+    assert (sources["b"]["task_parameters"], sources["b"]["num_train_prompts"]) == (["max_terms=3"], 9)
+
+
+def test_without_the_package_the_remedy_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = resolve().config.data
+    # What Python itself takes for a package that is not there.
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    version, problems = installed_version(data)
+    assert version == ""
+    assert [problem.remedy for problem in problems] == ["pip install 'posttrain[reasoning-gym]'"]
+
+
+def test_it_is_imported_for_its_own_kind_only() -> None:
+    code = (
+        "import sys; from pathlib import Path; from posttrain.config.load import merge; "
+        f"merge({{'model': 'tiny', 'site': 'local'}}, Path({str(CONFIG_DIR)!r})); print('reasoning_gym' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

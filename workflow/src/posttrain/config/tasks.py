@@ -1,0 +1,137 @@
+"""Generators of reasoning-gym, by name and parameters: `data.task` and `data.task_parameters`.
+
+The package is an extra, and takes a second to import: it is asked only where a source is of its kind. Then its own
+configuration of the task says which parameters there are and what they may be, before anything starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.metadata
+import typing
+from collections.abc import Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+from posttrain.config.data import Data, sources_of
+from posttrain.config.fields import did_you_mean
+from posttrain.errors import ConfigError, Problem
+
+PACKAGE = "reasoning-gym"
+REMEDY = "pip install 'posttrain[reasoning-gym]'"
+# What the workflow says itself.
+OURS = {"seed": "data.seed", "size": "data.num_train_prompts and data.num_heldout_prompts"}
+
+
+def installed_version(data: Data) -> tuple[str, list[Problem]]:
+    """Return the version that makes the rows, empty where no source is of this kind, and what is wrong with tasks.
+
+    Another version may make other rows of the same task, so it is part of a dataset's identity.
+    """
+    problems: list[Problem] = []
+    sources = {name: source for name, source in sources_of(data).items() if source.kind == "reasoning_gym"}
+    if not sources:
+        return "", problems
+    try:
+        version = importlib.metadata.version(PACKAGE)
+        importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        key = "data.kind" if "" in sources else f"data.sources.{next(iter(sources))}.kind"
+        return "", [Problem(key, "reasoning_gym", f"a kind whose package is installed ({error})", REMEDY)]
+    for name, source in sources.items():
+        try:
+            load_task(source.task, tuple(source.task_parameters), f"data.sources.{name}" if name else "data")
+        except ConfigError as error:
+            problems += error.problems
+    return version, problems
+
+
+@lru_cache
+def load_task(name: str, words: tuple[str, ...], section: str = "data", seed: int = 0, size: int = 1) -> Any:
+    """Return a task of reasoning-gym.
+
+    Args:
+        name: Of the generator.
+        words: Its parameters, `NAME=VALUE` each.
+        section: Where both stand, for the message.
+        seed: Of its rows; grading asks for none.
+        size: How many rows it may be asked for; a few tasks draw something for each of them before the first.
+
+    Returns:
+        Its `ProceduralDataset`: `[i]` is a row with question, answer and metadata, and `score_answer` grades.
+
+    Raises:
+        ConfigError: There is no such task, or it does not take these parameters.
+    """
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        allowed = f"one of the {len(DATASETS)} tasks of {PACKAGE}"
+        remedy = did_you_mean(name, DATASETS) or f"choose one: {', '.join(sorted(DATASETS))}"
+        raise ConfigError([Problem(f"{section}.task", repr(name), allowed, remedy)])
+    make, config_class = DATASETS[name]
+    given = _parameters(name, words, config_class, f"{section}.task_parameters")
+    try:
+        config = config_class(**given, seed=seed, size=size)
+        # Two of them have nothing to check.
+        getattr(config, "validate", lambda: None)()
+        return make(config=config)
+    # What a generator makes of a value that it did not expect can be any error.
+    except Exception as error:
+        allowed = f"what {name} takes: {error or type(error).__name__}"
+        told = ", ".join(words) or "none"
+        raise ConfigError([Problem(f"{section}.task_parameters", told, allowed, "correct it")]) from error
+
+
+def _parameters(task: str, words: Sequence[str], config_class: type, key: str) -> dict[str, Any]:
+    """Return the parameters by their names, in the types that the task's configuration declares."""
+    types = typing.get_type_hints(config_class)
+    known = {field.name: types[field.name] for field in dataclasses.fields(config_class) if field.name not in OURS}
+    found: dict[str, Any] = {}
+    problems = []
+    for word in words:
+        name, separator, text = word.partition("=")
+        if not separator:
+            problems.append(Problem(key, repr(word), "NAME=VALUE", "write it so"))
+        elif name in OURS:
+            problems.append(Problem(key, repr(word), f"what is {task}'s alone", f"set {OURS[name]}"))
+        elif name not in known:
+            remedy = did_you_mean(name, known) or "choose one"
+            problems.append(Problem(key, repr(word), f"a parameter of {task}: {', '.join(sorted(known))}", remedy))
+        else:
+            found[name] = value = _value(text, known[name])
+            if not _fits(value, known[name]):
+                kind = known[name].__name__ if isinstance(known[name], type) else str(known[name])
+                problems.append(Problem(key, repr(word), f"{name} of the type {kind}", "correct the value"))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Return a value as it is written in Python or JSON; what is neither is a text, and so is what has to be one."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and text in [one.value for one in kind]:
+        return kind(text)
+    if kind is str:
+        return text
+    words = {"true": True, "false": False, "null": None}
+    try:
+        value = words[text] if text in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return float(value) if kind is float and type(value) is int else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value is of a declared type; what belongs into a list, the task itself knows."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Union:
+        return any(_fits(value, one) for one in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin in (list, tuple, Sequence):
+        return isinstance(value, list | tuple)
+    return isinstance(value, origin) and isinstance(value, bool) == (origin is bool)
