@@ -37,12 +37,10 @@ from posttrain.config.fields import (
     unknown_key,
     walk,
 )
-from posttrain.config.own_reward import own_digests, trained_rewards
+from posttrain.config.filled_in import filled_in
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
 from posttrain.config.rules import check_consistency
-from posttrain.config.suites import suite_rewards
-from posttrain.config.tasks import installed_version
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
@@ -58,10 +56,6 @@ GONE = {f"{section}.{key}": value for (section, _), keys in GONE_KEYS.items() fo
 BASE = "base.yaml"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
-# Origin of what follows from the content of files that the configuration names.
-FILES = "the files that rewards name"
-# Origin of what follows from the packages of this machine.
-INSTALLED = "the installed package"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,32 +139,10 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     if choose_layout and not has_recipe:
         merger.add_chosen(choose_layout)
     config = merger.finish()
-    config = _with_installed(_with_own_digests(config, merger.origins), merger.origins)
+    config = filled_in(config, merger.origins)
     fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
     run = str(names.get("run") or run_name(config, fork))
     return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
-
-
-def _with_own_digests(config: schema.Config, origins: dict[str, str]) -> schema.Config:
-    """Return the configuration with the digests of the user's files that rewards name."""
-    for section, rewards in (("reward", trained_rewards(config)), ("evaluation", suite_rewards(config))):
-        digests, problems = own_digests(config, rewards)
-        raise_if_any(problems)
-        if digests:
-            named = dataclasses.replace(getattr(config, section), own_digests=digests)
-            config = dataclasses.replace(config, **{section: named})
-            origins[f"{section}.own_digests"] = FILES
-    return config
-
-
-def _with_installed(config: schema.Config, origins: dict[str, str]) -> schema.Config:
-    """Return the configuration with the version of the package that makes its rows, if one does."""
-    version, problems = installed_version(config.data)
-    raise_if_any(problems)
-    if not version:
-        return config
-    origins["data.reasoning_gym"] = INSTALLED
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, reasoning_gym=version))
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:
