@@ -203,11 +203,6 @@ class Paths:
         return self.run / "train"
 
     @property
-    def evaluations(self) -> Path:
-        """What was measured between steps: `step_000010.json` of the weights after ten."""
-        return self.train / "evaluations"
-
-    @property
     def train_done(self) -> Path:
         """Written when the last step's checkpoint is committed."""
         return self.train / "done.json"

@@ -184,7 +184,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         commit=git_commit(Path.cwd()),
         versions=package_versions(),
         missing=missing,
-        between=_read_between(paths.evaluations),
+        between=_read_between(train / "evaluations"),
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
         lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
