@@ -36,6 +36,11 @@ def test_a_run_without_a_task_says_nothing_of_it() -> None:
     assert not {"task", "task_parameters", "reasoning_gym"} & data.keys()
 
 
+def test_a_task_that_runs_responses_may_be_allowed() -> None:
+    allowed = resolve("data.task=countdown data.task_parameters=[] data.runs_responses=true")
+    assert allowed.config.data.task == "countdown"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -51,6 +56,8 @@ def test_a_run_without_a_task_says_nothing_of_it() -> None:
         ("data.task_parameters=[size=3]", ["'size=3'", "set data.num_train_prompts and data.num_heldout_prompts"]),
         ("data.num_train_prompts=0", ["data.num_train_prompts = 0"]),
         ("data.kind=sort_digits", ["data.reward = 'reasoning_gym'", "set kind=reasoning_gym"]),
+        ("data.task=countdown data.task_parameters=[]", ["data.task = 'countdown'", "data.runs_responses=true"]),
+        ("data.sources.a.task=puzzle24", ["data.sources.a.task = 'puzzle24'", "evaluates it as Python"]),
         ("data.sources.a.task=gdc", ["data.sources.a.task = 'gdc'", "did you mean 'gcd'?"]),
     ],
 )

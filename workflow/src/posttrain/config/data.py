@@ -106,6 +106,9 @@ class Data:
     reasoning_gym: str = _doc(
         "Version of reasoning-gym that generates and grades; filled in when a configuration is resolved", "", unnamed=""
     )
+    runs_responses: bool = _doc(
+        "Whether a task may be chosen that evaluates responses as Python (docs/rewards.md)", False, unnamed=False
+    )
     seed: int = _doc("Seed of generation and of the shuffle of each epoch", minimum=0)
     reward: str = _doc(
         "What a response is graded by: a grader (docs/rewards.md), path.py:function, or a sum, math + 0.2*format"

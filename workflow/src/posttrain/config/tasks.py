@@ -22,6 +22,11 @@ from posttrain.errors import ConfigError, Problem
 
 PACKAGE = "reasoning-gym"
 REMEDY = "pip install 'posttrain[reasoning-gym]'"
+# Tasks that evaluate what a model has written as Python, or have sympy do so.
+EVALUATE = (
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+    *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+)
 # What the workflow says itself.
 OURS = {"seed": "data.seed", "size": "data.num_train_prompts and data.num_heldout_prompts"}
 
@@ -42,8 +47,13 @@ def installed_version(data: Data) -> tuple[str, list[Problem]]:
         key = "data.kind" if "" in sources else f"data.sources.{next(iter(sources))}.kind"
         return "", [Problem(key, "reasoning_gym", f"a kind whose package is installed ({error})", REMEDY)]
     for name, source in sources.items():
+        section = f"data.sources.{name}" if name else "data"
+        if source.task in EVALUATE and not data.runs_responses:
+            allowed = "a task that runs nothing of a response: this one evaluates it as Python, in no sandbox"
+            remedy = "take another task, or set data.runs_responses=true where the workers may do what a model says"
+            problems.append(Problem(f"{section}.task", repr(source.task), allowed, remedy))
         try:
-            load_task(source.task, tuple(source.task_parameters), f"data.sources.{name}" if name else "data")
+            load_task(source.task, tuple(source.task_parameters), section)
         except ConfigError as error:
             problems += error.problems
     return version, problems
