@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from posttrain.artifacts import Receipt, manifest_of
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.parts.steps import FOLDER, make_folder
@@ -21,7 +19,8 @@ def main() -> None:
         num_retries={"type": int, "default": RetryRule.num_retries, "help": "failed attempts in a row"},
     )
     data = args.resolved.config.data
-    wanted, kept = Receipt("download_dataset", (), {}, dataclasses.asdict(data)), manifest_of(args.folder)
+    # As in its folder's name: keys that say what versions without them did make no other dataset.
+    wanted, kept = Receipt("download_dataset", (), {}, args.resolved.experiment["data"]), manifest_of(args.folder)
     make_folder(
         args, wanted, lambda partial: make_dataset(data, partial, kept, RetryRule(args.num_retries)), local_files(data)
     )

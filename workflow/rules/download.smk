@@ -147,7 +147,7 @@ rule download_dataset:
     params:
         format_version=FORMAT_VERSIONS["download_dataset"],
         # A function, since braces of a prompt template are no wildcards; the same in other rules.
-        data=lambda wildcards: json.dumps(dataclasses.asdict(CFG.data)),
+        data=lambda wildcards: json.dumps(RESOLVED.experiment["data"]),
         folder=PATHS.dataset,
     message:
         f"get the prompts ({CFG.data.kind}) and check every line{NEEDS.message('download_dataset')}"

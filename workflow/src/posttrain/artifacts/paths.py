@@ -152,7 +152,7 @@ class Paths:
     @property
     def dataset(self) -> Path:
         """Prompts, one JSON line each, in `train.jsonl` and `heldout.jsonl`."""
-        data = dataclasses.asdict(self.resolved.config.data)
+        data = self.resolved.experiment["data"]
         return self.store / "datasets" / _versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
 
     @property
