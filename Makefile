@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-sglang env-fake-cuda env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults env env-reasoning-gym env-sglang env-fake-cuda env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,11 +33,17 @@ $(VENV)/.ready: pyproject.toml envs/cpu/constraints.txt
 	@# Its metadata ask for Python 3.12; there is a wheel for 3.11 too, and what is used here runs on both.
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps --ignore-requires-python megatron-core
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[test]'
-	@# It names one version of tabulate, and another one is tested; it only prints a table with it.
+	touch $@
+
+env-reasoning-gym: $(VENV)/.reasoning-gym ## the tasks of reasoning-gym in it (a C compiler is needed)
+
+$(VENV)/.reasoning-gym: $(VENV)/.ready
+	@# It names one version of tabulate, and another one is tested: what else it imports is installed before it.
+	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --editable '.[reasoning-gym-imports]'
 	$(BIN)/python -m pip install --quiet --constraint envs/cpu/constraints.txt --no-deps reasoning-gym
 	touch $@
 
-demo: env  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward
+demo: env $(if $(TASK),env-reasoning-gym)  ## run the whole chain on a small GLM-5 (a few minutes on two cores), on MODEL=tiny_qwen3, at TASK=spell_backward
 	snakemake --cores 2 $(if $(MODEL)$(TASK),--config $(if $(MODEL),model=$(MODEL)) $(if $(TASK),recipe=$(TASK)))
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
@@ -84,7 +90,7 @@ endif
 ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
 endif
-test: env lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
+test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ifneq (,$(findstring bridge,$(REQUIRE)))
@@ -96,7 +102,7 @@ endif
 ifneq (,$(findstring python312,$(REQUIRE)))
 test-faults: env-python312
 endif
-test-faults: env env-sglang  ## full fault counts, all or PART=... (tests/support/fault_parts.py); goes on where it was interrupted
+test-faults: env env-reasoning-gym env-sglang  ## full fault counts, all or PART=... (tests/support/fault_parts.py); goes on where it was interrupted
 	REQUIRE='sglang $(REQUIRE)' pytest tests -m faults --timeout 3600 $(if $(PART),--part $(PART))
 
 lint: env
