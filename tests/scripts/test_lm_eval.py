@@ -23,6 +23,7 @@ from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
 from posttrain.config.schema import Config
+from posttrain.config.suites import HELD_OUT
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
 from posttrain.evaluation import heldout
@@ -164,7 +165,8 @@ def ours(served: Served, rows: Sequence[Mapping[str, str]], system: str, folder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heldout, "NUM_EXAMPLES", len(rows))
         checkpoint = served.workflow.folder / served.paths.hf_export
-        return heldout.evaluate_checkpoint(config, checkpoint, prompts, folder)["examples"]
+        exam = heldout.Exam(HELD_OUT, config, prompts)
+        return heldout.evaluate_checkpoint(config, checkpoint, [exam], folder)[HELD_OUT]["examples"]
 
 
 @pytest.mark.faults("lm-eval")
