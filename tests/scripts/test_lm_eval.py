@@ -22,9 +22,11 @@ from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
+from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.config.suites import HELD_OUT
 from posttrain.data.chat import ChatTokenizer
+from posttrain.data.dataset_files import make_suite
 from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
 from posttrain.evaluation import heldout
 from posttrain.planner.resolve import resolve
@@ -45,6 +47,21 @@ def gsm8k_rows() -> list[dict[str, str]]:
     return [
         {"question": row["prompt"][-1]["content"], "answer": f"{' '.join(row['label'])}\n#### {row['label']}"}
         for row in rows
+    ]
+
+
+def math500_rows() -> list[dict[str, Any]]:
+    """Return the same rows in MATH-500's schema."""
+    return [
+        {
+            "problem": row["question"],
+            "solution": row["answer"].split("\n")[0],
+            "answer": row["answer"].split("#### ")[1],
+            "subject": "Sorting",
+            "level": len(row["question"]),
+            "unique_id": f"test/sorting/{number}.json",
+        }
+        for number, row in enumerate(gsm8k_rows())
     ]
 
 
@@ -145,6 +162,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp("lm_eval")
     tasks = root / "tasks"
     write_task(tasks, "digits_chat", gsm8k_rows(), {**GENERATION, "description": INSTRUCTION})
+    math500 = {"doc_to_text": "{{problem}}", "doc_to_target": "{{answer}}", "description": INSTRUCTION}
+    write_task(tasks, "digits_math", math500_rows(), {**GENERATION, **math500})
     write_task(tasks, "digits_text", gsm8k_rows(), {**GENERATION, "doc_to_text": TEMPLATE})
     write_task(tasks, "digits_choice", choice_rows(), CHOICES)
     write_task(tasks, "real_chat", real_rows() or gsm8k_rows(), GENERATION)
@@ -184,6 +203,29 @@ def test_answers_to_rows_made_by_hand_are_ours_one_by_one(served: Served, tmp_pa
     assert 0.2 <= figure["value"] <= 0.8, "a score that hides no mistake"
     print(f"{figure['value']:.1%} of {len(rows)} rows solved")
     assert figure["num_rows"] == len(rows)
+
+
+@pytest.mark.faults("lm-eval")
+def test_answers_to_a_suite_in_the_schema_of_math500_are_ours_one_by_one(served: Served, tmp_path: Path) -> None:
+    """Ours are those of a suite, read from lm-eval's own file of rows."""
+    result, logged = served.ask("digits_math", chat=True)
+    file = str(served.tasks / "digits_math.jsonl")
+    suite = Suite(kind="files", file=file, system_prompt=INSTRUCTION, reward="exact_match", temperature=0.0)
+    make_suite(suite, tmp_path / "suite", tmp_path / "no.manifest.json")
+    evaluation = dataclasses.replace(served.config.evaluation, suites={"math": suite})
+    config = dataclasses.replace(served.config, evaluation=evaluation)
+    exams = heldout.read_suites(config, {"math": tmp_path / "suite"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heldout, "NUM_EXAMPLES", len(exams[0].prompts))
+        checkpoint = served.workflow.folder / served.paths.hf_export
+        found = heldout.evaluate_checkpoint(config, checkpoint, exams, tmp_path)["math"]
+    theirs = logged["digits_math"]
+    assert len(theirs) == found["num_prompts"] == 40
+    assert [row["resps"] for row in theirs] == [[[example["response"]]] for example in found["examples"]]
+    assert [row["exact_match"] for row in theirs] == [example["reward"] for example in found["examples"]]
+    (figure,) = result["results"]
+    assert figure["value"] == pytest.approx(found["pass_rate"])
+    assert 0.2 <= figure["value"] <= 0.8, "a score that hides no mistake"
 
 
 @pytest.mark.faults("lm-eval")
