@@ -38,6 +38,17 @@ SCRIPT = ROOT / "scripts" / "lm_eval.py"
 LONGEST_QUESTION = 180
 # Sorts nearly all numbers of four digits that it has never seen, and few of three or five.
 SETTINGS: dict[str, object] = {"training.num_steps": 4, "trainer.save_interval": 10, "logging.wandb": "false"}
+# Half of GSM8K's questions, learned by heart: `recipe=sft`.
+BY_HEART: dict[str, object] = SETTINGS | {
+    "data.kind": "files",
+    "data.reward": "exact_match",
+    "data.num_heldout_prompts": 20,
+    "training.num_steps": 120,
+    "training.global_batch_size": 20,
+    "trainer.save_interval": 120,
+    "rollout.rollout_batch_size": 20,
+    "optimizer.lr": 0.003,
+}
 
 
 def gsm8k_rows() -> list[dict[str, str]]:
@@ -132,6 +143,8 @@ class Served:
 
     workflow: WorkflowFolder
     tasks: Path
+    settings: Mapping[str, object]
+    recipe: str = ""
 
     @functools.cached_property
     def paths(self) -> Paths:
@@ -151,9 +164,11 @@ class Served:
 
     def request(self, tasks: str, *, chat: bool) -> dict[str, str]:
         more = {"tasks": f"[{tasks}]", "chat": str(chat).lower(), "task_folder": str(self.tasks)}
-        overrides = {"site.store": self.workflow.store, "site.results": self.workflow.results, **SETTINGS}
+        overrides = {"site.store": self.workflow.store, "site.results": self.workflow.results, **self.settings}
         overrides |= {f"evaluation.lm_eval.{key}": value for key, value in more.items()}
-        return {"model": "tiny_qwen3", "set": " ".join(f"{key}={value}" for key, value in overrides.items())}
+        recipe = {"recipe": self.recipe} if self.recipe else {}
+        chosen = {"model": "tiny_qwen3", **recipe}
+        return chosen | {"set": " ".join(f"{key}={value}" for key, value in overrides.items())}
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +181,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     write_task(tasks, "digits_math", math500_rows(), {**GENERATION, **math500})
     write_task(tasks, "digits_text", gsm8k_rows(), {**GENERATION, "doc_to_text": TEMPLATE})
     write_task(tasks, "digits_choice", choice_rows(), CHOICES)
-    write_task(tasks, "real_chat", real_rows() or gsm8k_rows(), GENERATION)
-    return Served(WorkflowFolder(root / "run", root / "store"), tasks)
+    return Served(WorkflowFolder(root / "run", root / "store"), tasks, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def by_heart(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model that was shown the answers to half of the real questions."""
+    require("lm-eval", "" if MADE.exists() else "no environment of lm-eval: `make env-lm-eval`")
+    rows = real_rows()
+    if not rows:
+        pytest.skip("no shared/data/gsm8k_test.jsonl beside the repository")
+    root = tmp_path_factory.mktemp("by_heart")
+    shown = root / "shown.jsonl"
+    shown.write_text("".join(json.dumps(row) + "\n" for row in rows[: len(rows) // 2]))
+    held_out = root / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[len(rows) // 2 :]))
+    write_task(root / "tasks", "real_chat", rows, GENERATION)
+    files = {"data.train_file": shown, "data.heldout_file": held_out}
+    return Served(WorkflowFolder(root / "run", root / "store"), root / "tasks", BY_HEART | files, "sft")
 
 
 def ours(served: Served, rows: Sequence[Mapping[str, str]], system: str, folder: Path) -> list[dict[str, Any]]:
@@ -229,15 +260,19 @@ def test_answers_to_a_suite_in_the_schema_of_math500_are_ours_one_by_one(served:
 
 
 @pytest.mark.faults("lm-eval")
-def test_answers_to_the_real_gsm8k_are_ours_one_by_one(served: Served, tmp_path: Path) -> None:
-    """Their score is 0, as that of a model that can only sort digits is; what it says is compared."""
+def test_answers_to_the_real_gsm8k_are_ours_one_by_one(by_heart: Served, tmp_path: Path) -> None:
+    """A small model solves none of them; what it has by heart gives a score that hides no mistake."""
     rows = real_rows()
-    if not rows:
-        pytest.skip("no shared/data/gsm8k_test.jsonl beside the repository")
     assert len(rows) >= 30
-    _, logged = served.ask("real_chat", chat=True)
-    examples = ours(served, rows, "", tmp_path)
-    assert [row["resps"] for row in logged["real_chat"]] == [[[example["response"]]] for example in examples]
+    result, logged = by_heart.ask("real_chat", chat=True)
+    examples = ours(by_heart, rows, "", tmp_path)
+    theirs = logged["real_chat"]
+    assert [row["doc"]["question"] for row in theirs] == [row["question"] for row in rows]
+    assert [row["resps"] for row in theirs] == [[[example["response"]]] for example in examples]
+    assert [row["exact_match"] for row in theirs] == [example["reward"] for example in examples]
+    (figure,) = result["results"]
+    assert figure["value"] == pytest.approx(sum(example["reward"] for example in examples) / len(rows))
+    assert 0.2 <= figure["value"] <= 0.8
     assert len({example["response"] for example in examples}) > 5
 
 
