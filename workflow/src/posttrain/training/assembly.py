@@ -80,10 +80,9 @@ def open_run(
         client = maker = sinks = evaluation = None
         if dist.get_rank() == 0:
             client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
-            tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
-            graders = stack.enter_context(GraderPool.of(config))
-            maker = _open_maker(config, tokenizer, read_prompts, client, store, graders)
-            evaluation = _open_evaluation(config, exam_folders, tokenizer, client, graders, run_folder, runner)
+            maker, evaluation = _open_makers(
+                config, model_folder, exam_folders, read_prompts, client, store, run_folder, runner, stack
+            )
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
         weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
@@ -121,21 +120,6 @@ def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, st
     return CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
 
 
-def _open_evaluation(
-    config: Config,
-    folders: Mapping[str, Path],
-    tokenizer: ChatTokenizer,
-    client: EngineClient | None,
-    graders: GraderPool,
-    run_folder: Path,
-    runner: asyncio.Runner,
-) -> StepEvaluation | None:
-    if client is None or not config.evaluation.interval:
-        return None
-    exams = read_exams(config, folders)
-    return StepEvaluation(exams, tokenizer, client, graders, run_folder / "evaluations", runner)
-
-
 def objective_of(config: Config) -> Objective:
     """Return what a configuration trains."""
     longest = config.rollout.max_response_tokens
@@ -148,21 +132,32 @@ def _keep_rollouts(finished: int) -> None:
     """Delete none of them: `logging.keep_rollouts`."""
 
 
-def _open_maker(
+def _open_makers(
     config: Config,
-    tokenizer: ChatTokenizer,
+    model_folder: Path,
+    exam_folders: Mapping[str, Path],
     read_prompts: Callable[[], list[Prompt]],
     client: EngineClient | None,
     store: RolloutStore,
-    graders: GraderPool,
-) -> RolloutMaker | None:
-    """Return what makes rollouts: of what the data give, or with engines; None where all are on disk already."""
+    run_folder: Path,
+    runner: asyncio.Runner,
+    stack: ExitStack,
+) -> tuple[RolloutMaker | None, StepEvaluation | None]:
+    """Return what makes rollouts, of what the data give or with engines, and what measures between steps.
+
+    Neither, nor a tokenizer or graders, where all rollouts are on disk already.
+    """
     if client is None and uses_engines(config):
-        return None
-    prompts = read_prompts()
+        return None, None
+    tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
     if client is None:
-        return GivenResponses(config, prompts, tokenizer)
-    return RolloutCoordinator(config, prompts, tokenizer, client, store, graders)
+        return GivenResponses(config, read_prompts(), tokenizer), None
+    graders = stack.enter_context(GraderPool.of(config))
+    maker = RolloutCoordinator(config, read_prompts(), tokenizer, client, store, graders)
+    if not config.evaluation.interval:
+        return maker, None
+    exams = read_exams(config, exam_folders)
+    return maker, StepEvaluation(exams, tokenizer, client, graders, run_folder / "evaluations", runner)
 
 
 def _open_client(
