@@ -1,0 +1,281 @@
+"""A device on which nothing is computed: every operation on it is looked at, and gives a tensor of the right shape.
+
+A tensor of the device has no values. Small ones that come from the host, or from others that do, have a mirror: a tensor
+on the host to which the same operations are applied. So boundaries of sequences, masks, positions and counts are what
+they would be, and code that asks for their values gets them. Where nobody knows a value, `unknown` says what is answered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from posttrain.rehearsal.recorder import Recorder
+
+aten = torch.ops.aten
+
+# Larger tensors have no mirror, and larger tensors on the host no values either.
+MIRROR_BYTES = 1 << 24
+HOST_BYTES = 1 << 26
+VECTOR_BYTES = 1 << 20
+# Of these operations the values of the inputs do not matter to the values of the output.
+SHAPE_ONLY = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+UNINITIALISED = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+# What they write does not depend on what was there.
+OVERWRITING = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+# They wait for the device, because their result is on the host, or has a size that depends on values.
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten._unique2.default,
+}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """Answers for CUDA devices, and tells a recorder what is done on them.
+
+    Args:
+        recorder: Gets every operation, every tensor that comes to life, and every wait for the device.
+        collective: Called with what c10d is asked to do.
+        unknown: Called with an operation whose result needs values that nobody knows, and its arguments; returns the
+            result on the host, or NotImplemented where a tensor without values will do.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        collective: Callable[[Any, Sequence[Any]], Any],
+        unknown: Callable[[Any, Sequence[Any]], Any],
+    ):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._recorder, self._collective, self._unknown = recorder, collective, unknown
+        self._mirrors: dict[int, torch.Tensor] = {}
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __enter__(self) -> SimulatedDevice:
+        # What torch.tensor makes for a device is made on the host, and moved by an operation that is seen.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        device = kwargs.get("device")
+        is_here = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not is_here and (device is None or device.type != "cuda"):
+            return self._on_host(func, args, kwargs)
+        return self._here(func, args, kwargs, flat, spec, tensors)
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute on the host, where memory is that of this process: large tensors have no values there either."""
+        if func in UNINITIALISED and func is aten.empty.memory_format and _bytes_of(args[0], kwargs) > HOST_BYTES:
+            kwargs = {**kwargs, "pin_memory": False}
+            with self.fake:
+                return self._noted(func, func(*args, **kwargs))
+        return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+
+    def _here(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
+        if func in WAITING:
+            if kwargs.get("output_size") is None:
+                self._recorder.wait(func)
+            return self._waited(func, args, kwargs, flat, spec)
+        if func in INDEXING and any(_is_mask(index) for index in args[1]):
+            indices = [part for index in args[1] for part in self._places(func, index)]
+            return func(args[0], indices, *args[2:], **kwargs)
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            return self._from_host(args[0].to(kwargs.get("dtype") or args[0].dtype))
+        mirrored = self._mirrored(func, flat, spec, tensors)
+        if func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return self._to_host(args[0], mirrored)
+        with self.fake:
+            out = func(*args, **kwargs)
+        self._recorder.operation(func, args, kwargs, out)
+        self._noted(func, out)
+        if mirrored is not None:
+            self._keep(func, out, mirrored)
+        elif any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
+            self._forget(func, args, kwargs)
+        else:
+            self._assume(out)
+        return out
+
+    def _places(self, func: Any, index: Any) -> Sequence[Any]:
+        """Return an index of positions for one of a mask, which costs a wait, and others as they are."""
+        if not _is_mask(index):
+            return (index,)
+        self._recorder.wait(func)
+        found = self._waited(aten.nonzero.default, (index,), {}, *tree_flatten(((index,), {})))
+        return tuple(aten.select.int(found, 1, axis) for axis in range(index.dim()))
+
+    def _waited(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any) -> Any:
+        """Do what needs values: with the mirror's, or with those that are made up."""
+        known = [self.mirror(value) if isinstance(value, FakeTensor) else value for value in flat]
+        if all(value is not None or old is None for value, old in zip(known, flat, strict=True)):
+            mirror_args, mirror_kwargs = tree_unflatten(known, spec)
+            values = func(*mirror_args, **mirror_kwargs)
+        else:
+            values = self._unknown(func, args)
+        return self._from_host(values) if isinstance(values, torch.Tensor) else values
+
+    def _mirrored(self, func: Any, flat: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
+        """Return what the operation gives on the host; None where values are not known, or too many."""
+        if func in UNINITIALISED or any(_size(tensor) > MIRROR_BYTES for tensor in tensors):
+            return None
+        if func in OVERWRITING and isinstance(tensors[0], FakeTensor):
+            self._overwrite(tensors[0])
+        if func in SHAPE_ONLY:
+            known = [torch.empty(v.shape, dtype=v.dtype) if isinstance(v, FakeTensor) else v for v in flat]
+        else:
+            known = [self.mirror(value) if isinstance(value, FakeTensor) else value for value in flat]
+            if any(value is None and old is not None for value, old in zip(known, flat, strict=True)):
+                return self._chosen(func, flat, spec)
+        args, kwargs = tree_unflatten(known, spec)
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if not tensors and func in {aten.zeros.default, aten.ones.default, aten.full.default}:
+            if _bytes_of(args[0], kwargs) > MIRROR_BYTES:
+                return None
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+    def _chosen(self, func: Any, flat: list[Any], spec: Any) -> Any:
+        """Ask for values of an operation that chooses (top-k), whose scores nobody knows."""
+        if func is not aten.topk.default:
+            return None
+        args, _ = tree_unflatten(flat, spec)
+        chosen = self._unknown(func, args)
+        return None if chosen is NotImplemented else chosen
+
+    def _to_host(self, tensor: torch.Tensor, mirrored: Any) -> torch.Tensor:
+        self._recorder.wait(aten._to_copy.default)
+        if mirrored is not None:
+            return mirrored
+        if _size(tensor) > HOST_BYTES:
+            with self.fake:
+                return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def _from_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the device with the values of one on the host."""
+        with self.fake:
+            out = torch.empty(values.shape, dtype=values.dtype, device="cuda")
+        self._noted(None, out)
+        self._keep(None, out, values)
+        return out
+
+    # ---- what is alive, and what it is mirrored by ----
+
+    def _noted(self, func: Any, out: Any) -> Any:
+        for tensor in _tensors(out):
+            if not isinstance(tensor, FakeTensor):
+                continue
+            tensor.constant = None  # its mirror knows; torch would compute with it where there is no device
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._alive:
+                self._alive[key] = weakref.ref(storage, lambda _, key=key: self._freed(key))
+                self._recorder.allocated(key, storage.nbytes(), tensor.device.type)
+        return out
+
+    def _freed(self, key: int) -> None:
+        self._alive.pop(key, None)
+        self._mirrors.pop(key, None)
+        self._recorder.freed(key)
+
+    def mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor, as a tensor on the host that shares them; None where nobody knows them."""
+        whole = self._mirrors.get(tensor.untyped_storage()._cdata)
+        if whole is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _overwrite(self, tensor: torch.Tensor) -> None:
+        """Forget what a tensor was, if it is all of its storage."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._mirrors and _size(tensor) == storage.nbytes():
+            self._mirrors[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+
+    def set_values(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a tensor of the device values."""
+        mirror = self.mirror(tensor)
+        if mirror is None:
+            whole = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
+            self._mirrors[tensor.untyped_storage()._cdata] = whole
+            mirror = self.mirror(tensor)
+        assert mirror is not None
+        mirror.copy_(values)
+
+    def _keep(self, func: Any, out: Any, mirrored: Any) -> None:
+        """Let the results have the values that were computed on the host."""
+        for tensor, values in zip(_tensors(out), _tensors(mirrored), strict=True):
+            key = tensor.untyped_storage()._cdata
+            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= MIRROR_BYTES:
+                self.set_values(tensor, values)
+
+    def _assume(self, out: Any) -> None:
+        """Let vectors of numbers that nobody knows be 0, a finite one: log-probabilities, sums, norms."""
+        for tensor in _tensors(out):
+            size = tensor.untyped_storage().nbytes()
+            if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:
+                self._mirrors.setdefault(tensor.untyped_storage()._cdata, torch.zeros(size, dtype=torch.uint8))
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in _tensors(value):
+                    self._mirrors.pop(tensor.untyped_storage()._cdata, None)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(shape: Any, kwargs: Any) -> int:
+    count = 1
+    for extent in shape if isinstance(shape, list | tuple) else (shape,):
+        count *= extent
+    return count * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize

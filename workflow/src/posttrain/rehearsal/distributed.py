@@ -1,0 +1,118 @@
+"""Process groups of ranks of which few are there: every call is noted, and messages that have values arrive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from posttrain.rehearsal.device import SimulatedDevice
+from posttrain.rehearsal.messages import Messages, from_bytes, to_bytes
+from posttrain.rehearsal.recorder import Recorder, place
+
+# Their group is the second argument, that of all others the third.
+OF_ONE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier"}
+
+
+class Groups:
+    """Answers what c10d is asked.
+
+    Tensors of whole numbers have values, and these arrive: lengths, counts, shapes, objects as bytes. Others are noted.
+
+    Args:
+        recorder: Gets every call.
+        messages: Between the ranks that are rehearsed.
+    """
+
+    device: SimulatedDevice
+
+    def __init__(self, recorder: Recorder, messages: Messages):
+        self._recorder, self._messages = recorder, messages
+
+    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+        """Note a call, let values arrive, and return what the operation returns."""
+        name = func._schema.name.partition("::")[2]
+        group = ProcessGroup.unbox(args[1] if name in OF_ONE else args[2])
+        tensors = list(_flat(args[:1] if name in OF_ONE else args[:2]))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        peer = args[2] if name in ("send", "recv_") else None
+        ranks = dist.get_process_group_ranks(group)
+        self._recorder.collective(name, group, tensors, size, peer=None if peer is None else ranks[peer])
+        if tensors and not tensors[0].is_floating_point():
+            self._deliver(name, group.group_name, ranks, args)
+        work = FakeWork().boxed()
+        returns = func._schema.returns
+        if len(returns) == 1:
+            return work
+        return (*([args[0]] if len(returns) == 2 else args[: len(returns) - 1]), work)
+
+    def _deliver(self, name: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> None:
+        """Let values arrive."""
+        where = place()
+        if name == "send":
+            self._messages.send(ranks[args[2]], name, where, self._bytes(args[0][0]))
+        elif name == "recv_":
+            self._set(args[0][0], self._messages.receive(ranks[args[2]], where))
+        elif name in ("allgather_", "_allgather_base_"):
+            mine = args[1][0] if name == "allgather_" else args[1]
+            said = self._messages.all_said(group, ranks, name, where, self._bytes(mine))
+            outputs = args[0][0] if name == "allgather_" else args[0].view(len(ranks), -1).unbind(0)
+            for output, content in zip(outputs, said, strict=True):
+                self._set(output, content)
+        elif name == "broadcast_":
+            said = self._messages.all_said(group, ranks, name, where, self._bytes(args[0][0]))
+            self._set(args[0][0], said[args[2]])
+        elif name == "allreduce_":
+            said = self._messages.all_said(group, ranks, name, where, self._bytes(args[0][0]))
+            values = [from_bytes(content, args[0][0]) for content in said]
+            if all(value is not None for value in values):
+                self.device.set_values(args[0][0], torch.stack(values).sum(0).to(args[0][0].dtype))
+
+    def _bytes(self, tensor: torch.Tensor) -> bytes:
+        return to_bytes(self.device.mirror(tensor) if tensor.device.type == "cuda" else tensor)
+
+    def _set(self, tensor: torch.Tensor, content: bytes) -> None:
+        values = from_bytes(content, tensor)
+        if values is not None and tensor.device.type == "cuda":
+            self.device.set_values(tensor, values)
+        elif values is not None:
+            tensor.copy_(values)
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+
+
+def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]]) -> None:
+    """Be a rank of so many, without them.
+
+    Args:
+        rank: This one.
+        world_size: Of all.
+        gpus_per_node: For the number of its device.
+        created: Gets the ranks of each group that is made, in order.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % gpus_per_node)}
+    new_group = dist.new_group
+
+    def make(ranks: Any = None, *args: Any, backend: Any = None, **more: Any) -> Any:
+        created.append(list(range(world_size)) if ranks is None else list(ranks))
+        return new_group(ranks, *args, **more)
+
+    dist.new_group = make
+    dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment]
+
+    from posttrain.megatron_backend import initialize
+
+    initialize.join_ranks = lambda backend, timeout: dist.init_process_group(
+        "fake", rank=rank, world_size=world_size, store=FakeStore()
+    )

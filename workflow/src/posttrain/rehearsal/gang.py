@@ -1,0 +1,93 @@
+"""The process in which a rehearsal's ranks are forked, in the environment of `make env-rehearsal`.
+
+    python -m posttrain.rehearsal.gang RESOLVED FOLDER
+
+writes `{rank}.json` into the folder: what the rank did, and what ended it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Fork all ranks, and wait for them; the first that fails ends the others."""
+    resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    from posttrain.artifacts.resolved_file import read_resolved
+    from posttrain.rehearsal import stand_ins
+    from posttrain.rehearsal.members import members
+    from posttrain.rehearsal.recorder import Recorder
+
+    recorder = Recorder()
+    stand_ins.install(recorder)
+    import torch.distributed as dist
+
+    import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
+
+    config = read_resolved(resolved).config
+    ranks = [int(word) for word in sys.argv[3:]] or members(config)
+    port_file = folder / "port"
+    children: dict[int, int] = {}
+    for rank in ranks:
+        child = os.fork()
+        if child == 0:
+            _be(rank, ranks, config, recorder, folder, port_file)
+        children[child] = rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port_file.with_suffix(".partial").write_text(str(store.port))
+    port_file.with_suffix(".partial").rename(port_file)
+    failed = False
+    while children:
+        child, status = os.wait()
+        rank = children.pop(child, None)
+        if status and not failed:
+            failed = True
+            time.sleep(1)  # who fails for the same reason says so
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+        print(f"rank {rank} ended, {len(children)} to go", flush=True)
+
+
+def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path) -> None:
+    """Be a rank, write what happened, and end."""
+    import torch
+    import torch.distributed as dist
+
+    from posttrain.rehearsal.messages import Messages
+    from posttrain.rehearsal.script import rehearse
+
+    torch.set_num_threads(1)
+    while not port_file.exists():
+        time.sleep(0.05)
+    store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
+    started, error = time.perf_counter(), None
+    try:
+        rehearse(config, rank, recorder, Messages(store, rank, ranks))
+    except BaseException as raised:
+        error = {"type": type(raised).__name__, "message": str(raised), "trace": traceback.format_exc()}
+    phases = [dataclasses.asdict(phase) for phase in recorder.phases]
+    for phase in phases:
+        phase["holders"] = [[*key, size] for key, size in phase["holders"].items()]
+    content = {
+        "rank": rank,
+        "error": error,
+        "seconds": time.perf_counter() - started,
+        "phases": phases,
+        "groups": recorder.created,
+        "collectives": recorder.collectives,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(content))
+    os._exit(1 if error else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which ranks are rehearsed: whole pipelines, so many that every kind of process group has two members."""
+
+from __future__ import annotations
+
+from posttrain.config.derived import world_size
+from posttrain.config.schema import Config
+
+
+def members(config: Config) -> list[int]:
+    """Return the ranks, in order.
+
+    Ranks of a stage are numbered tensor, context, data; experts' ranks tensor, expert, data (Megatron Core's order
+    "tp-cp-ep-dp-pp"). So the first rank's neighbour in each kind of group lies one stride of that kind away.
+
+    Example:
+        GLM-5 on 16 nodes (TP4 CP2 DP4 PP4, EP32): of each stage of 32 the ranks 0, 1, 4 and 8.
+    """
+    of_stage, stages = stage_size(config), config.parallel.pipeline_model_parallel_size
+    columns = [place for place in _strides(config) if place < of_stage]
+    return sorted(stage * of_stage + place for stage in range(stages) for place in {0, *columns})
+
+
+def stage_size(config: Config) -> int:
+    """Return the ranks of a pipeline stage."""
+    return world_size(config) // config.parallel.pipeline_model_parallel_size
+
+
+def _strides(config: Config) -> list[int]:
+    parallel = config.parallel
+    strides = []
+    for sizes in (
+        (parallel.tensor_model_parallel_size, parallel.context_parallel_size),
+        (parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size)
+        if config.model.architecture.n_routed_experts
+        else (),
+    ):
+        stride = 1
+        for size in (*sizes, stage_size(config)):  # data parallelism takes the rest
+            if size > 1:
+                strides.append(stride)
+            stride *= size
+    return strides

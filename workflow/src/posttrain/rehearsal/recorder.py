@@ -1,0 +1,162 @@
+"""What a rank does, phase by phase: memory that is alive, operations, waits for the device, collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+# torch's allocator hands out whole blocks of so many bytes.
+BLOCK = 512
+
+
+@dataclass
+class Phase:
+    """What happened between two points of a step.
+
+    Args:
+        name: Of the phase.
+        peak: Most bytes of the device that were alive at a time.
+        holders: Bytes at that time by what held them (kind, place in the code).
+        host_peak: The same of large tensors on the host.
+        flops: Floating-point operations of matrix products and attention.
+        moved: Bytes read and written by operations.
+        kernels: Operations that start one.
+        waits: Place in the code -> times that the host waited for the device.
+    """
+
+    name: str
+    step: int = 0
+    peak: int = 0
+    holders: dict[tuple[str, str], int] = field(default_factory=dict)
+    host_peak: int = 0
+    flops: int = 0
+    moved: int = 0
+    kernels: int = 0
+    waits: dict[str, int] = field(default_factory=dict)
+
+
+class Recorder:
+    """Listens to a `SimulatedDevice`."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self._phase = Phase("start")
+        self._live: dict[int, tuple[int, str, str]] = {}
+        self._host: dict[int, int] = {}
+        self._bytes = self._host_bytes = self._snapped = 0
+        self._kinds: dict[int, str] = {}
+        self.step = 0
+        self.created: list[list[int]] = []
+        self.collectives: list[dict[str, Any]] = []
+        self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Note what happens in the block under a name."""
+        before, self._phase = self._phase, Phase(name, self.step, peak=self._bytes, host_peak=self._host_bytes)
+        self._phase.holders, self._snapped = self._held(), self._bytes
+        self.phases.append(self._phase)
+        try:
+            yield self._phase
+        finally:
+            self._phase = before
+
+    @property
+    def phase_name(self) -> str:
+        """The present one."""
+        return self._phase.name
+
+    def label(self, key: int, kind: str) -> None:
+        """Say what a storage is for."""
+        if key in self._live:
+            size, _, place = self._live[key]
+            self._live[key] = size, kind, place
+
+    def allocated(self, key: int, size: int, device: str) -> None:
+        """A storage has come to life."""
+        if device != "cuda":
+            self._host[key] = size
+            self._host_bytes += size
+            self._phase.host_peak = max(self._phase.host_peak, self._host_bytes)
+            return
+        rounded = -(-size // BLOCK) * BLOCK
+        self._live[key] = rounded, "activations", place()
+        self._bytes += rounded
+        if self._bytes > self._phase.peak:
+            self._phase.peak = self._bytes
+
+    def freed(self, key: int) -> None:
+        """A storage is no more."""
+        if key in self._host:
+            self._host_bytes -= self._host.pop(key)
+        elif key in self._live:
+            if self._bytes == self._phase.peak and self._bytes > self._snapped * 1.001:
+                self._phase.holders, self._snapped = self._held(), self._bytes
+            self._bytes -= self._live.pop(key)[0]
+
+    def _held(self) -> dict[tuple[str, str], int]:
+        held: dict[tuple[str, str], int] = defaultdict(int)
+        for size, kind, where in self._live.values():
+            held[kind, where] += size
+        return dict(held)
+
+    def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation of the device was started."""
+        if func.is_view:
+            return
+        self._phase.kernels += 1
+        formula = flop_registry.get(func._overloadpacket)
+        if formula:
+            self._phase.flops += formula(*args, **kwargs, out_val=out)
+        for value in (*args, out):
+            if isinstance(value, torch.Tensor):
+                self._phase.moved += value.numel() * value.element_size()
+
+    def kernel(self, flops: int, moved: int) -> None:
+        """A kernel was started that torch does not know."""
+        self._phase.kernels += 1
+        self._phase.flops += flops
+        self._phase.moved += moved
+
+    def collective(self, name: str, group: Any, tensors: list[Any], size: int, peer: int | None = None) -> None:
+        """A call of a process group."""
+        self.collectives.append(
+            {
+                "name": name,
+                "group": group.group_name,
+                "ranks": torch.distributed.get_process_group_ranks(group),
+                "shapes": [list(tensor.shape) for tensor in tensors],
+                "dtype": str(tensors[0].dtype) if tensors else "",
+                "bytes": size,
+                "peer": peer,
+                "phase": f"{self.step} {self.phase_name}",
+                "place": place(),
+            }
+        )
+
+    def wait(self, func: Any) -> None:
+        """The host waits for the device."""
+        key = f"{place()} ({func})"
+        self._phase.waits[key] = self._phase.waits.get(key, 0) + 1
+
+
+def place() -> str:
+    """Return where in our code, and where in Megatron's or Transformer Engine's, the present operation was asked for."""
+    frame, theirs = sys._getframe(2), ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/posttrain/" in name and "/rehearsal/" not in name:
+            ours = f"{name.rpartition('/posttrain/')[2]}:{frame.f_lineno}"
+            return f"{ours} {theirs}".strip()
+        if not theirs and ("/megatron/core/" in name or "/transformer_engine/" in name):
+            root = "megatron/core/" if "/megatron/core/" in name else "transformer_engine/"
+            theirs = f"{root}{name.rpartition(root)[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return theirs or "autograd"

@@ -1,0 +1,56 @@
+"""Rollouts of a rehearsal: so many samples as fill a few rows of every data-parallel rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from posttrain.config.derived import data_parallel_size, micro_batch_multiple
+from posttrain.config.schema import Config
+from posttrain.planner.sizing.activations import fullest_micro_batch
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.rollout.coordinator import RolloutResult
+from posttrain.types import Prompt, Sample, SampleGroup
+
+
+def shortened(config: Config) -> Config:
+    """Return the configuration for a few micro-batches a step: as many as fill the pipeline, and one more."""
+    stages = config.parallel.pipeline_model_parallel_size
+    rows = stages + max(1, micro_batch_multiple(config))
+    count = data_parallel_size(config) * rows * fullest_micro_batch(config, ASSUMPTIONS).num_sequences
+    return replace(
+        config,
+        rollout=replace(config.rollout, rollout_batch_size=1, num_samples_per_prompt=count),
+        training=replace(config.training, global_batch_size=count, num_steps=100),
+        evaluation=replace(config.evaluation, interval=0),
+    )
+
+
+class MadeUpRollouts:
+    """A `RolloutSource`: the first step has the longest samples that there can be, the second shorter ones.
+
+    Args:
+        config: From `shortened`.
+    """
+
+    def __init__(self, config: Config):
+        self._config, self._fullest = config, fullest_micro_batch(config, ASSUMPTIONS)
+
+    def wait_ready(self) -> None:
+        """There are no engines."""
+
+    def collect(self, step: int) -> RolloutResult:
+        """Return one group; every second sample is right, so that there is something to learn."""
+        source = random.Random(step)
+        response = self._config.rollout.max_response_tokens
+        longest = self._fullest.tokens // self._fullest.num_sequences
+        samples = []
+        for index in range(self._config.rollout.num_samples_per_prompt):
+            share = 1 if step == 0 else source.uniform(0.1, 0.9)
+            length = max(2, int(longest * share))
+            answer = min(response, length - 1)
+            prompt = tuple(range(length - answer))
+            samples.append(
+                Sample(0, index, prompt, (1,) * answer, (-1.0,) * answer, "stop", 0, float(index % 2))
+            )
+        return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)

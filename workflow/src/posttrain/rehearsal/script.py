@@ -1,0 +1,195 @@
+"""What a rank does in a rehearsal: it builds, loads nothing, and makes two steps of `training.loop`, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config.derived import uses_engines, world_size
+from posttrain.config.schema import Config
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.rehearsal.device import SimulatedDevice
+from posttrain.rehearsal.distributed import Groups, join
+from posttrain.rehearsal.members import stage_size
+from posttrain.rehearsal.messages import Messages
+from posttrain.rehearsal.recorder import Recorder
+from posttrain.rehearsal.samples import MadeUpRollouts, shortened
+
+aten = torch.ops.aten
+STEPS = 2
+
+
+def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) -> None:
+    """Be a rank: see the head of this file.
+
+    Args:
+        config: The resolved configuration.
+        rank: Which one.
+        recorder: Learns what is done.
+        messages: To the other ranks that are rehearsed.
+    """
+    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.training import loop
+
+    small = shortened(config)
+    join(rank, world_size(config), config.hardware.gpus_per_node, recorder.created)
+    groups = Groups(recorder, messages)
+    device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, rank))
+    recorder.values = device.mirror
+    _follow_phases(recorder)
+    with device:
+        with recorder.phase("build"):
+            initialize(small)
+            policy = build_policy(small)
+        _label(recorder, policy)
+        run = _run_of(small, policy, rank)
+        for step in range(STEPS):
+            recorder.step = step + 1
+            loop.train_step(run, step)
+            _label(recorder, policy)
+
+
+class Unknown:
+    """Answers for values that nobody knows.
+
+    The experts of tokens are drawn: those of rank 0 get `expert_imbalance` times their share, all others of its stage
+    what is left; the first expert of a rank with other samples gets none.
+
+    Args:
+        config: The resolved configuration.
+        rank: This one.
+    """
+
+    def __init__(self, config: Config, rank: int):
+        self._arch, self._parallel = config.model.architecture, config.parallel
+        self._place = rank % stage_size(config)
+        self._drawn = lru_cache(self._draw)
+
+    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+        """Return the result of an operation."""
+        if func is aten.topk.default:
+            scores, count = args[0], args[1]
+            if scores.shape[-1] != self._arch.n_routed_experts or count != self._arch.num_experts_per_tok:
+                return NotImplemented
+            chosen = self._drawn(tuple(scores.shape), count)
+            return torch.zeros(chosen.shape, dtype=scores.dtype), chosen
+        if func is aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool if args[0].dtype == torch.bool else 0
+        if func is aten.nonzero.default:
+            return torch.ones(args[0].shape).nonzero()
+        raise NotImplementedError(f"{func} of values that nobody knows")
+
+    def _draw(self, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        experts = self._arch.n_routed_experts // self._parallel.expert_model_parallel_size
+        number = self._place // self._parallel.expert_tensor_parallel_size % self._parallel.expert_model_parallel_size
+        likelihood = torch.ones(self._arch.n_routed_experts)
+        mine = slice(number * experts, (number + 1) * experts)
+        if self._parallel.expert_model_parallel_size > 1:
+            likelihood[mine] = ASSUMPTIONS.expert_imbalance if self._place == 0 else 1.0
+            if self._place and experts > 1:
+                likelihood[mine.start] = 0.0
+        source = torch.Generator().manual_seed(self._place)
+        noise = -torch.rand(shape, generator=source).log().neg().log()
+        return (likelihood.log() + noise).topk(count, dim=-1).indices
+
+
+class _Metrics:
+    """Takes the metrics of rank 0."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep them."""
+        self.steps.append(metrics)
+
+
+def _run_of(config: Config, policy: Any, rank: int) -> Any:
+    from posttrain.megatron_backend import weights as weights_module
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.training.assembly import objective_of
+    from posttrain.training.mismatch import EngineComparison
+    from posttrain.training.run import TrainingRun
+    from posttrain.weight_sync.publish import WeightPublisher
+
+    # Ranks that are not there send nothing.
+    weights_module.gather_plain = lambda mine: [[list(piece) for piece in mine]]
+    weights = HubWeights(policy.chunks, config.model.architecture)
+    weights._placements = one_of_each_kind(weights._placements)
+    has_engines = uses_engines(config)
+    return TrainingRun(
+        config=config,
+        policy=policy,
+        objective=objective_of(config),
+        source=MadeUpRollouts(config),
+        comparison=EngineComparison(config, policy, weights) if has_engines else None,
+        publisher=WeightPublisher(config, weights, None, asyncio.Runner(), Path(), Path()) if has_engines else None,
+        state=_NoState(),
+        sinks=_Metrics() if rank == 0 else None,
+        traces=Path(),
+    )
+
+
+class _NoState:
+    """Nothing is saved."""
+
+    def finish_save(self, clock: Any) -> None:
+        """Nothing is being written."""
+
+    def begin_save(self, finished: int) -> None:
+        """Nothing is written."""
+
+
+def one_of_each_kind(placements: Sequence[Any]) -> list[Any]:
+    """Return the placements of one layer of each kind: the others are like them."""
+    import re
+
+    chosen, seen = [], {}
+    for placement in placements:
+        layer = re.search(r"layers\.(\d+)\.", placement.hf_name)
+        kind = re.sub(r"\.\d+\.", ".#.", placement.hf_name)
+        number = layer and int(layer[1])
+        if seen.setdefault(kind, number) == number and not re.search(r"experts\.[1-9]\d*\.", placement.hf_name):
+            chosen.append(placement)
+    return chosen
+
+
+def _follow_phases(recorder: Recorder) -> None:
+    from contextlib import contextmanager
+
+    from posttrain.training.phases import PhaseClock
+
+    original = PhaseClock.phase
+
+    @contextmanager
+    def phase(self: PhaseClock, name: str):
+        with recorder.phase(name), original(self, name):
+            yield
+
+    PhaseClock.phase = phase  # type: ignore[method-assign]
+
+
+def _label(recorder: Recorder, policy: Any) -> None:
+    """Say what weights, gradients and the optimizer's state are."""
+
+    def name(tensor: Any, kind: str) -> None:
+        if isinstance(tensor, torch.Tensor):
+            recorder.label(tensor.untyped_storage()._cdata, kind)
+
+    for parameter in policy.parameters():
+        name(parameter, "weights")
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                name(parameter, "optimizer")
+                for value in part.optimizer.state.get(parameter, {}).values():
+                    name(value, "optimizer")
+    for buffer in policy.buffers:
+        name(buffer.param_data, "weights")
+        name(buffer.grad_data, "gradients")
