@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-reasoning-gym env-sglang env-fake-cuda env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -49,8 +49,8 @@ demo: env $(if $(TASK),env-reasoning-gym)  ## run the whole chain on a small GLM
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu
 
-env-fake-cuda: env ## a CUDA build of torch that finds devices where there are none (6 GB)
-	envs/fake-cuda/install.sh .envs/fake-cuda $(VENV)
+env-rehearsal: env ## a CUDA build of torch that finds devices where there are none (6 GB)
+	envs/rehearsal/install.sh .envs/rehearsal $(VENV)
 
 env-bridge: env-python312 ## megatron-bridge, which conversions are compared with, in front of that of Python 3.12
 	envs/bridge/install.sh .envs/bridge .envs/python312/.venv

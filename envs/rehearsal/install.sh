@@ -19,6 +19,7 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 behind=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$behind')" >"$site/behind.pth"
 mkdir -p "$venv/fake"
-gcc -shared -fPIC -o "$venv/fake/libfakecuda.so" "$recipe/runtime.c"
+# Triton brings the headers of CUDA's runtime.
+gcc -shared -fPIC -I "$site/triton/backends/nvidia/include" -o "$venv/fake/libfakecuda.so" "$recipe/runtime.c"
 gcc -shared -fPIC -o "$venv/fake/libcuda.so.1" "$recipe/driver.c"
 touch "$venv/.ready"

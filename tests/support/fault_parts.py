@@ -26,7 +26,7 @@ PARTS = {
     "answers": "every target after a changed key of every section",
     "nodes": "nodes of a SLURM lost, slowed down, without disk",
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
-    "cuda": "what a first run on GPUs meets, on fake CUDA (`make env-fake-cuda`)",
+    "rehearsal": "recipes and seeded faults, rehearsed on devices that are said to be there (`make env-rehearsal`)",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",

@@ -15,7 +15,7 @@ NAMES = {
         "crash",
         "users",
         "chromium",
-        "fake-cuda",
+        "rehearsal",
         "bridge",
         "lm-eval",
         "python312",

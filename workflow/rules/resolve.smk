@@ -38,6 +38,17 @@ rule plan:
         runs("plan", FROM_CONFIG, "{params.jobs_at_once}")
 
 
+rule rehearse:
+    """Answers: what of training would fail on GPUs, shown without one (`make env-rehearsal`)."""
+    log:
+        PATHS.run_log("rehearse"),
+    localrule: True
+    message:
+        f"rehearse {CFG.model.name} on {NODES} of {CFG.hardware.name}: two steps at full size, without a GPU"
+    shell:
+        runs("rehearse", FROM_CONFIG)
+
+
 rule check:
     """Answers: what this machine lacks for a run."""
     log:

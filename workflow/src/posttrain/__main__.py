@@ -22,6 +22,7 @@ from posttrain.training.lineage import refuse_other_run
 
 COMMANDS = {
     "plan": "memory, storage, durations and flags of a configuration, as a page; what cannot run fails",
+    "rehearse": "two training steps at full size without a GPU: what would fail, hang or not fit on GPUs",
     "check": "what this machine lacks for a run",
     "check-data": "what prompts, labels, tokenizer and graders say of each other; what is to be trained is shown",
     "status": "where runs stand, and jobs in the queue; run=NAME shows one",

@@ -209,14 +209,15 @@ def _report(
     statistics: Mapping[str, torch.Tensor],
     objective: Objective,
 ) -> torch.Tensor:
-    """Return the values of `_names(objective)` for this micro-batch, in FP64."""
+    """Return the values of `_names(objective)` for this micro-batch, in FP64; nobody asks a device how many tokens."""
     trained = batch.is_response
-    values = [loss, trained.sum(), (~torch.isfinite(logprobs[trained])).sum()]
+    values = [loss, trained.sum(), (trained & ~torch.isfinite(logprobs)).sum()]
     for name in _statistics(objective):
+        of_tokens = statistics[name].double()
         if _is_mean(name):
-            values.append(statistics[name][trained].double().sum())
-        else:  # of a row of padding alone: -inf; nobody asks a device how many there are
-            values.append(statistics[name].double().masked_fill(~trained, -math.inf).max())
+            values.append(of_tokens.masked_fill(~trained, 0.0).sum())
+        else:  # of a row of padding alone: -inf
+            values.append(of_tokens.masked_fill(~trained, -math.inf).max())
     return torch.stack([value.double() for value in values])
 
 
@@ -251,7 +252,7 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    return dict(zip(names, total.tolist(), strict=True))
+    return dict(zip(names, total.cpu().tolist(), strict=True))
 
 
 def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch]) -> None:

@@ -7,7 +7,7 @@ parameter names tells which part of a whole is one Hub tensor. Nothing here know
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import astuple, dataclass
 
 import torch
@@ -70,6 +70,10 @@ class HubWeights:
     def names(self) -> list[str]:
         """Hub names of everything the trainer holds, in checkpoint order."""
         return [placement.hf_name for placement in self._placements]
+
+    def leave_only(self, names: Set[str]) -> None:
+        """Gather and replace no other tensors from now on; the same on all ranks."""
+        self._placements = [placement for placement in self._placements if placement.hf_name in names]
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:

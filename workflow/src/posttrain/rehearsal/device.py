@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from posttrain.rehearsal.recorder import Recorder
 
@@ -40,6 +41,7 @@ UNINITIALISED = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+FILLED = {aten.zeros.default, aten.ones.default, aten.full.default}
 # What they write does not depend on what was there.
 OVERWRITING = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 # They wait for the device, because their result is on the host, or has a size that depends on values.
@@ -87,13 +89,12 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args)
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        tensors = [*_tensors(args), *_tensors((*kwargs.values(),))]
         device = kwargs.get("device")
         is_here = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_here and (device is None or device.type != "cuda"):
             return self._on_host(func, args, kwargs)
-        return self._here(func, args, kwargs, flat, spec, tensors)
+        return self._here(func, types, args, kwargs, tensors)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute on the host, where memory is that of this process: large tensors have no values there either."""
@@ -103,26 +104,25 @@ class SimulatedDevice(TorchDispatchMode):
                 return self._noted(func, func(*args, **kwargs))
         return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
 
-    def _here(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
+    def _here(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if func in WAITING:
             if kwargs.get("output_size") is None:
                 self._recorder.wait(func)
-            return self._waited(func, args, kwargs, flat, spec)
+            return self._waited(func, args, kwargs)
         if func in INDEXING and any(_is_mask(index) for index in args[1]):
             indices = [part for index in args[1] for part in self._places(func, index)]
             return func(args[0], indices, *args[2:], **kwargs)
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return self._from_host(args[0].to(kwargs.get("dtype") or args[0].dtype))
-        mirrored = self._mirrored(func, flat, spec, tensors)
+        mirrored = self._mirrored(func, args, kwargs, tensors)
         if func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], mirrored)
-        with self.fake:
-            out = func(*args, **kwargs)
+        out = self.fake.dispatch(func, types, args, kwargs)
         self._recorder.operation(func, args, kwargs, out)
         self._noted(func, out)
         if mirrored is not None:
             self._keep(func, out, mirrored)
-        elif any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
+        elif _writes(func):
             self._forget(func, args, kwargs)
         else:
             self._assume(out)
@@ -133,47 +133,48 @@ class SimulatedDevice(TorchDispatchMode):
         if not _is_mask(index):
             return (index,)
         self._recorder.wait(func)
-        found = self._waited(aten.nonzero.default, (index,), {}, *tree_flatten(((index,), {})))
+        found = self._waited(aten.nonzero.default, (index,), {})
         return tuple(aten.select.int(found, 1, axis) for axis in range(index.dim()))
 
-    def _waited(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any) -> Any:
+    def _waited(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what needs values: with the mirror's, or with those that are made up."""
-        known = [self.mirror(value) if isinstance(value, FakeTensor) else value for value in flat]
-        if all(value is not None or old is None for value, old in zip(known, flat, strict=True)):
-            mirror_args, mirror_kwargs = tree_unflatten(known, spec)
-            values = func(*mirror_args, **mirror_kwargs)
-        else:
-            values = self._unknown(func, args)
+        known = self._known(args, kwargs)
+        values = self._unknown(func, args) if known is None else func(*known[0], **known[1])
         return self._from_host(values) if isinstance(values, torch.Tensor) else values
 
-    def _mirrored(self, func: Any, flat: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
+    def _mirrored(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Return what the operation gives on the host; None where values are not known, or too many."""
         if func in UNINITIALISED or any(_size(tensor) > MIRROR_BYTES for tensor in tensors):
             return None
         if func in OVERWRITING and isinstance(tensors[0], FakeTensor):
             self._overwrite(tensors[0])
         if func in SHAPE_ONLY:
-            known = [torch.empty(v.shape, dtype=v.dtype) if isinstance(v, FakeTensor) else v for v in flat]
+            known = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]), kwargs
+        elif not all(self._has_values(tensor) for tensor in tensors):
+            return self._chosen(func, args)
         else:
-            known = [self.mirror(value) if isinstance(value, FakeTensor) else value for value in flat]
-            if any(value is None and old is not None for value, old in zip(known, flat, strict=True)):
-                return self._chosen(func, flat, spec)
-        args, kwargs = tree_unflatten(known, spec)
-        if "device" in kwargs and kwargs["device"] is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if not tensors and func in {aten.zeros.default, aten.ones.default, aten.full.default}:
-            if _bytes_of(args[0], kwargs) > MIRROR_BYTES:
-                return None
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
-
-    def _chosen(self, func: Any, flat: list[Any], spec: Any) -> Any:
-        """Ask for values of an operation that chooses (top-k), whose scores nobody knows."""
-        if func is not aten.topk.default:
+            known = self._known(args, kwargs)
+        on_host, options = known
+        if not tensors and func in FILLED and _bytes_of(args[0], kwargs) > MIRROR_BYTES:
             return None
-        args, _ = tree_unflatten(flat, spec)
-        chosen = self._unknown(func, args)
+        if options.get("device") is not None:
+            options = {**options, "device": torch.device("cpu")}
+        if options.get("pin_memory"):
+            options = {**options, "pin_memory": False}
+        return func(*on_host, **options)
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self._mirrors
+
+    def _known(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments with mirrors in place of the device's tensors; None where one has no values."""
+        if not all(map(self._has_values, (*_tensors(args), *_tensors((*kwargs.values(),))))):
+            return None
+        return tree_map_only(FakeTensor, self.mirror, (args, kwargs))
+
+    def _chosen(self, func: Any, args: Any) -> Any:
+        """Ask for values of an operation that chooses (top-k), whose scores nobody knows."""
+        chosen = self._unknown(func, args) if func is aten.topk.default else NotImplemented
         return None if chosen is NotImplemented else chosen
 
     def _to_host(self, tensor: torch.Tensor, mirrored: Any) -> torch.Tensor:
@@ -264,6 +265,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
+
+
+@cache
+def _writes(func: Any) -> bool:
+    return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
 
 
 def _is_mask(index: Any) -> bool:

@@ -17,12 +17,15 @@ from posttrain.rehearsal.recorder import Recorder, place
 
 # Their group is the second argument, that of all others the third.
 OF_ONE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier"}
+# Bytes of what has few numbers.
+SMALL = 4096
 
 
 class Groups:
     """Answers what c10d is asked.
 
-    Tensors of whole numbers have values, and these arrive: lengths, counts, shapes, objects as bytes. Others are noted.
+    Tensors of whole numbers have values, and these arrive: lengths, counts, shapes, objects as bytes. Of other tensors
+    only few numbers do that one rank tells the others: statistics.
 
     Args:
         recorder: Gets every call.
@@ -43,7 +46,7 @@ class Groups:
         peer = args[2] if name in ("send", "recv_") else None
         ranks = dist.get_process_group_ranks(group)
         self._recorder.collective(name, group, tensors, size, peer=None if peer is None else ranks[peer])
-        if tensors and not tensors[0].is_floating_point():
+        if tensors and (not tensors[0].is_floating_point() or (name == "broadcast_" and size <= SMALL)):
             self._deliver(name, group.group_name, ranks, args)
         work = FakeWork().boxed()
         returns = func._schema.returns

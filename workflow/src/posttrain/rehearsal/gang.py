@@ -24,7 +24,7 @@ def main() -> None:
     resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
-    from posttrain.rehearsal.members import members
+    from posttrain.rehearsal.members import members, shallow, stage_size
     from posttrain.rehearsal.recorder import Recorder
 
     recorder = Recorder()
@@ -34,7 +34,11 @@ def main() -> None:
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
 
     config = read_resolved(resolved).config
-    ranks = [int(word) for word in sys.argv[3:]] or members(config)
+    ranks = members(config)
+    if sys.argv[3:] == ["full"]:
+        ranks = [rank for rank in ranks if rank % stage_size(config) == 0]
+    else:
+        config = shallow(config)
     port_file = folder / "port"
     children: dict[int, int] = {}
     for rank in ranks:
@@ -69,9 +73,9 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
     while not port_file.exists():
         time.sleep(0.05)
     store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
-    started, error = time.perf_counter(), None
+    started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks)
     try:
-        rehearse(config, rank, recorder, Messages(store, rank, ranks))
+        rehearse(config, rank, recorder, messages)
     except BaseException as raised:
         error = {"type": type(raised).__name__, "message": str(raised), "trace": traceback.format_exc()}
     phases = [dataclasses.asdict(phase) for phase in recorder.phases]
@@ -85,6 +89,7 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
         "groups": recorder.created,
         "collectives": recorder.collectives,
     }
+    messages.end()
     (folder / f"{rank}.json").write_text(json.dumps(content))
     os._exit(1 if error else 0)
 

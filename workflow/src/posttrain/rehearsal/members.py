@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
+
+# So many layers are rehearsed in little time.
+WHOLE_LAYERS = 6
 
 
 def members(config: Config) -> list[int]:
@@ -40,3 +45,24 @@ def _strides(config: Config) -> list[int]:
                 strides.append(stride)
             stride *= size
     return strides
+
+
+def shallow(config: Config) -> Config:
+    """Return the configuration with few layers, some of each kind: a dense one where there are any, then others.
+
+    Stages keep their chunks, and a chunk as many layers as share one choice of keys. A model of few layers stays whole.
+    """
+    arch, parallel = config.model.architecture, config.parallel
+    num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    per_chunk = max(2 if num_chunks > 1 or arch.first_k_dense_replace else 1, arch.index_topk_freq)
+    num_layers = num_chunks * per_chunk
+    if arch.num_hidden_layers <= max(num_layers, WHOLE_LAYERS):
+        return config
+    smaller = replace(
+        arch, num_hidden_layers=num_layers, first_k_dense_replace=min(arch.first_k_dense_replace, per_chunk - 1)
+    )
+    return replace(
+        config,
+        model=replace(config.model, architecture=smaller),
+        parallel=replace(parallel, num_layers_in_last_pipeline_stage=0),
+    )

@@ -1,7 +1,7 @@
 """Messages that have values, between the ranks that are rehearsed: counts, shapes, objects.
 
-Whoever waits for a message waits as on a cluster. A call that the others answer with another one would hang there; here
-both sides are named.
+Whoever waits for a message waits as on a cluster. A call that the others answer with another one would hang there, and
+so would a wait of all ranks at a time; here both sides are named.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
-# So long without a message is a hang: ranks share few cores.
-PATIENCE = timedelta(seconds=180)
+# A wait looks so often whether anybody is still computing.
+LOOK = timedelta(seconds=5)
+LOOKS = 3
 
 
 class HangError(RuntimeError):
-    """Two ranks of a group do not do the same."""
+    """Ranks of a group do not do the same: on a cluster nobody would go on."""
 
 
 class Messages:
@@ -32,8 +33,8 @@ class Messages:
     """
 
     def __init__(self, store: TCPStore, rank: int, members: Sequence[int]):
-        self._store, self._rank, self._members = store, rank, list(members)
-        self._store.set_timeout(PATIENCE)
+        self._store, self._rank, self.members = store, rank, list(members)
+        self._store.set_timeout(LOOK)
         self._counts: Counter[str] = Counter()
 
     def all_said(self, group: str, ranks: Sequence[int], call: str, place: str, mine: bytes) -> list[bytes]:
@@ -44,38 +45,60 @@ class Messages:
         """
         number = self._counts[group]
         self._counts[group] += 1
-        head = json.dumps([call, place]).encode()
-        self._store.set(f"{group}/{number}/{self._rank}", len(head).to_bytes(4, "big") + head + mine)
-        there = [rank for rank in ranks if rank in self._members]
+        self._say(f"{group}/{number}/{self._rank}", call, place, mine)
+        there = [rank for rank in ranks if rank in self.members]
         said = {rank: self._heard(f"{group}/{number}/{rank}", rank, call, place) for rank in there}
         return [said.get(rank, said[there[index % len(there)]]) for index, rank in enumerate(ranks)]
 
     def send(self, to: int, call: str, place: str, mine: bytes) -> None:
         """Leave a message for one rank."""
         key = f"{self._rank}>{to}"
-        head = json.dumps([call, place]).encode()
-        self._store.set(f"{key}/{self._counts[key]}", len(head).to_bytes(4, "big") + head + mine)
+        self._say(f"{key}/{self._counts[key]}", call, place, mine)
         self._counts[key] += 1
 
     def receive(self, origin: int, place: str) -> bytes:
-        """Return the next message of one rank."""
+        """Return the next message of one rank.
+
+        Raises:
+            HangError: It sends none.
+        """
         key = f"{origin}>{self._rank}"
         number = self._counts[key]
         self._counts[key] += 1
-        return self._heard(f"{key}/{number}", origin, "", place)
+        return self._heard(f"{key}/{number}", origin, "send", place)
+
+    def end(self) -> None:
+        """This rank says nothing any more."""
+        self._store.add("silent", 1)
+
+    def _say(self, key: str, call: str, place: str, mine: bytes) -> None:
+        head = json.dumps([call, place]).encode()
+        self._store.set(key, len(head).to_bytes(4, "big") + head + mine)
 
     def _heard(self, key: str, origin: int, call: str, place: str) -> bytes:
-        try:
-            content = self._store.get(key)
-        except Exception as error:  # torch's own, of several types
-            raise HangError(f"rank {self._rank} waits for rank {origin} in {call or 'recv'} at {place}") from error
+        content = self._awaited(key, f"rank {self._rank} waits for rank {origin} in {call} at {place}")
         length = int.from_bytes(content[:4], "big")
         theirs, where = json.loads(content[4 : 4 + length])
-        if call and theirs != call:
+        if theirs != call:
             raise HangError(
                 f"rank {self._rank} calls {call} at {place}, rank {origin} of the same group calls {theirs} at {where}"
             )
         return content[4 + length :]
+
+    def _awaited(self, key: str, words: str) -> bytes:
+        if self._store.check([key]):
+            return self._store.get(key)
+        self._store.add("silent", 1)
+        looks = 0
+        while True:
+            try:
+                content = self._store.get(key)
+                self._store.add("silent", -1)
+                return content
+            except DistStoreError:
+                looks = looks + 1 if self._store.add("silent", 0) >= len(self.members) else 0
+            if looks >= LOOKS:
+                raise HangError(f"{words}, and no rank computes any more")
 
 
 def to_bytes(tensor: torch.Tensor | None) -> bytes:

@@ -73,6 +73,11 @@ class Recorder:
         """The present one."""
         return self._phase.name
 
+    @property
+    def peak(self) -> int:
+        """Most bytes that were alive at a time in the present phase."""
+        return self._phase.peak
+
     def label(self, key: int, kind: str) -> None:
         """Say what a storage is for."""
         if key in self._live:

@@ -14,9 +14,9 @@ from posttrain.types import Prompt, Sample, SampleGroup
 
 
 def shortened(config: Config) -> Config:
-    """Return the configuration for a few micro-batches a step: as many as fill the pipeline, and one more."""
+    """Return the configuration for a few micro-batches a step: as many as fill the pipeline."""
     stages = config.parallel.pipeline_model_parallel_size
-    rows = stages + max(1, micro_batch_multiple(config))
+    rows = max(2, stages, micro_batch_multiple(config))
     count = data_parallel_size(config) * rows * fullest_micro_batch(config, ASSUMPTIONS).num_sequences
     return replace(
         config,
@@ -50,7 +50,5 @@ class MadeUpRollouts:
             length = max(2, int(longest * share))
             answer = min(response, length - 1)
             prompt = tuple(range(length - answer))
-            samples.append(
-                Sample(0, index, prompt, (1,) * answer, (-1.0,) * answer, "stop", 0, float(index % 2))
-            )
+            samples.append(Sample(0, index, prompt, (1,) * answer, (-1.0,) * answer, "stop", 0, float(index % 2)))
         return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
             initialize(small)
             policy = build_policy(small)
         _label(recorder, policy)
-        run = _run_of(small, policy, rank)
+        with recorder.phase("open"):
+            run = _run_of(small, policy, rank, messages.members)
         for step in range(STEPS):
             recorder.step = step + 1
             loop.train_step(run, step)
@@ -110,7 +113,7 @@ class _Metrics:
         self.steps.append(metrics)
 
 
-def _run_of(config: Config, policy: Any, rank: int) -> Any:
+def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.training.assembly import objective_of
@@ -118,10 +121,13 @@ def _run_of(config: Config, policy: Any, rank: int) -> Any:
     from posttrain.training.run import TrainingRun
     from posttrain.weight_sync.publish import WeightPublisher
 
-    # Ranks that are not there send nothing.
-    weights_module.gather_plain = lambda mine: [[list(piece) for piece in mine]]
+    everybody = weights_module.gather_plain
+    # Ranks that are not there hold nothing.
+    weights_module.gather_plain = lambda mine: [
+        pieces if rank in there else [] for rank, pieces in enumerate(everybody(mine))
+    ]
     weights = HubWeights(policy.chunks, config.model.architecture)
-    weights._placements = one_of_each_kind(weights._placements)
+    weights.leave_only(one_of_each_kind(weights.names))
     has_engines = uses_engines(config)
     return TrainingRun(
         config=config,
@@ -146,29 +152,21 @@ class _NoState:
         """Nothing is written."""
 
 
-def one_of_each_kind(placements: Sequence[Any]) -> list[Any]:
-    """Return the placements of one layer of each kind: the others are like them."""
-    import re
-
-    chosen, seen = [], {}
-    for placement in placements:
-        layer = re.search(r"layers\.(\d+)\.", placement.hf_name)
-        kind = re.sub(r"\.\d+\.", ".#.", placement.hf_name)
-        number = layer and int(layer[1])
-        if seen.setdefault(kind, number) == number and not re.search(r"experts\.[1-9]\d*\.", placement.hf_name):
-            chosen.append(placement)
-    return chosen
+def one_of_each_kind(names: Sequence[str]) -> set[str]:
+    """Return the names of one layer and expert of each kind: the others are like them."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        chosen.setdefault(re.sub(r"\.\d+\.", ".#.", name), name)
+    return {*chosen.values()}
 
 
 def _follow_phases(recorder: Recorder) -> None:
-    from contextlib import contextmanager
-
     from posttrain.training.phases import PhaseClock
 
     original = PhaseClock.phase
 
     @contextmanager
-    def phase(self: PhaseClock, name: str):
+    def phase(self: PhaseClock, name: str) -> Iterator[None]:
         with recorder.phase(name), original(self, name):
             yield
 

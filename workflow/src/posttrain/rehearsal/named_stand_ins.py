@@ -1,0 +1,18 @@
+"""What stands in for what is not there without a GPU, and what each hides; `stand_ins` and `script` put them in place."""
+
+STAND_INS = {
+    "transformer_engine_torch": "Transformer Engine's compiled part: shapes, bytes and operations, no values and no "
+    "workspaces but those that its Python allocates",
+    "DeepEP": "every rank of a group sends to this one what this one sends to itself; buffers are the plan's term",
+    "Triton": "kernels are not started: their outputs exist, without values",
+    "torch.compile": "what the compiler would fuse runs operation by operation: one more temporary at a time",
+    "process groups": "large tensors are not sent; lengths, counts, shapes and objects are, between the ranks that are "
+    "rehearsed, and those that are not say what one that is says",
+    "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
+    "other rank nothing",
+    "values": "vectors of numbers that nobody knows are 0",
+    "streams": "all work happens at once and in the order of the calls",
+    "random state": "devices have none; dropout is 0",
+    "rollouts": "no engine is asked: a step has as many rows as stages, full ones, then shorter ones",
+    "weights": "nothing is loaded or saved; one layer of each kind is compared and sent to engines",
+}

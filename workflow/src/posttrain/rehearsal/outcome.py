@@ -1,0 +1,152 @@
+"""A rehearsal's outcome as it is written, and as a page."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import posttrain
+from posttrain.config.load import Resolved, digest8
+from posttrain.config.schema import Config
+from posttrain.observability.report_page import render_page
+from posttrain.observability.verdict import Finding, Verdict
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.memory import GIB
+from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
+from posttrain.rehearsal.members import stage_size
+from posttrain.rehearsal.named_stand_ins import STAND_INS
+from posttrain.rehearsal.traces import Trace, find_problems
+
+# What the plan adds for what no tracker sees.
+UNSEEN = ("reserve", "fragmentation")
+
+
+def digest(resolved: Resolved) -> str:
+    """Return what a rehearsal's outcome depends on: code and configuration."""
+    code, root = hashlib.sha256(), Path(posttrain.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest8([asdict(resolved.config), code.hexdigest()])
+
+
+def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
+    """Return the content of the JSON.
+
+    Args:
+        resolved: The configuration.
+        rehearsed: The same with the layers that were rehearsed.
+        traces: Of all ranks.
+        seconds: It took.
+    """
+    planned, whole = phase_memory(rehearsed), phase_memory(resolved.config)
+    reserved = next((row.gpu.get("reserve", 0.0) for row in planned), 0.0)
+    added = {
+        (row.stage, row.phase): _seen(all_layers) - _seen(row) for row, all_layers in zip(planned, whole, strict=True)
+    }
+
+    def left_out(rank: int, phase: str) -> float:
+        return added.get((rank // stage_size(rehearsed), phase), 0.0)
+
+    return {
+        "run": resolved.run,
+        "digest": digest(resolved),
+        "seconds": round(seconds, 1),
+        "layers": rehearsed.model.architecture.num_hidden_layers,
+        "of_layers": resolved.config.model.architecture.num_hidden_layers,
+        "ranks": [trace.rank for trace in traces],
+        "problems": [problem.as_dict() for problem in find_problems(rehearsed, traces, reserved, left_out)],
+        "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
+        "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned)],
+        "reserved_gib": round(reserved, 2),
+        "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
+        "collectives": _collectives(rehearsed, traces),
+        "waits": _waits(traces),
+        "stand_ins": dict(STAND_INS),
+    }
+
+
+def _seen(row: PhaseMemory) -> float:
+    return sum(size for part, size in row.gpu.items() if part not in UNSEEN)
+
+
+def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
+    stage = trace.rank // stage_size(config)
+    rows = []
+    for phase in trace.phases:
+        plan = next((row for row in planned if (row.phase, row.stage) == (phase["name"], stage)), None)
+        awake = plan and _seen(plan)
+        holders: dict[str, int] = defaultdict(int)
+        for kind, _, size in phase["holders"]:
+            holders[kind] += size
+        largest = sorted(phase["holders"], key=lambda holder: -holder[2])[:5]
+        rows.append(
+            {
+                "rank": trace.rank,
+                "stage": stage,
+                "step": phase["step"],
+                "phase": phase["name"],
+                "peak_gib": round(phase["peak"] / GIB, 3),
+                "planned_gib": awake and round(awake, 3),
+                "host_gib": round(phase["host_peak"] / GIB, 3),
+                "parts_gib": {kind: round(size / GIB, 3) for kind, size in holders.items()},
+                "largest": [[kind, where, round(size / GIB, 3)] for kind, where, size in largest],
+                "tflop": round(phase["flops"] / 1e12, 3),
+                "moved_gb": round(phase["moved"] / 1e9, 1),
+                "kernels": phase["kernels"],
+                "waits": sum(phase["waits"].values()),
+            }
+        )
+    return rows
+
+
+def _collectives(config: Config, traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Return calls and bytes of the first rank of each stage, by phase, call and group."""
+    rows: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for trace in traces:
+        if trace.rank % stage_size(config):
+            continue
+        for call in trace.calls:
+            nodes = {rank // config.hardware.gpus_per_node for rank in call.ranks}
+            link = "one node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+            row = rows[trace.rank // stage_size(config), call.phase, call.name, len(call.ranks), link]
+            row[0] += 1
+            row[1] += call.bytes
+    names = ("stage", "phase", "call", "ranks", "link")
+    return [dict(zip(names, key, strict=True)) | {"calls": n, "bytes": size} for key, (n, size) in rows.items()]
+
+
+def _waits(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Return where the host waits for the device inside of a step, most often first; the fullest rank's count."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for trace in traces:
+        for phase in trace.phases:
+            if phase["step"] == 1:
+                for place, count in phase["waits"].items():
+                    counts[phase["name"], place] = max(counts[phase["name"], place], count)
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return [{"phase": phase, "place": place, "times": count} for (phase, place), count in ordered]
+
+
+def judge(outcome: Mapping[str, Any]) -> Verdict:
+    """Return what is to be known first."""
+    findings = [
+        Finding("bad", f"{row['key']} = {row['value']}", f"allowed: {row['allowed']}", row["remedy"])
+        for row in outcome["problems"]
+    ]
+    if findings:
+        return Verdict("This would fail on GPUs", findings)
+    shown = (
+        f"{outcome['layers']} of {outcome['of_layers']} layers"
+        if outcome["layers"] < outcome["of_layers"]
+        else "all layers"
+    )
+    return Verdict(f"Two steps of {len(outcome['ranks'])} ranks ran through, with {shown}", findings)
+
+
+def render(outcome: Mapping[str, Any], title: str) -> str:
+    """Return the page."""
+    return render_page("rehearsal.html.j2", outcome=outcome, verdict=judge(outcome), title=title)

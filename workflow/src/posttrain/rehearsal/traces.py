@@ -1,0 +1,224 @@
+"""What the ranks of a rehearsal wrote, read without torch, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, zip_longest
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.schema import Config
+from posttrain.errors import Problem
+from posttrain.planner.sizing.memory import GIB
+
+KEY = "rehearsal"
+# How many tokens go where is a matter of values: of these calls only the order is compared.
+BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
+# Megatron adds up gradients there, once for each bucket and update.
+LeftOut = Callable[[int, str], float]
+GRADIENTS = "param_and_grad_buffer.py"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank asked of a process group."""
+
+    name: str
+    group: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    bytes: int
+    peer: int | None
+    phase: str
+    place: str
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks of the group."""
+        return (self.name,) if self.name in BY_VALUES else (self.name, self.dtype, self.shapes)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.dtype} {list(map(list, self.shapes))} at {self.place}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank did.
+
+    Args:
+        rank: Its number.
+        seconds: It took.
+        error: Type, message and trace of what ended it; None where nothing did.
+        phases: In order, as `recorder.Phase` has them.
+        groups: Ranks of each process group, in the order in which they were made.
+        calls: In order.
+    """
+
+    rank: int
+    seconds: float
+    error: Mapping[str, str] | None
+    phases: Sequence[Mapping[str, Any]]
+    groups: Sequence[Sequence[int]]
+    calls: Sequence[Call]
+
+    @property
+    def peak(self) -> Mapping[str, Any]:
+        """The fullest phase."""
+        return max(self.phases, key=lambda phase: phase["peak"])
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    """Return the traces that a gang has written, by rank."""
+    traces = []
+    for path in folder.glob("*.json"):
+        content = json.loads(path.read_text())
+        calls = [
+            Call(**row | {"ranks": tuple(row["ranks"]), "shapes": tuple(map(tuple, row["shapes"]))})
+            for row in content["collectives"]
+        ]
+        fields = ("rank", "seconds", "error", "phases", "groups")
+        traces.append(Trace(**{name: content[name] for name in fields}, calls=calls))
+    return sorted(traces, key=lambda trace: trace.rank)
+
+
+def find_problems(
+    config: Config, traces: Sequence[Trace], reserved_gib: float, left_out_gib: LeftOut = lambda rank, phase: 0.0
+) -> list[Problem]:
+    """Return what would end, hang or corrupt a run on GPUs.
+
+    Args:
+        config: The resolved configuration.
+        traces: Of all ranks that were rehearsed.
+        reserved_gib: What no rank sees: contexts, buffers of communicators.
+        left_out_gib: What the layers that were not rehearsed add on a rank in a phase.
+    """
+    problems = [*_errors(traces)]
+    if problems:
+        return problems
+    return [
+        *_different_groups(traces),
+        *_different_calls(traces),
+        *_unmatched(traces),
+        *_gradients_by_micro_batch(traces),
+        *_memory(config, traces, reserved_gib, left_out_gib),
+    ]
+
+
+def _errors(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Yield what ended ranks, once for all that ended in the same way; who waited for them is no finding."""
+    failed = [trace for trace in traces if trace.error]
+    first = [trace for trace in failed if trace.error and trace.error["type"] != "HangError"] or failed
+    by_words: dict[tuple[str, str], list[int]] = {}
+    for trace in first:
+        assert trace.error
+        by_words.setdefault((trace.error["type"], _where(trace.error["trace"])), []).append(trace.rank)
+    for (kind, where), ranks in by_words.items():
+        message = next(t.error["message"] for t in first if t.rank == ranks[0] and t.error)
+        value = f"{kind} on rank {ranks[0]}: {message.splitlines()[0] if message else ''}"
+        if kind == "HangError":
+            yield Problem(KEY, f"hang: {message}", "all ranks of a group make the same calls", f"look at {where}")
+        else:
+            yield Problem(KEY, value, "every line runs", f"look at {where}; its trace is in the JSON")
+
+
+def _where(trace: str) -> str:
+    """Return the last line of our own code in a trace."""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    ours = [line for line in lines if "/posttrain/" in line and "/posttrain/rehearsal/" not in line] or lines
+    if not ours:
+        return "its trace"
+    path, number = ours[-1].split('"')[1], ours[-1].split("line ")[1].split(",")[0]
+    return f"{path.rpartition('/posttrain/')[2]}:{number}"
+
+
+def _different_groups(traces: Sequence[Trace]) -> Iterator[Problem]:
+    for other in traces[1:]:
+        if other.groups != traces[0].groups:
+            number = next(i for i, pair in enumerate(zip_longest(traces[0].groups, other.groups)) if pair[0] != pair[1])
+            value = f"ranks {traces[0].rank} and {other.rank} make another group number {number}"
+            yield Problem(KEY, value, "all ranks make all groups in the same order", "look at what makes groups")
+            return
+
+
+def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Compare the members of each group; the first difference would be a hang, or mixed-up data."""
+    by_group: dict[str, dict[int, list[Call]]] = {}
+    for trace in traces:
+        for call in trace.calls:
+            if call.peer is None:
+                by_group.setdefault(call.group, {}).setdefault(trace.rank, []).append(call)
+        for ranks in {call.group: call.ranks for call in trace.calls}.items():
+            if trace.rank in ranks[1]:
+                by_group.setdefault(ranks[0], {}).setdefault(trace.rank, [])
+    for group, of_rank in by_group.items():
+        members = {rank for calls in of_rank.values() for call in calls for rank in call.ranks}
+        there = [trace.rank for trace in traces if trace.rank in members]
+        for one, two in combinations(there, 2):
+            for mine, theirs in zip_longest(of_rank.get(one, []), of_rank.get(two, [])):
+                if mine is None or theirs is None or mine.signature != theirs.signature:
+                    value = (
+                        f"hang: rank {one} calls {mine or 'nothing'}, rank {two} of group {group} {theirs or 'nothing'}"
+                    )
+                    where = (mine or theirs).place
+                    yield Problem(KEY, value, "all ranks of a group make the same calls", f"look at {where}")
+                    return
+
+
+def _unmatched(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Compare what one rank sends another with what this one receives."""
+    there = {trace.rank for trace in traces}
+    sent: dict[tuple[int, int], list[Call]] = {}
+    received: dict[tuple[int, int], list[Call]] = {}
+    for trace in traces:
+        for call in trace.calls:
+            if call.peer in there and call.name == "send":
+                sent.setdefault((trace.rank, call.peer), []).append(call)
+            elif call.peer in there and call.name == "recv_":
+                received.setdefault((call.peer, trace.rank), []).append(call)
+    for pair in sorted({*sent, *received}):
+        for mine, theirs in zip_longest(sent.get(pair, []), received.get(pair, [])):
+            if not (mine and theirs) or (mine.dtype, mine.shapes) != (theirs.dtype, theirs.shapes):
+                value = f"hang: rank {pair[0]} sends {mine or 'nothing'}, rank {pair[1]} receives {theirs or 'nothing'}"
+                where = (mine or theirs).place
+                yield Problem(KEY, value, "what is sent is received", f"look at {where}")
+                return
+
+
+def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Find gradients that ranks add up more often in an update of more micro-batches: what was added is added again."""
+    for trace in traces:
+        counts = Counter(
+            call.phase.split()[0]
+            for call in trace.calls
+            if GRADIENTS in call.place and "reduce" in call.name and call.phase.endswith(" train")
+        )
+        if len(set(counts.values())) > 1:
+            place = next(call.place for call in trace.calls if GRADIENTS in call.place and "reduce" in call.name)
+            found = " and ".join(f"{count} times in step {step}" for step, count in sorted(counts.items()))
+            value = f"rank {trace.rank} adds up gradients {found}, which differ in micro-batches"
+            yield Problem(KEY, value, "once for each bucket and update", f"look at {place}, and at `no_sync_func`")
+            return
+
+
+def _memory(config: Config, traces: Sequence[Trace], reserved_gib: float, left_out_gib: LeftOut) -> Iterator[Problem]:
+    gib = {
+        (trace.rank, phase["name"]): phase["peak"] / GIB + left_out_gib(trace.rank, phase["name"])
+        for trace in traces
+        for phase in trace.phases
+    }
+    (rank, name), used = max(gib.items(), key=lambda item: item[1])
+    if (needed := used + reserved_gib) <= config.hardware.memory_gib_per_gpu:
+        return
+    trace = next(trace for trace in traces if trace.rank == rank)
+    phase = max((phase for phase in trace.phases if phase["name"] == name), key=lambda phase: phase["peak"])
+    kind, where, _ = max(phase["holders"], key=lambda holder: holder[2])
+    yield Problem(
+        "trainer.max_tokens_per_gpu",
+        f"{needed:.1f} GiB on rank {rank} in {name}, most of it {kind} of {where}",
+        f"at most {config.hardware.memory_gib_per_gpu} GiB; {reserved_gib:.1f} are contexts and communicators",
+        "fewer tokens, more nodes, or another layout: `posttrain plan` proposes some",
+    )
