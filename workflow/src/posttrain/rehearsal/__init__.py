@@ -1,1 +1,1 @@
-"""The trainer's own code at full size and full world size, on CUDA devices that are said to be there (docs/rehearsal.md)."""
+"""The trainer's own code at full size and full world size, on devices that are said to be there (docs/rehearsal.md)."""

@@ -102,7 +102,13 @@ def _norms(recorder: Recorder) -> dict[str, Any]:
         recorder.kernel(0, num_bytes(dy, x, x))
         return torch.empty_like(x), torch.empty_like(weight)
 
-    return {"rmsnorm_fwd": rmsnorm_fwd, "rmsnorm_bwd": rmsnorm_bwd}
+    def rotated(heads: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        require_same_device(heads, freqs)
+        recorder.kernel(0, num_bytes(heads, heads))
+        return torch.empty_like(heads)
+
+    rotations = dict.fromkeys(("fused_rope_forward", "fused_rope_backward"), rotated)
+    return {"rmsnorm_fwd": rmsnorm_fwd, "rmsnorm_bwd": rmsnorm_bwd} | rotations
 
 
 def _lists(recorder: Recorder) -> dict[str, Any]:
@@ -119,7 +125,12 @@ def _lists(recorder: Recorder) -> dict[str, Any]:
         )
 
     norms = dict.fromkeys(("multi_tensor_l2norm", "multi_tensor_unscale_l2norm"), l2norm)
-    changes = ("multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_param_remainder")
+    changes = (
+        "multi_tensor_scale",
+        "multi_tensor_scale_tensor",
+        "multi_tensor_adam",
+        "multi_tensor_adam_param_remainder",
+    )
     return norms | dict.fromkeys(changes, change_all)
 
 

@@ -1,15 +1,15 @@
 """A device on which nothing is computed: every operation on it is looked at, and gives a tensor of the right shape.
 
-A tensor of the device has no values. Small ones that come from the host, or from others that do, have a mirror: a tensor
-on the host to which the same operations are applied. So boundaries of sequences, masks, positions and counts are what
-they would be, and code that asks for their values gets them. Where nobody knows a value, `unknown` says what is answered.
+A tensor of the device has no values. Small ones that come from the host, or from others that do, have a mirror: a
+tensor on the host to which the same operations are applied. So boundaries of sequences, masks, positions and counts are
+what they would be, and code that asks for their values gets them. Where nobody knows one, `unknown` says what it is.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,6 +109,8 @@ class SimulatedDevice(TorchDispatchMode):
             if kwargs.get("output_size") is None:
                 self._recorder.wait(func)
             return self._waited(func, args, kwargs)
+        if func is aten.record_stream.default:
+            return None
         if func in INDEXING and any(_is_mask(index) for index in args[1]):
             indices = [part for index in args[1] for part in self._places(func, index)]
             return func(args[0], indices, *args[2:], **kwargs)
@@ -204,11 +206,11 @@ class SimulatedDevice(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._alive:
-                self._alive[key] = weakref.ref(storage, lambda _, key=key: self._freed(key))
+                self._alive[key] = weakref.ref(storage, partial(self._freed, key))
                 self._recorder.allocated(key, storage.nbytes(), tensor.device.type)
         return out
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: Any) -> None:
         self._alive.pop(key, None)
         self._mirrors.pop(key, None)
         self._recorder.freed(key)
@@ -245,11 +247,11 @@ class SimulatedDevice(TorchDispatchMode):
                 self.set_values(tensor, values)
 
     def _assume(self, out: Any) -> None:
-        """Let vectors of numbers that nobody knows be 0, a finite one: log-probabilities, sums, norms."""
+        """Let vectors of numbers that nobody knows be 1, whose logarithm and inverse are finite: sums, norms."""
         for tensor in _tensors(out):
             size = tensor.untyped_storage().nbytes()
             if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:
-                self._mirrors.setdefault(tensor.untyped_storage()._cdata, torch.zeros(size, dtype=torch.uint8))
+                self.set_values(tensor, torch.ones((), dtype=tensor.dtype))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         for position, argument in enumerate(func._schema.arguments):

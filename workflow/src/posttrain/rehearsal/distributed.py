@@ -72,8 +72,8 @@ class Groups:
             self._set(args[0][0], said[args[2]])
         elif name == "allreduce_":
             said = self._messages.all_said(group, ranks, name, where, self._bytes(args[0][0]))
-            values = [from_bytes(content, args[0][0]) for content in said]
-            if all(value is not None for value in values):
+            values = [value for content in said if (value := from_bytes(content, args[0][0])) is not None]
+            if len(values) == len(said):
                 self.device.set_values(args[0][0], torch.stack(values).sum(0).to(args[0][0].dtype))
 
     def _bytes(self, tensor: torch.Tensor) -> bytes:
@@ -112,7 +112,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]
         return new_group(ranks, *args, **more)
 
     dist.new_group = make
-    dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment]
+    dist.get_backend = lambda group=None: dist.Backend("nccl")  # type: ignore[misc]
 
     from posttrain.megatron_backend import initialize
 

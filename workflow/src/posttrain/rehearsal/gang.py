@@ -52,7 +52,7 @@ def main() -> None:
     failed = False
     while children:
         child, status = os.wait()
-        rank = children.pop(child, None)
+        rank = children.pop(child)
         if status and not failed:
             failed = True
             time.sleep(1)  # who fails for the same reason says so

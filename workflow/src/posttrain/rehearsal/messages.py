@@ -73,7 +73,7 @@ class Messages:
 
     def _say(self, key: str, call: str, place: str, mine: bytes) -> None:
         head = json.dumps([call, place]).encode()
-        self._store.set(key, len(head).to_bytes(4, "big") + head + mine)
+        self._store.set(key, len(head).to_bytes(4, "big") + head + mine)  # type: ignore[arg-type]
 
     def _heard(self, key: str, origin: int, call: str, place: str) -> bytes:
         content = self._awaited(key, f"rank {self._rank} waits for rank {origin} in {call} at {place}")

@@ -1,4 +1,4 @@
-"""What stands in for what is not there without a GPU, and what each hides; `stand_ins` and `script` put them in place."""
+"""What stands in for what is not there without a GPU, and what each hides (`stand_ins` and `script` use them)."""
 
 STAND_INS = {
     "transformer_engine_torch": "Transformer Engine's compiled part: shapes, bytes and operations, no values and no "
@@ -10,7 +10,7 @@ STAND_INS = {
     "rehearsed, and those that are not say what one that is says",
     "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
     "other rank nothing",
-    "values": "vectors of numbers that nobody knows are 0",
+    "values": "vectors of numbers that nobody knows are 1",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
     "rollouts": "no engine is asked: a step has as many rows as stages, full ones, then shorter ones",

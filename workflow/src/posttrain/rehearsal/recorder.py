@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -153,8 +154,9 @@ class Recorder:
 
 
 def place() -> str:
-    """Return where in our code, and where in Megatron's or Transformer Engine's, the present operation was asked for."""
-    frame, theirs = sys._getframe(2), ""
+    """Return where in our code, and in Megatron's or Transformer Engine's, the present operation was asked for."""
+    frame: FrameType | None = sys._getframe(2)
+    theirs = ""
     while frame is not None:
         name = frame.f_code.co_filename
         if "/posttrain/" in name and "/rehearsal/" not in name:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,6 +36,7 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
         recorder: Learns what is done.
         messages: To the other ranks that are rehearsed.
     """
+    from posttrain.megatron_backend import checkpoint
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.training import loop
@@ -56,6 +58,8 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
             recorder.step = step + 1
             loop.train_step(run, step)
             _label(recorder, policy)
+        with recorder.phase("save"), tempfile.TemporaryDirectory() as folder:
+            checkpoint.prepare_save(policy, STEPS, Path(folder))
 
 
 class Unknown:
@@ -122,10 +126,12 @@ def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any
     from posttrain.weight_sync.publish import WeightPublisher
 
     everybody = weights_module.gather_plain
-    # Ranks that are not there hold nothing.
-    weights_module.gather_plain = lambda mine: [
-        pieces if rank in there else [] for rank, pieces in enumerate(everybody(mine))
-    ]
+
+    def those_there(mine: Any, group: Any = None) -> list[Any]:
+        """Gather it; ranks that are not there hold nothing."""
+        return [pieces if rank in there else [] for rank, pieces in enumerate(everybody(mine, group))]
+
+    weights_module.gather_plain = those_there
     weights = HubWeights(policy.chunks, config.model.architecture)
     weights.leave_only(one_of_each_kind(weights.names))
     has_engines = uses_engines(config)
@@ -136,8 +142,8 @@ def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any
         source=MadeUpRollouts(config),
         comparison=EngineComparison(config, policy, weights) if has_engines else None,
         publisher=WeightPublisher(config, weights, None, asyncio.Runner(), Path(), Path()) if has_engines else None,
-        state=_NoState(),
-        sinks=_Metrics() if rank == 0 else None,
+        state=cast(Any, _NoState()),
+        sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
     )
 

@@ -29,12 +29,12 @@ def install(recorder: Recorder) -> None:
 
 
 class _Compiled(ModuleType):
-    """Has what `compiled` has, and an empty answer to all other names; classes stay classes, for annotations."""
+    """Has what `compiled` has; other names are there, too, and may not be called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = MagicMock(name=name)
+        value = MagicMock(name=name, side_effect=NotImplementedError(f"transformer_engine_torch.{name}"))
         setattr(self, name, value)
         return value
 
