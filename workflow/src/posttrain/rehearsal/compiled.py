@@ -43,7 +43,7 @@ def names(recorder: Recorder) -> dict[str, Any]:
         "get_cublasLt_version": lambda: 130100,
         "get_cudnn_version": lambda: 91400,
         "get_num_cublas_streams": lambda: 4,
-        "get_fused_attn_backend": lambda *_, **__: NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,
+        "get_fused_attn_backend": lambda *_, **__: (NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""),
     }
     return constants | _products(recorder) | _norms(recorder) | _lists(recorder) | _attention(recorder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -51,6 +52,10 @@ def _provide_transformer_engine(recorder: Recorder) -> None:
     sys.modules["transformer_engine_torch"] = module
     common.load_framework_extension = lambda framework: None
     transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choose = utils.get_attention_backend
+    # It serves plain tensors, which these stand for.
+    utils.get_attention_backend = lambda wanted: choose(replace(wanted, qkv_type=torch.Tensor))
 
 
 def _provide_triton(recorder: Recorder) -> None:
