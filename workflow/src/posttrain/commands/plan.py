@@ -7,14 +7,17 @@ from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import judge_plan, render_plan
 from posttrain.forecast.plan_table import print_plan
+from posttrain.rehearsal.outcome import describe_rehearsal
 
 
 def main(paths: Paths, jobs_at_once: int | None) -> None:
     """Compute, write, show, and end with the problems."""
     plan, page = build_plan(paths.resolved, jobs_at_once), paths.plan.with_suffix(".html")
+    plan["rehearsal"] = describe_rehearsal(paths)
     write_text(page, render_plan(plan, paths.resolved))
     write_json(paths.plan, plan)
     print_plan(plan)
     judge_plan(plan).print()
     print(f"plan: {page.resolve()}", flush=True)
+    print(f"rehearsal: {plan['rehearsal']['words']}", flush=True)
     raise_if_any([Problem(**problem) for problem in plan["problems"]])

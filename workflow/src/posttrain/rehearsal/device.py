@@ -102,7 +102,8 @@ class SimulatedDevice(TorchDispatchMode):
             kwargs = {**kwargs, "pin_memory": False}
             with self.fake:
                 return self._noted(func, func(*args, **kwargs))
-        return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+        made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+        return made.zero_() if func in UNINITIALISED else made
 
     def _here(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if func in WAITING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.artifacts import Paths
 from posttrain.config.load import Resolved, digest8
 from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
@@ -17,6 +19,7 @@ from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
+from posttrain.readable import counted
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.traces import Trace, find_problems
@@ -31,6 +34,20 @@ def digest(resolved: Resolved) -> str:
     for path in sorted(root.rglob("*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest8([asdict(resolved.config), code.hexdigest()])
+
+
+def describe_rehearsal(paths: Paths) -> dict[str, str]:
+    """Return in words whether this code and configuration have been rehearsed, and the page's name if there is one."""
+    if paths.resolved.config.hardware.device != "cuda":
+        return {"words": "nothing to rehearse without GPUs", "page": ""}
+    if not paths.rehearsal.exists():
+        return {"words": "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU", "page": ""}
+    known = json.loads(paths.rehearsal.read_text())
+    page = paths.rehearsal.with_suffix(".html").name
+    if known["digest"] != digest(paths.resolved):
+        return {"words": f"{page}, of another code or configuration; `posttrain rehearse` makes it anew", "page": page}
+    failed = f"{counted(len(known['problems']), 'problem')} found" if known["problems"] else "ran through"
+    return {"words": f"{page}, of exactly this code and configuration: {failed}", "page": page}
 
 
 def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:

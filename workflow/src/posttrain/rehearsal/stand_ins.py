@@ -52,7 +52,7 @@ def _provide_transformer_engine(recorder: Recorder) -> None:
     sys.modules["transformer_engine_torch"] = module
     common.load_framework_extension = lambda framework: None
     transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
-    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     choose = utils.get_attention_backend
     # It serves plain tensors, which these stand for.
     utils.get_attention_backend = lambda wanted: choose(replace(wanted, qkv_type=torch.Tensor))

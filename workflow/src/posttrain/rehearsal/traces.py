@@ -18,6 +18,9 @@ KEY = "rehearsal"
 # How many tokens go where is a matter of values: of these calls only the order is compared.
 BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
 # Megatron adds up gradients there, once for each bucket and update.
+# What stays between steps besides the state: caches of rotations and the like.
+ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 20
+OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
 LeftOut = Callable[[int, str], float]
 GRADIENTS = "param_and_grad_buffer.py"
 
@@ -104,6 +107,7 @@ def find_problems(
         *_different_calls(traces),
         *_unmatched(traces),
         *_gradients_by_micro_batch(traces),
+        *_kept(traces),
         *_memory(config, traces, reserved_gib, left_out_gib),
     ]
 
@@ -202,6 +206,24 @@ def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
             value = f"rank {trace.rank} adds up gradients {found}, which differ in micro-batches"
             yield Problem(KEY, value, "once for each bucket and update", f"look at {place}, and at `no_sync_func`")
             return
+
+
+def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Find what of one step is still alive when the next begins, and is neither weight, gradient nor state."""
+    for trace in traces:
+        for phase in trace.phases:
+            if (phase["step"], phase["name"]) != (2, "rollout"):
+                continue
+            weights = sum(size for kind, _, size in phase["holders"] if kind == "weights")
+            _, where, size = max(
+                (holder for holder in phase["holders"] if holder[0] == ACTIVATIONS and holder[1].startswith(OURS)),
+                key=lambda holder: holder[2],
+                default=("", "", 0),
+            )
+            if size > max(LITTLE_BYTES, weights * LITTLE_SHARE):
+                value = f"{size / GIB:.3f} GiB of {where} outlive their step on rank {trace.rank}"
+                yield Problem(KEY, value, f"at most {LITTLE_SHARE:.0%} of the weights", f"look at {where.split()[0]}")
+                return
 
 
 def _memory(config: Config, traces: Sequence[Trace], reserved_gib: float, left_out_gib: LeftOut) -> Iterator[Problem]:
