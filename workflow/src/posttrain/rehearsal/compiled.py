@@ -76,7 +76,7 @@ def _products(recorder: Recorder) -> dict[str, Any]:
         given = torch.empty(shape, dtype=_TORCH.get(out_dtype, a.dtype), device=a.device) if out is None else out
         assert given.numel() == m * n, f"a product of {m} by {n} into {tuple(given.shape)}"
         recorder.kernel(2 * m * n * k, num_bytes(a, b, given))
-        return given, a.new_empty(n) if grad and bias is not None else None, None, None
+        return given, b.new_empty(m) if grad and bias is not None else None, None, None
 
     def te_general_grouped_gemm(
         a: list[Any], trans_a: bool, b: list[Any], trans_b: bool, out: Any, out_dtype: Any, m_splits: list[int],

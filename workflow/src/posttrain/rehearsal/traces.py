@@ -20,6 +20,8 @@ BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
 # Megatron adds up gradients there, once for each bucket and update.
 # What stays between steps besides the state: caches of rotations and the like.
 ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 20
+# Its workspaces stay.
+KERNELS = "transformer_engine/"
 OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
 LeftOut = Callable[[int, str], float]
 GRADIENTS = "param_and_grad_buffer.py"
@@ -216,7 +218,11 @@ def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
                 continue
             weights = sum(size for kind, _, size in phase["holders"] if kind == "weights")
             _, where, size = max(
-                (holder for holder in phase["holders"] if holder[0] == ACTIVATIONS and holder[1].startswith(OURS)),
+                (
+                    row
+                    for row in phase["holders"]
+                    if row[0] == ACTIVATIONS and row[1].startswith(OURS) and KERNELS not in row[1]
+                ),
                 key=lambda holder: holder[2],
                 default=("", "", 0),
             )
