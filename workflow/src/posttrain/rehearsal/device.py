@@ -114,7 +114,8 @@ class SimulatedDevice(TorchDispatchMode):
             return None
         if func in INDEXING and any(_is_mask(index) for index in args[1]):
             indices = [part for index in args[1] for part in self._places(func, index)]
-            return func(args[0], indices, *args[2:], **kwargs)
+            args = (args[0], indices, *args[2:])
+            return self._here(func, types, args, kwargs, [*_tensors(args)])
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return self._from_host(args[0].to(kwargs.get("dtype") or args[0].dtype))
         mirrored = self._mirrored(func, args, kwargs, tensors)

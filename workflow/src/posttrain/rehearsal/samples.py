@@ -49,6 +49,6 @@ class MadeUpRollouts:
             share = 1 if step == 0 else source.uniform(0.1, 0.9)
             length = max(2, int(longest * share))
             answer = min(response, length - 1)
-            prompt = tuple(range(length - answer))
+            prompt = (1,) * (length - answer)
             samples.append(Sample(0, index, prompt, (1,) * answer, (-1.0,) * answer, "stop", 0, float(index % 2)))
         return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
