@@ -45,7 +45,7 @@ def asked_twice(workflow: WorkflowFolder, target: str, change: Callable[[], obje
 def test_every_answer_has_a_case() -> None:
     cases = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert ANSWERS - cases == set()
-    assert {"plan", "verify", "verify_store", "check", "status", "gc", "attach", "preflight"} <= ANSWERS
+    assert {"plan", "verify", "verify_store", "check", "status", "gc", "attach", "preflight", "rehearse"} <= ANSWERS
 
 
 def test_plan(tmp_path: Path) -> None:
@@ -65,6 +65,17 @@ def test_plan(tmp_path: Path) -> None:
     again = ask("nodes=16", "set=training.num_steps=7")
     assert again["flags"]["training.num_steps"]["value"] == 7
     assert other["flags"]["training.num_steps"]["value"] == 3000
+
+
+def test_rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_REHEARSAL_ENV", str(tmp_path / "nowhere"))
+    without_gpus, without_environment = (
+        run_snakemake(tmp_path, "rehearse", "--cores", "1", "--config", f"model={model}") for model in ("tiny", "glm5")
+    )
+    assert "which has no GPUs" in without_gpus.stdout
+    assert "make env-rehearsal" in without_environment.stdout
+    assert without_gpus.returncode == without_environment.returncode == 1
+    assert not (tmp_path / "results" / "plans").exists()
 
 
 def test_verify(finished: WorkflowFolder) -> None:

@@ -254,11 +254,6 @@ class Paths:
         return self.run.parent / "plans" / f"{config.model.name}-{config.nodes}x{config.hardware.name}.json"
 
     @property
-    def rehearsal(self) -> Path:
-        """The rehearsal of what is planned, `.json` and `.html`."""
-        return self.plan.with_suffix(".rehearsal.json")
-
-    @property
     def summary(self) -> Path:
         """The run in a dozen numbers; written when all is done."""
         return self.run / "summary.json"

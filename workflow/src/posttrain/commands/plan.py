@@ -18,6 +18,6 @@ def main(paths: Paths, jobs_at_once: int | None) -> None:
     write_json(paths.plan, plan)
     print_plan(plan)
     judge_plan(plan).print()
+    print(f"rehearsal: {plan['rehearsal']['words']}")
     print(f"plan: {page.resolve()}", flush=True)
-    print(f"rehearsal: {plan['rehearsal']['words']}", flush=True)
     raise_if_any([Problem(**problem) for problem in plan["problems"]])

@@ -5,16 +5,16 @@ from __future__ import annotations
 from posttrain.artifacts import Paths, write_json, write_text
 from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan_page import plan_title
-from posttrain.rehearsal.outcome import judge, render
+from posttrain.rehearsal.outcome import file_of, judge, render
 from posttrain.rehearsal.start import rehearse
 
 
 def main(paths: Paths) -> None:
     """Rehearse, write JSON and page, and end with the problems."""
     found = rehearse(paths.resolved)
-    page = paths.rehearsal.with_suffix(".html")
+    page = file_of(paths).with_suffix(".html")
     write_text(page, render(found, plan_title(paths.resolved.config)))
-    write_json(paths.rehearsal, found)
+    write_json(file_of(paths), found)
     judge(found).print()
     print(f"rehearsal: {page.resolve()}", flush=True)
     raise_if_any([Problem(**problem) for problem in found["problems"]])

@@ -28,6 +28,11 @@ from posttrain.rehearsal.traces import Trace, find_problems
 UNSEEN = ("reserve", "fragmentation")
 
 
+def file_of(paths: Paths) -> Path:
+    """Return the JSON of a rehearsal, which lies beside the plan, as its page does."""
+    return paths.plan.with_suffix(".rehearsal.json")
+
+
 def digest(resolved: Resolved) -> str:
     """Return what a rehearsal's outcome depends on: code and configuration."""
     code, root = hashlib.sha256(), Path(posttrain.__file__).parent
@@ -40,10 +45,10 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     """Return in words whether this code and configuration have been rehearsed, and the page's name if there is one."""
     if paths.resolved.config.hardware.device != "cuda":
         return {"words": "nothing to rehearse without GPUs", "page": ""}
-    if not paths.rehearsal.exists():
+    if not file_of(paths).exists():
         return {"words": "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU", "page": ""}
-    known = json.loads(paths.rehearsal.read_text())
-    page = paths.rehearsal.with_suffix(".html").name
+    known = json.loads(file_of(paths).read_text())
+    page = file_of(paths).with_suffix(".html").name
     if known["digest"] != digest(paths.resolved):
         return {"words": f"{page}, of another code or configuration; `posttrain rehearse` makes it anew", "page": page}
     failed = f"{counted(len(known['problems']), 'problem')} found" if known["problems"] else "ran through"

@@ -1,0 +1,23 @@
+import os
+import subprocess
+import sys
+
+
+def rehearse(folder, *words):
+    environment = os.environ | {"POSTTRAIN_REHEARSAL_ENV": str(folder / "nowhere")}
+    command = [sys.executable, "-m", "posttrain", "rehearse", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_without_its_environment_it_says_how_to_make_it(tmp_path):
+    done = rehearse(tmp_path, "model=glm5", "site=local")
+    assert done.returncode == 1
+    assert "make env-rehearsal" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_there_is_nothing_to_rehearse_for_cpus(tmp_path):
+    done = rehearse(tmp_path, "site=local")
+    assert done.returncode == 1
+    assert "hardware = " in done.stderr
+    assert "one with GPUs" in done.stderr

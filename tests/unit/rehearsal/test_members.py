@@ -1,0 +1,39 @@
+import pytest
+from tests.support.megatron_single import CONFIG_DIR
+
+from posttrain.planner.resolve import resolve
+from posttrain.rehearsal.members import members, shallow
+
+
+def config_of(model, **more):
+    return resolve({"site": "local", "model": model, **more}, CONFIG_DIR).config
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "expected"),
+    [
+        # TP4 CP2 DP4, EP32: neighbours of tensor, context and data parallelism; all of a stage share the experts.
+        ("glm5", 16, [stage * 32 + place for stage in range(4) for place in (0, 1, 4, 8)]),
+        ("glm5_4layer", 1, [0, 1, 4]),
+    ],
+)
+def test_every_kind_of_group_has_two_members(model, nodes, expected):
+    assert members(config_of(model, nodes=nodes)) == expected
+
+
+def test_few_layers_keep_every_kind_in_every_stage():
+    config = shallow(config_of("glm5", nodes=16))
+    assert config.model.architecture.num_hidden_layers == 8
+    assert config.model.architecture.first_k_dense_replace == 1
+    assert config.parallel.num_layers_in_last_pipeline_stage == 0
+
+
+def test_a_chunk_keeps_the_layers_that_share_a_choice_of_keys():
+    config = shallow(config_of("glm5.2", nodes=16))
+    per_stage = config.model.architecture.num_hidden_layers / config.parallel.pipeline_model_parallel_size
+    assert per_stage % config.model.architecture.index_topk_freq == 0
+
+
+def test_a_model_of_few_layers_stays_whole():
+    config = config_of("glm5_4layer")
+    assert shallow(config) is config

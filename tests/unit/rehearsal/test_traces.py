@@ -1,0 +1,91 @@
+"""What is wrong with traces: each test changes one call of ranks that agree."""
+
+from dataclasses import replace
+
+import pytest
+from tests.support.megatron_single import CONFIG_DIR
+
+from posttrain.planner.resolve import resolve
+from posttrain.rehearsal.traces import Call, Trace, find_problems
+
+GIB = 1 << 30
+CONFIG = resolve({"site": "local", "model": "glm5_4layer"}, CONFIG_DIR).config
+SUM = Call("allreduce_", "7", (0, 1), ((8,),), "torch.float32", 32, None, "1 train", "megatron_backend/train_step.py:9")
+SEND = Call("send", "9", (0, 1), ((4, 2),), "torch.bfloat16", 16, 1, "1 train", "megatron_backend/train_step.py:8")
+RECEIVE = replace(SEND, name="recv_", peer=0)
+GRADIENTS = replace(SUM, place="megatron_backend/train_step.py:7 megatron/core/distributed/param_and_grad_buffer.py:3")
+
+
+def phase(step, name, *holders):
+    peak = sum(size for _, _, size in holders)
+    return {"step": step, "name": name, "peak": peak, "holders": holders, "host_peak": 0, "waits": {}}
+
+
+WEIGHTS = ("weights", "megatron_backend/model.py:103", 4 * GIB)
+PHASES = [phase(1, "train", WEIGHTS), phase(2, "rollout", WEIGHTS)]
+
+
+def trace(rank, *calls, **more):
+    return Trace(rank, 1.0, None, PHASES, [[0, 1]], calls, **more)
+
+
+def told(*traces, **more):
+    return [f"{problem}" for problem in find_problems(CONFIG, traces, 6.0, **more)]
+
+
+def test_ranks_that_agree_have_no_problem():
+    assert told(trace(0, SUM, SEND), trace(1, SUM, RECEIVE)) == []
+
+
+@pytest.mark.parametrize("other", [(), (replace(SUM, name="broadcast_"),), (replace(SUM, shapes=((9,),)),)])
+def test_another_call_of_a_member_is_a_hang(other):
+    (found,) = told(trace(0, SUM), trace(1, *other))
+    assert "hang: rank 0 calls allreduce_" in found
+    assert "look at megatron_backend/train_step.py:9" in found
+
+
+def test_amounts_that_values_decide_may_differ():
+    there = replace(SUM, name="deepep dispatch")
+    assert told(trace(0, there), trace(1, replace(there, shapes=((5,),)))) == []
+
+
+@pytest.mark.parametrize("received", [(), (replace(RECEIVE, shapes=((4, 3),)),)])
+def test_what_is_sent_has_to_be_received(received):
+    (found,) = told(trace(0, SEND), trace(1, *received))
+    assert "rank 0 sends send" in found
+    assert "rank 1 receives" in found
+
+
+def test_gradients_are_added_up_once_for_an_update():
+    calls = [GRADIENTS, GRADIENTS, replace(GRADIENTS, phase="2 train")]
+    (found,) = told(trace(0, *calls), trace(1, *calls))
+    assert "2 times in step 1 and 1 times in step 2" in found
+    assert "no_sync_func" in found
+
+
+def test_all_ranks_make_the_same_groups():
+    (found,) = told(trace(0), replace(trace(1), groups=[[0, 1], [0]]))
+    assert "ranks 0 and 1 make another group number 1" in found
+
+
+def test_what_outlives_its_step_is_named():
+    kept = ("activations", "megatron_backend/weights.py:150", GIB)
+    phases = [PHASES[0], phase(2, "rollout", WEIGHTS, kept)]
+    (found,) = told(replace(trace(0), phases=phases))
+    assert "1.000 GiB of megatron_backend/weights.py:150 outlive their step on rank 0" in found
+
+
+def test_too_little_memory_names_what_holds_most():
+    room = CONFIG.hardware.memory_gib_per_gpu - 6
+    assert told(trace(0), left_out_gib=lambda rank, phase: room - 4) == []
+    (found,) = told(trace(0), left_out_gib=lambda rank, phase: room - 4 + 0.1)
+    assert "on rank 0 in train, most of it weights of megatron_backend/model.py:103" in found
+
+
+def test_who_waited_for_a_rank_that_failed_is_no_finding():
+    where = 'Traceback\n  File "/x/posttrain/algorithm/clip.py", line 12, in f\n  File "/y/torch/x.py", line 1, in g'
+    failed = {"type": "TypeError", "message": "no", "trace": where}
+    waited = {"type": "HangError", "message": "rank 1 waits", "trace": ""}
+    (found,) = told(replace(trace(0), error=failed), replace(trace(1), error=waited))
+    assert "TypeError on rank 0: no" in found
+    assert "algorithm/clip.py:12" in found
