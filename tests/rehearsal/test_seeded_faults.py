@@ -50,7 +50,7 @@ def test_a_fault_is_found(patch: Path, tmp_path: Path) -> None:
     library = tmp_path / "src"
     shutil.copytree(ROOT / "workflow" / "src", library, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=library, check=True)
-    layout = dict([field(patch, "set").split("=")]) if field(patch, "set") else {}
+    layout = dict(word.split("=") for word in field(patch, "set").split())
     found = rehearsed(library, **layout)
     kind, words = field(patch, "finds").split(": ", 1)
     told = {"problem": found["problems"], "wait": found["waits"]}[kind]
