@@ -22,10 +22,10 @@ from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
 from posttrain.readable import counted
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
-from posttrain.rehearsal.traces import Trace, find_problems
+from posttrain.rehearsal.traces import ACTIVATIONS, Trace, find_problems
 
-# What the plan adds for what no tracker sees.
-UNSEEN = ("reserve", "fragmentation")
+# What the plan adds for what no tracker sees, and for engines, which are not there.
+UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
 
 
 def file_of(paths: Paths) -> Path:
@@ -84,6 +84,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned)],
         "reserved_gib": round(reserved, 2),
+        "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
         "collectives": _collectives(rehearsed, traces),
         "waits": _waits(traces),
@@ -97,13 +98,15 @@ def _seen(row: PhaseMemory) -> float:
 
 def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
     stage = trace.rank // stage_size(config)
+    # What is made in a phase gets its name at the end of it.
+    kind_of = {where: kind for phase in trace.phases for kind, where, _ in phase["holders"] if kind != ACTIVATIONS}
     rows = []
     for phase in trace.phases:
         plan = next((row for row in planned if (row.phase, row.stage) == (phase["name"], stage)), None)
         awake = plan and _seen(plan)
         holders: dict[str, int] = defaultdict(int)
-        for kind, _, size in phase["holders"]:
-            holders[kind] += size
+        for kind, where, size in phase["holders"]:
+            holders[kind_of.get(where, kind)] += size
         largest = sorted(phase["holders"], key=lambda holder: -holder[2])[:5]
         rows.append(
             {
