@@ -82,14 +82,14 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __enter__(self) -> SimulatedDevice:
         # What torch.tensor makes for a device is made on the host, and moved by an operation that is seen.
-        torch._C._set_only_lift_cpu_tensors(True)
+        torch._C._set_only_lift_cputensors_of(True)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args)
-        tensors = [*_tensors(args), *_tensors((*kwargs.values(),))]
+        tensors = [*tensors_of(args), *tensors_of((*kwargs.values(),))]
         device = kwargs.get("device")
         is_here = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_here and (device is None or device.type != "cuda"):
@@ -115,7 +115,7 @@ class SimulatedDevice(TorchDispatchMode):
         if func in INDEXING and any(_is_mask(index) for index in args[1]):
             indices = [part for index in args[1] for part in self._places(func, index)]
             args = (args[0], indices, *args[2:])
-            return self._here(func, types, args, kwargs, [*_tensors(args)])
+            return self._here(func, types, args, kwargs, [*tensors_of(args)])
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return self._from_host(args[0].to(kwargs.get("dtype") or args[0].dtype))
         mirrored = self._mirrored(func, args, kwargs, tensors)
@@ -172,7 +172,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _known(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments with mirrors in place of the device's tensors; None where one has no values."""
-        if not all(map(self._has_values, (*_tensors(args), *_tensors((*kwargs.values(),))))):
+        if not all(map(self._has_values, (*tensors_of(args), *tensors_of((*kwargs.values(),))))):
             return None
         return tree_map_only(FakeTensor, self.mirror, (args, kwargs))
 
@@ -201,7 +201,7 @@ class SimulatedDevice(TorchDispatchMode):
     # ---- what is alive, and what it is mirrored by ----
 
     def _noted(self, func: Any, out: Any) -> Any:
-        for tensor in _tensors(out):
+        for tensor in tensors_of(out):
             if not isinstance(tensor, FakeTensor):
                 continue
             tensor.constant = None  # its mirror knows; torch would compute with it where there is no device
@@ -243,14 +243,14 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _keep(self, func: Any, out: Any, mirrored: Any) -> None:
         """Let the results have the values that were computed on the host."""
-        for tensor, values in zip(_tensors(out), _tensors(mirrored), strict=True):
+        for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             key = tensor.untyped_storage()._cdata
             if key not in self._mirrors and tensor.untyped_storage().nbytes() <= MIRROR_BYTES:
                 self.set_values(tensor, values)
 
     def _assume(self, out: Any) -> None:
         """Let vectors of numbers that nobody knows be 1, whose logarithm and inverse are finite: sums, norms."""
-        for tensor in _tensors(out):
+        for tensor in tensors_of(out):
             size = tensor.untyped_storage().nbytes()
             if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:
                 self.set_values(tensor, torch.ones((), dtype=tensor.dtype))
@@ -259,16 +259,17 @@ class SimulatedDevice(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in _tensors(value):
+                for tensor in tensors_of(value):
                     self._mirrors.pop(tensor.untyped_storage()._cdata, None)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an argument or a result, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)
 
 
 @cache

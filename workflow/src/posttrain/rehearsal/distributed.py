@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from posttrain.rehearsal.device import SimulatedDevice
+from posttrain.rehearsal.device import SimulatedDevice, tensors_of
 from posttrain.rehearsal.messages import Messages, from_bytes, to_bytes
 from posttrain.rehearsal.recorder import Recorder, place
 
@@ -41,7 +41,7 @@ class Groups:
         """Note a call, let values arrive, and return what the operation returns."""
         name = func._schema.name.partition("::")[2]
         group = ProcessGroup.unbox(args[1] if name in OF_ONE else args[2])
-        tensors = list(_flat(args[:1] if name in OF_ONE else args[:2]))
+        tensors = list(tensors_of(args[:1] if name in OF_ONE else args[:2]))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         peer = args[2] if name in ("send", "recv_") else None
         ranks = dist.get_process_group_ranks(group)
@@ -85,14 +85,6 @@ class Groups:
             self.device.set_values(tensor, values)
         elif values is not None:
             tensor.copy_(values)
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
 
 
 def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ def main() -> None:
     resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
-    from posttrain.rehearsal.members import members, shallow, stage_size
+    from posttrain.rehearsal.members import members, shallow
     from posttrain.rehearsal.recorder import Recorder
 
     recorder = Recorder()
@@ -33,18 +34,16 @@ def main() -> None:
 
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
 
-    config = read_resolved(resolved).config
+    config = shallow(read_resolved(resolved).config)
     ranks = members(config)
-    if sys.argv[3:] == ["full"]:
-        ranks = [rank for rank in ranks if rank % stage_size(config) == 0]
-    else:
-        config = shallow(config)
+    # Who does not know it reads and leaves no messages.
+    secret = secrets.token_hex(16)
     port_file = folder / "port"
     children: dict[int, int] = {}
     for rank in ranks:
         child = os.fork()
         if child == 0:
-            _be(rank, ranks, config, recorder, folder, port_file)
+            _be(rank, ranks, config, recorder, folder, port_file, secret)
         children[child] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port_file.with_suffix(".partial").write_text(str(store.port))
@@ -61,7 +60,7 @@ def main() -> None:
         print(f"rank {rank} ended, {len(children)} to go", flush=True)
 
 
-def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path) -> None:
+def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path, secret: str) -> None:
     """Be a rank, write what happened, and end."""
     import torch
     import torch.distributed as dist
@@ -72,7 +71,8 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
     torch.set_num_threads(1)
     while not port_file.exists():
         time.sleep(0.05)
-    store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
+    met = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
+    store = dist.PrefixStore(secret, met)
     started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks)
     try:
         rehearse(config, rank, recorder, messages)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, Store
 
 # A wait looks so often whether anybody is still computing.
 LOOK = timedelta(seconds=5)
@@ -32,7 +32,7 @@ class Messages:
         members: All that are rehearsed.
     """
 
-    def __init__(self, store: TCPStore, rank: int, members: Sequence[int]):
+    def __init__(self, store: Store, rank: int, members: Sequence[int]):
         self._store, self._rank, self.members = store, rank, list(members)
         self._store.set_timeout(LOOK)
         self._counts: Counter[str] = Counter()

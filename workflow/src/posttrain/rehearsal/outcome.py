@@ -47,11 +47,15 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
         return {"words": "nothing to rehearse without GPUs", "page": ""}
     if not file_of(paths).exists():
         return {"words": "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU", "page": ""}
-    known = json.loads(file_of(paths).read_text())
     page = file_of(paths).with_suffix(".html").name
-    if known["digest"] != digest(paths.resolved):
+    try:
+        known = json.loads(file_of(paths).read_text())
+        is_current, problems = known["digest"] == digest(paths.resolved), known["problems"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"words": f"{file_of(paths).name} cannot be read; `posttrain rehearse` makes it anew", "page": ""}
+    if not is_current:
         return {"words": f"{page}, of another code or configuration; `posttrain rehearse` makes it anew", "page": page}
-    failed = f"{counted(len(known['problems']), 'problem')} found" if known["problems"] else "ran through"
+    failed = f"{counted(len(problems), 'problem')} found" if problems else "ran through"
     return {"words": f"{page}, of exactly this code and configuration: {failed}", "page": page}
 
 
@@ -71,7 +75,9 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
     }
 
     def left_out(rank: int, phase: str) -> float:
-        return added.get((rank // stage_size(rehearsed), phase), 0.0)
+        stage = rank // stage_size(rehearsed)
+        # Nothing of the trainer sleeps yet: what an update holds is there in every phase.
+        return max(added.get((stage, phase), 0.0), added[stage, "train"])
 
     return {
         "run": resolved.run,

@@ -87,7 +87,7 @@ class Unknown:
             chosen = self._drawn(tuple(scores.shape), count)
             return torch.zeros(chosen.shape, dtype=scores.dtype), chosen
         if func is aten._local_scalar_dense.default:
-            return args[0].dtype == torch.bool if args[0].dtype == torch.bool else 0
+            return True if args[0].dtype == torch.bool else 0
         if func is aten.nonzero.default:
             return torch.ones(args[0].shape).nonzero()
         raise NotImplementedError(f"{func} of values that nobody knows")

@@ -14,7 +14,7 @@ from posttrain.artifacts.resolved_file import write_resolved
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError, Problem
-from posttrain.rehearsal.members import shallow
+from posttrain.rehearsal.members import members, shallow
 from posttrain.rehearsal.outcome import outcome
 from posttrain.rehearsal.traces import read_traces
 
@@ -43,6 +43,10 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         traces = read_traces(folder)
     if not traces:
         raise RuntimeError("no rank of the rehearsal has left a trace; what it printed stands above")
+    missing = {*members(resolved.config)} - {trace.rank for trace in traces}
+    if missing and not any(trace.error for trace in traces):
+        # Nothing may be said of ranks that somebody, or the system for want of memory, has killed.
+        raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} of the rehearsal were killed: run it again")
     return outcome(resolved, shallow(resolved.config), traces, time.perf_counter() - started)
 
 

@@ -17,12 +17,12 @@ from posttrain.planner.sizing.memory import GIB
 KEY = "rehearsal"
 # How many tokens go where is a matter of values: of these calls only the order is compared.
 BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
-# Megatron adds up gradients there, once for each bucket and update.
 # What stays between steps besides the state: caches of rotations and the like.
 ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 16
 THEIRS, OPTIMIZER = ("transformer_engine/", "megatron/core/"), "megatron/core/optimizer/distrib_optimizer.py"
 OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
 LeftOut = Callable[[int, str], float]
+# Megatron adds up gradients there, once for each bucket and update.
 GRADIENTS = "param_and_grad_buffer.py"
 
 
