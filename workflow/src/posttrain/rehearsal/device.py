@@ -82,7 +82,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __enter__(self) -> SimulatedDevice:
         # What torch.tensor makes for a device is made on the host, and moved by an operation that is seen.
-        torch._C._set_only_lift_cputensors_of(True)
+        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,6 +23,10 @@ from typing import Any
 def main() -> None:
     """Fork all ranks, and wait for them; the first that fails ends the others."""
     resolved, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    from posttrain.processes import die_with_parent
+
+    die_with_parent(os.getppid())
+    gang = os.getpid()
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
     from posttrain.rehearsal.members import members, shallow
@@ -43,6 +47,7 @@ def main() -> None:
     for rank in ranks:
         child = os.fork()
         if child == 0:
+            die_with_parent(gang)
             _be(rank, ranks, config, recorder, folder, port_file, secret)
         children[child] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
