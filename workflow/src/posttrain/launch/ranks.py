@@ -23,8 +23,8 @@ from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.launch.hang import SHORTEST_TIMEOUT_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
+from posttrain.planner.flags.environment import started_with, trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
@@ -210,7 +210,6 @@ def running_ranks(
     ranks: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as own_folder:
         environment = {
-            **os.environ,
             "WORLD_SIZE": str(world_size(config)),
             **rendezvous.environment(Path(own_folder) if config.nodes == 1 else None),
             **as_environment(trainer_environment(config)),
@@ -223,7 +222,7 @@ def running_ranks(
                 progress_path = Path(own_folder) / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), LOG_VARIABLE: str(log_path)}
                 own[PROGRESS_VARIABLE] = str(progress_path)
-                process = _start(command, {**environment, **own}, log_path, to_terminal=rank == 0)
+                process = _start(command, started_with(os.environ, environment | own), log_path, to_terminal=rank == 0)
                 ranks.append(RankProcess(rank, process, log_path, progress_path))
             yield ranks
         finally:
