@@ -19,6 +19,7 @@ from posttrain.planner.flags.environment import (
     WORK_QUEUES,
     has_saver,
     needs_one_queue,
+    started_with,
     trainer_environment,
 )
 from posttrain.planner.flags.flag import Flag, as_arguments, as_environment
@@ -26,6 +27,8 @@ from posttrain.planner.flags.sglang_flags import environment_flags, nodes_per_en
 
 TRAINER, ENGINE = "trainer", "engine"
 Variables = Mapping[str, str]
+# Of torch, NCCL, gloo, NVSHMEM, UCX, CUDA and Transformer Engine; what is in front of all of them; memory savers.
+TOLD_PREFIXES = ("PYTORCH_", "TORCH_", "NCCL_", "GLOO_", "NVSHMEM_", "UCX_", "CUDA_", "NVTE_", "LD_PRELOAD", "TMS_")
 SEGMENTS = "expandable segments cannot be unmapped by a memory saver, nor shared as plain CUDA memory"
 
 
@@ -56,6 +59,11 @@ def environments(config: Config) -> dict[str, list[Flag]]:
     engines = {f"{ENGINE}.{role}" if len(roles(config)) > 1 else ENGINE: role for role in roles(config)}
     of_engines = {kind: environment_flags(config, role) for kind, role in engines.items()}
     return {TRAINER: trainer_environment(config), **of_engines}
+
+
+def inherited_by_all(shell: Variables) -> dict[str, str]:
+    """Return what of a shell's environment steers communication, kernels and memory of processes started from it."""
+    return {name: value for name, value in started_with(shell, {}).items() if name.startswith(TOLD_PREFIXES)}
 
 
 def find_bad_pairs(config: Config, inherited: Variables | None = None) -> list[Problem]:
