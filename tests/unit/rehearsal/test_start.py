@@ -15,17 +15,22 @@ from posttrain.rehearsal.start import home, rehearse, simulated
 from posttrain.rehearsal.traces import Trace
 
 Resolve = Callable[..., Resolved]
-# What torch is told by CUDA's runtime, and then what Megatron and Transformer Engine are told in a rehearsal.
+# What CUDA's runtime tells torch (75 and 76 are the numbers of the capability's halves), and what torch tells Megatron.
 ASK = """
-import json, sys, torch
-told = torch.cuda.get_device_properties(0)
+import ctypes, json, sys, torch
+runtime, number, memory = ctypes.CDLL(None), ctypes.c_int(), ctypes.c_size_t()
+def attribute(which):
+    assert runtime.cudaDeviceGetAttribute(ctypes.byref(number), which, 0) == 0
+    return number.value
+assert runtime.cudaMemGetInfo(ctypes.byref(ctypes.c_size_t()), ctypes.byref(memory)) == 0
+told = [attribute(75), attribute(76), memory.value >> 30]
 from posttrain.rehearsal import stand_ins
 class Recorder:
     peak = 0
 stand_ins._provide_devices(Recorder(), *json.loads(sys.argv[1]))
-again = torch.cuda.get_device_properties(0)
+known = torch.cuda.get_device_properties(0)
 print(json.dumps([
-    [told.major, told.minor, told.total_memory >> 30], [again.major, again.minor, again.total_memory >> 30],
+    told, [known.major, known.minor, known.total_memory >> 30],
     list(torch.cuda.get_device_capability()), torch.cuda.mem_get_info()[1] >> 30,
 ]))
 """
