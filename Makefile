@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -92,6 +92,11 @@ test: env-chromium
 endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# In an environment with CUDA, such as the GPU image's, which `make env` does not make: docs/first-gpu.md.
+test-gpu:  ## what one runs first on a machine with GPUs, in order; the first that fails ends it (docs/first-gpu.md)
+	pytest tests/gpu -m gpu --exitfirst -rs
+	pytest tests/unit -m gpu -rs
 
 ifneq (,$(findstring bridge,$(REQUIRE)))
 test-faults: env-bridge

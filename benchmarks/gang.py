@@ -34,8 +34,8 @@ from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
 from posttrain.artifacts import Paths, receipt_of
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.observability.metrics import without_timings
+from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.planner.resolve import resolve
 
 GANG_GOAL, READ_GOAL, REPEATS = 10.0, 2.0, 5

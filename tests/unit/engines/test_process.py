@@ -45,6 +45,18 @@ def test_output_goes_to_the_log_and_the_environment_is_set(tmp_path):
     process.stop()
 
 
+def test_an_engine_inherits_no_setting_of_the_allocator(tmp_path, monkeypatch):
+    """What a user has exported for the trainer, its segments that expand, would end an engine that is to sleep."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    process = engine(tmp_path, "import os; print(sorted(n for n in os.environ if 'ALLOC_CONF' in n), 'is all')")
+    process.start()
+    log = tmp_path / "logs" / "engine0.log"
+    wait_until(lambda: "is all" in log.read_text())
+    process.stop()
+    assert "[] is all" in log.read_text()
+
+
 def test_an_engine_learns_the_secret_from_its_environment_alone(tmp_path):
     process = engine(
         tmp_path, "import os, time; print(os.environ['POSTTRAIN_ENGINE_SECRET'], flush=True); time.sleep(60)"

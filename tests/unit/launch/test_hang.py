@@ -134,6 +134,43 @@ def test_an_idle_process_is_told_from_one_whose_child_computes(
         process.wait()
 
 
+def still(seconds: float, usual: float, phase: str = "train", marks: int = 3) -> Position:
+    return Position(0, phase, 500.0, marks=marks, still=seconds, usual=usual)
+
+
+def test_ranks_that_pass_no_marks() -> None:
+    """In a step that nobody has made before: a rank that has once made the same way knows how long it may take."""
+    watch = HangWatch(1000.0)
+    assert watch.look({0: still(80.0, 1.0), 1: still(80.0, 1.0)}) is None, "a minute and a half in any case"
+    assert watch.look({0: still(110.0, 12.0), 1: still(110.0, 1.0)}) is None, "ten times the longest"
+    assert watch.look({0: still(300.0, -1.0), 1: still(300.0, 1.0)}) is None, "the first may be compiling"
+    assert watch.look({0: still(2.0, 1.0), 1: still(300.0, 1.0)}) is None, "it waits for one that moves"
+    assert watch.look({rank: still(300.0, 1.0, phase="save") for rank in range(2)}) is None
+    found = watch.look({0: still(125.0, 12.0, marks=4), 1: still(121.0, 1.0)})
+    assert found == (
+        "no rank has moved for 121 s, in phase train of step 1; rank 1 after 3 marks, others after up to 4"
+    )
+
+
+def test_a_rank_knows_how_long_its_ways_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "rank", iter([0.0, 1.0, 4.0, 6.0, 10.0, 11.0])
+    monkeypatch.setattr(rank_progress, "_JOURNEY", rank_progress._Journey())
+    monkeypatch.setattr(rank_progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setenv(PROGRESS_VARIABLE, str(path))
+    rank_progress.report_mark("forward")
+    assert read_progress(path) is None, "it is in no phase yet"
+    told = []
+    for _ in range(2):
+        report_progress(7, "train")
+        rank_progress.report_mark("forward")
+        rank_progress.report_mark("backward")
+        progress = read_progress(path)
+        assert progress is not None
+        told.append((progress.mark, progress.marks, progress.since, progress.moved, progress.usual))
+    # The first way from "backward" on took from 4 to 6.
+    assert told == [("backward", 2, 0.0, 4.0, -1.0), ("backward", 2, 6.0, 11.0, 2.0)]
+
+
 def test_a_rank_that_falls_silent_in_a_rollout() -> None:
     found = HangWatch(1000.0).look({0: at(0, "rollout", 91.0), 1: at(0, "rollout", 93.0)})
     assert found == "no rank has left phase rollout of step 1 for 91 s"

@@ -22,7 +22,10 @@ def keep(paths, **content):
 
 
 def test_without_gpus_there_is_nothing_to_rehearse():
-    assert describe_rehearsal(Paths(resolve({"site": "local", "model": "tiny"}, CONFIG_DIR)))["state"] == "nothing to rehearse"
+    assert (
+        describe_rehearsal(Paths(resolve({"site": "local", "model": "tiny"}, CONFIG_DIR)))["state"]
+        == "nothing to rehearse"
+    )
 
 
 def test_what_ran_through_is_rehearsed(paths):

@@ -1,7 +1,7 @@
 import pytest
 
+from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_arguments, as_environment, flag
-from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.planner.flags.rendered import rendered_flags
 from posttrain.planner.flags.sglang_flags import (
     DECODE,

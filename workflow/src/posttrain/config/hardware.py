@@ -44,6 +44,10 @@ class Hardware:
     local_disk_gb_per_s: float = _doc("Sequential writes to it", exclusive_minimum=0)
     formats: list[str] = _doc("What the matrix units compute with: bf16, fp8 (E4M3FN), nvfp4")
     emulated_formats: list[str] = _doc("Formats that software computes with in another precision", [])
+    compute_capability: str = _doc(
+        "NVIDIA's number of the GPU's architecture, quoted: 9.0 is Hopper, 10.0 Blackwell; empty: another GPU",
+        "",
+    )
     deepep: bool = _doc("DeepEP works on it in engines")
     trainer_deepep: bool = _doc("DeepEP works on it in the trainer")
     trainer_deepep_reason: str = _doc("Why it does not", "")

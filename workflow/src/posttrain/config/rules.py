@@ -223,6 +223,9 @@ def _hardware(config: Config) -> Problems:
     if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
         remedy = "the state is in host memory already"
         yield Problem("trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
+    if hardware.compute_capability and not re.fullmatch(r"\d+\.\d", hardware.compute_capability):
+        allowed, remedy = "a number such as 9.0, or none", "`nvidia-smi --query-gpu=compute_cap --format=csv` tells it"
+        yield Problem("hardware.compute_capability", repr(hardware.compute_capability), allowed, remedy)
 
 
 def _formats(config: Config) -> Problems:

@@ -310,8 +310,12 @@ class Site:
     node_names: list[str] = _doc("Nodes to stage to, in the order of their ranks; empty: the job does it", [])
     launcher: str = _doc("Who starts processes on the nodes", "local", choices=("local", "slurm", "kubernetes"))
     network_interface: str = _doc("Interface that joins nodes (`ib0`, `eth0`); empty: that of a node's own name", "")
-    trainer_environment: list[str] = _doc("NAME=value for every trainer rank: NCCL, NVSHMEM, UCX and the like", [])
-    engine_environment: list[str] = _doc("NAME=value for every engine", [])
+    trainer_environment: list[str] = _doc(
+        "NAME=value for every trainer rank: NCCL, NVSHMEM, UCX and the like. What a shell exports reaches ranks and "
+        "engines, too, but for settings of torch's allocator (PYTORCH_CUDA_ALLOC_CONF): these count here alone",
+        [],
+    )
+    engine_environment: list[str] = _doc("NAME=value for every engine; the same", [])
     end_command: list[str] = _doc(
         "Words of a command that the driver runs when what it was asked to make is made, or has failed: a message to "
         "you. POSTTRAIN_RUN, POSTTRAIN_STATE (ended, failed, interrupted) and POSTTRAIN_MESSAGE are in its environment",

@@ -24,6 +24,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.engines.secret import SECRET_VARIABLE, new_secret
+from posttrain.planner.flags.environment import started_with
 from posttrain.preflight.machine import check_port
 from posttrain.preflight.report import raise_problems
 from posttrain.processes import end_processes, start_child
@@ -75,7 +76,7 @@ class EngineProcess:
                 told_by,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._command.env, **private, SECRET_VARIABLE: self.secret},
+                env=started_with(os.environ, {**self._command.env, **private, SECRET_VARIABLE: self.secret}),
                 start_new_session=True,
             )
         log.info("%s started: process %d, %s, log %s", self._name, self._process.pid, self.url, self._log_path)

@@ -115,7 +115,7 @@ OPTIMIZER = (
     row("--train-backend megatron", note="always", only=("megatron",)),
     row("--rematerialize-param-from-master-weight",
         note="left out, because nothing keeps a second copy of the weights"),
-    row("CUDA_DEVICE_MAX_CONNECTIONS=1", "", "CUDA_DEVICE_MAX_CONNECTIONS", "constant, with TP"),
+    row("CUDA_DEVICE_MAX_CONNECTIONS=1", "", "CUDA_DEVICE_MAX_CONNECTIONS", "constant, with TP or CP before Blackwell"),
     row("NCCL_NVLS_ENABLE", note="left out, because NCCL finds it out by itself"),
     row("MASTER_ADDR no_proxy PYTHONPATH NCCL_* GLOO_SOCKET_IFNAME",
         note="left out, because ranks get their address from the launcher and inherit the rest"),

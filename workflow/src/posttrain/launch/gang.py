@@ -13,6 +13,7 @@ from pathlib import Path
 
 from posttrain.artifacts.lease import Lease
 from posttrain.config.schema import Config
+from posttrain.launch.flight_recorder import describe_records
 from posttrain.launch.gathering import AttemptFailedError, Gathering
 from posttrain.launch.hang import HangWatch, Position, describe_stacks
 from posttrain.launch.inspection import must_inspect
@@ -135,7 +136,11 @@ class Gang(Gathering):
             self._take_messages()
         answers = {m.name: m.messages.get("stacks", {}).get("ranks", {}) for m in self._members.values()}
         stacks = {int(rank): stack for ranks in answers.values() for rank, stack in ranks.items()}
-        return describe_stacks(stacks, {int(rank): name for name, ranks in answers.items() for rank in ranks})
+        records = [
+            Path(path) for m in self._members.values() for path in m.messages.get("stacks", {}).get("records", [])
+        ]
+        said = describe_stacks(stacks, {int(rank): name for name, ranks in answers.items() for rank in ranks})
+        return f"{said}; {described}" if (described := describe_records(records)) else said
 
     def _end_in_time(self) -> None:
         """Ask for a save at the step's end, once, when a node was asked to end or the scheduler is about to do it."""

@@ -2,7 +2,8 @@
 
 All ranks of a step go through the same phases and meet in collectives, so that one that stops holds the others up:
 those that have left a phase wait in the next, or all wait in the same. A phase may take ten times as long as it ever
-took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. A rollout, or an
+took, and a minute and a half in any case, but never longer than `launch.hang_timeout_seconds`. The same holds for the
+way from one mark to the next within a phase (`rank_progress`), when no rank makes its own. A rollout, or an
 evaluation, may take as long as it likes, because engines and graders have deadlines of their own; the rank that waits
 for them says again and again that it lives. How long a phase takes for the first time, in which kernels may be
 compiled, nobody knows, nor how long a checkpoint is waited for, which depends on the rollout that hides it: both may
@@ -39,12 +40,18 @@ class Position:
         phase: Name of the phase.
         seconds: For how long.
         is_idle: It has not used its processor for `SHORTEST_TIMEOUT_SECONDS`.
+        marks: That it has passed in the phase.
+        still: For how long it has passed no mark, in seconds.
+        usual: How long that took before, at most, in seconds; below 0: nobody knows.
     """
 
     step: int
     phase: str
     seconds: float
     is_idle: bool = False
+    marks: int = 0
+    still: float = 0.0
+    usual: float = -1.0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -90,14 +97,26 @@ class HangWatch:
             return f"no rank has left {_name(leading[0])} for {waited:.0f} s"
         if leading[0].phase not in ENGINES_WORK and all(position.is_idle for position in positions.values()):
             return f"no rank has computed anything for {SHORTEST_TIMEOUT_SECONDS:.0f} s, in {_name(leading[0])}"
+        if all(position.still > self._patience(position) for position in positions.values()):
+            still = min(position.still for position in positions.values())
+            return f"no rank has moved for {still:.0f} s, in {_name(leading[0])}{_fewest(positions)}"
         return None
+
+    def _patience(self, position: Position) -> float:
+        """Return how long a rank may take from one mark to the next."""
+        if position.usual < 0 or position.phase in (*ENGINES_WORK, *SAVES):
+            return self.limit_seconds
+        return self._at_most(position.usual)
 
     def _timeout(self, phase: str) -> float:
         if phase in ENGINES_WORK:
             return min(self.limit_seconds, SHORTEST_TIMEOUT_SECONDS)
         if phase in SAVES or phase not in self._longest:
             return self.limit_seconds
-        return min(self.limit_seconds, max(SHORTEST_TIMEOUT_SECONDS, TIMEOUT_FACTOR * self._longest[phase]))
+        return self._at_most(self._longest[phase])
+
+    def _at_most(self, usual: float) -> float:
+        return min(self.limit_seconds, max(SHORTEST_TIMEOUT_SECONDS, TIMEOUT_FACTOR * usual))
 
 
 def waiting_in(stack: str) -> str | None:
@@ -129,6 +148,13 @@ def describe_stacks(stacks: Mapping[int, str | None], node_of: Mapping[int, str]
 
 def _list_of(behind: Mapping[int, Position]) -> str:
     return ", ".join(f"rank {rank} is still in {_name(position)}" for rank, position in sorted(behind.items()))
+
+
+def _fewest(positions: Mapping[int, Position]) -> str:
+    """Return who has passed fewer marks than others, if anybody has."""
+    least, most = (choose(position.marks for position in positions.values()) for choose in (min, max))
+    slowest = [rank for rank, position in sorted(positions.items()) if position.marks == least]
+    return f"; {_ranks(slowest)} after {least} marks, others after up to {most}" if least < most else ""
 
 
 def _name(position: Position) -> str:

@@ -27,6 +27,7 @@ from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, engine_ports, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.channel import POLL_SECONDS
+from posttrain.launch.flight_recorder import ANSWER_SECONDS
 from posttrain.launch.greeting import SECRET_VARIABLE, join
 from posttrain.launch.head import BEAT_SECONDS, EndedByHead, Head
 from posttrain.launch.job import TrainingJob
@@ -154,7 +155,7 @@ class NodeSupervisor:
             if message and message["kind"] == "save":
                 _ask_to_end(ranks)
             elif message and message["kind"] == "stacks":
-                self._head.tell("stacks", ranks=_stacks(ranks))
+                self._head.tell("stacks", ranks=_stacks(ranks), records=_records(ranks))
             positions = {rank.rank: rank.position() for rank in ranks}
             # The first step at once: when it began is what a start has taken.
             begins = any(positions.values()) and not has_begun
@@ -190,6 +191,15 @@ def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
 def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return dict(zip([rank.rank for rank in ranks], pool.map(RankProcess.stack, ranks), strict=True))
+
+
+def _records(ranks: Sequence[RankProcess]) -> list[str]:
+    """Have the collectives of ranks written down, and return the files; none over gloo."""
+    asked = [rank for rank in ranks if rank.ask_for_record()]
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not all(rank.record() for rank in asked) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return [str(path) for rank in ranks if (path := rank.record())]
 
 
 def _ended_ranks(ranks: Sequence[RankProcess]) -> list[Ending]:

@@ -20,8 +20,8 @@ from posttrain.engines.ports import choose_free_ports
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.greeting import SECRET_VARIABLE
 from posttrain.launch.inspection import CLOCK, FACTS, KV_TRANSFER, LINKS, REACH
+from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.preflight import kv_transfer
 from posttrain.preflight.node import inspect_node, transport_environment, transport_python
 from posttrain.processes import end_processes, start_child

@@ -20,11 +20,12 @@ import psutil
 from posttrain.config.derived import world_size
 from posttrain.config.schema import Config
 from posttrain.engines.secret import SECRET_VARIABLE
+from posttrain.launch.flight_recorder import ask_for_record, describe_records, record_of, recorder_environment
 from posttrain.launch.hang import SHORTEST_TIMEOUT_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
+from posttrain.planner.flags.environment import started_with, trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.planner.flags.megatron_flags import trainer_environment
 from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
@@ -147,10 +148,25 @@ class RankProcess:
         progress = read_progress(self.progress_path) if self.process.poll() is None else None
         if progress is None:
             return None
-        seconds = time.monotonic() - progress.since
+        now = time.monotonic()
         self._cpu_use.look()
-        is_idle = seconds > SHORTEST_TIMEOUT_SECONDS and self._cpu_use.is_idle
-        return {"step": progress.step, "phase": progress.phase, "seconds": seconds, "is_idle": is_idle}
+        return {
+            "step": progress.step,
+            "phase": progress.phase,
+            "seconds": now - progress.since,
+            "is_idle": now - progress.since > SHORTEST_TIMEOUT_SECONDS and self._cpu_use.is_idle,
+            "marks": progress.marks,
+            "still": now - progress.moved,
+            "usual": progress.usual,
+        }
+
+    def ask_for_record(self) -> bool:
+        """Have its collectives written down; tells whether anybody listens."""
+        return ask_for_record(self.progress_path.parent, self.rank)
+
+    def record(self) -> Path | None:
+        """Return the record of its collectives, if there is one."""
+        return record_of(self.log_path.parent, self.rank)
 
     def stack(self) -> str | None:
         """Return where its main thread is, or all threads where that waits for the one that writes a checkpoint.
@@ -183,7 +199,8 @@ class RankProcess:
         if words.exists():
             return Ending(f"trainer rank {self.rank}", words.read_text(encoding="utf-8"), Ending.REFUSED)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        reason = f"trainer rank {self.rank} {how}; its log ends with:\n{_tail(self.log_path)}"
+        record = f"; {describe_records([path])}" if (path := self.record()) else ""
+        reason = f"trainer rank {self.rank} {how}{record}; its log ends with:\n{_tail(self.log_path)}"
         return Ending(f"trainer rank {self.rank}", reason, Ending.KILLED if code < 0 else Ending.FAILED)
 
 
@@ -210,7 +227,6 @@ def running_ranks(
     ranks: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as own_folder:
         environment = {
-            **os.environ,
             "WORLD_SIZE": str(world_size(config)),
             **rendezvous.environment(Path(own_folder) if config.nodes == 1 else None),
             **as_environment(trainer_environment(config)),
@@ -222,8 +238,8 @@ def running_ranks(
                 log_path = folder / f"trainer{rank}.log"
                 progress_path = Path(own_folder) / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), LOG_VARIABLE: str(log_path)}
-                own[PROGRESS_VARIABLE] = str(progress_path)
-                process = _start(command, {**environment, **own}, log_path, to_terminal=rank == 0)
+                own |= {PROGRESS_VARIABLE: str(progress_path), **recorder_environment(config, Path(own_folder), folder)}
+                process = _start(command, started_with(os.environ, environment | own), log_path, to_terminal=rank == 0)
                 ranks.append(RankProcess(rank, process, log_path, progress_path))
             yield ranks
         finally:

@@ -46,6 +46,7 @@ from torch.futures import Future
 from posttrain.checkpoint.formats.torch_dist_format import COMMON_NAME, read_common, read_metadata
 from posttrain.errors import CheckpointError, reason_of
 from posttrain.megatron_backend.glm5.model import LogprobModel
+from posttrain.megatron_backend.host_copies import HostCopies
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
 
@@ -186,6 +187,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
             torch.save(common.data, Path(checkpoint_dir) / COMMON_NAME)
         sharded_state_dict, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         self._state, self._folder = mcore_to_pyt_state_dict(sharded_state_dict, False), checkpoint_dir
+        self._on_host = HostCopies()
 
     def write(self) -> None:
         """Write this rank's shards and, on rank 0, the metadata; collective."""
@@ -194,7 +196,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         try:
             torch_save(
                 self._state,
-                storage_writer=_OneTensorAtATime(self._folder),
+                storage_writer=_OneTensorAtATime(self._folder, self._on_host),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
             )
@@ -206,7 +208,15 @@ class _OneTensorAtATime(FileSystemWriter):
     """Writes a rank's file with a single tensor in host memory.
 
     torch's own writer keeps the last tensor of each name until its file is complete.
+
+    Args:
+        folder: Gets the files.
+        on_host: Copies tensors.
     """
+
+    def __init__(self, folder: str | Path, on_host: HostCopies):
+        super().__init__(folder)
+        self._on_host = on_host
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what a rank's plan names into one file, and return where each item lies in it."""
@@ -214,7 +224,7 @@ class _OneTensorAtATime(FileSystemWriter):
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream, _as_the_system_says():
             results = [
                 _write_item(
-                    self.transforms, stream, _on_host(planner, item), item, name, SerializationFormat.TORCH_SAVE
+                    self.transforms, stream, self._resolved(planner, item), item, name, SerializationFormat.TORCH_SAVE
                 )
                 for item in plan.items
             ]
@@ -223,6 +233,14 @@ class _OneTensorAtATime(FileSystemWriter):
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
+
+    def _resolved(self, planner: SavePlanner, item: WriteItem) -> Any:
+        data = planner.resolve_data(item)
+        if not torch.is_tensor(data):
+            return data
+        tensor = self._on_host(data)
+        # torch.save of a view would write the whole buffer behind it.
+        return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 @contextmanager
@@ -234,15 +252,6 @@ def _as_the_system_says() -> Iterator[None]:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-
-
-def _on_host(planner: SavePlanner, item: WriteItem) -> Any:
-    data = planner.resolve_data(item)
-    if not torch.is_tensor(data):
-        return data
-    tensor = data.detach().cpu()
-    # torch.save of a view would write the whole buffer behind it.
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def _training_state(policy: Policy) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.packed import PackedSequences
+from posttrain.observability.rank_progress import AFTER_PASSES, BACKWARD, FORWARD, report_mark
 
 # What becomes of an update.
 APPLIED, NON_FINITE, NO_SIGNAL = "applied", "non_finite", "no_signal"
@@ -146,7 +147,7 @@ def _run_schedule(
     """
     for chunk in policy.wrapped:
         chunk.train()
-    return get_forward_backward_func()(
+    answers = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, device=policy.device, objective=objective, is_first=is_first),
         data_iterator=[iter(batches) for _ in policy.wrapped],
         model=policy.wrapped,
@@ -156,6 +157,8 @@ def _run_schedule(
         forward_only=objective is None,
         collect_non_loss_data=objective is None,
     )
+    report_mark(AFTER_PASSES)
+    return answers
 
 
 def _forward_step(
@@ -166,13 +169,20 @@ def _forward_step(
     is_first: bool,
 ) -> tuple[torch.Tensor, Callable]:
     packed, training = next(batches)
+    report_mark(FORWARD)
     ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     row = PackedSequences.from_boundaries(packed.cu_seqlens.to(device), *ranks)
     tokens, targets, mask = (row.cut(t.to(device))[None] for t in (packed.tokens, packed.targets, packed.loss_mask))
     output = model(tokens, row.position_ids[None], None, labels=targets, loss_mask=mask, packed_seq_params=row)
     if training is None or objective is None:
         return output, _keep
+    output.register_hook(_begin_backward)
     return output, partial(_loss, batch=training.tokens, objective=objective, is_first=is_first)
+
+
+def _begin_backward(_: torch.Tensor) -> None:
+    """Say that gradients have arrived at this stage."""
+    report_mark(BACKWARD)
 
 
 def _keep(answers: torch.Tensor, non_loss_data: bool) -> torch.Tensor:

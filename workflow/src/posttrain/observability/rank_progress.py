@@ -1,5 +1,8 @@
 """Where a trainer rank is, for its node's supervisor: a line in a file on the node itself, rewritten at each phase.
 
+In the phases that take longest a rank also says when it begins a pass through the model. A processor that is busy says
+nothing on GPUs: a rank that waits for its device spins.
+
 A rank that hangs can tell nobody. What it last wrote stays, and the stacks of all ranks tell who waits for whom. Nor
 can one for which the disk of its log is full: why the machine refused to write is left beside that line.
 """
@@ -10,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 PROGRESS_VARIABLE = "POSTTRAIN_RANK_PROGRESS"
@@ -22,8 +25,12 @@ BEAT_SECONDS = 5.0
 SHARE_ROLLOUT = "share_rollout"
 # A step is done, and its checkpoint is about to be written in a thread: the same.
 BEGIN_SAVE = "begin_save"
+# In a phase of many micro-batches: the passes through the model, and what comes after them.
+FORWARD, BACKWARD, AFTER_PASSES = "forward", "backward", "after_passes"
+# A phase was entered, and no mark of it was passed.
+NO_MARK = "-"
 # Longer than any step, phase and clock; of one length, so that a line replaces the whole line before it.
-_LINE_BYTES = 64
+_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -34,23 +41,74 @@ class RankProgress:
         step: From 0.
         phase: Name of the phase that it has entered last.
         since: When it did, or last said so again, in seconds of the node's monotonic clock.
+        mark: The last mark that it has passed in it, NO_MARK for none.
+        marks: How many.
+        moved: When it passed the last one, or entered the phase.
+        usual: Seconds from there to the next mark or phase, the longest that this rank has seen; below 0: never yet.
     """
 
     step: int
     phase: str
     since: float
+    mark: str
+    marks: int
+    moved: float
+    usual: float
+
+
+class _Journey:
+    """What this process has said, and how long it was from one mark to the next; only its main thread moves."""
+
+    def __init__(self) -> None:
+        self._here: RankProgress | None = None
+        self._longest: dict[tuple[str, str], float] = {}
+
+    def enter(self, step: int, phase: str) -> RankProgress:
+        """Enter a phase, perhaps the same again."""
+        now = self._arrive()
+        return self._be(RankProgress(step, phase, now, NO_MARK, 0, now, self._longest.get((phase, NO_MARK), -1.0)))
+
+    def pass_by(self, mark: str) -> RankProgress | None:
+        """Pass a mark; None outside of phases."""
+        if self._here is None:
+            return None
+        now, usual = self._arrive(), self._longest.get((self._here.phase, mark), -1.0)
+        return self._be(replace(self._here, mark=mark, marks=self._here.marks + 1, moved=now, usual=usual))
+
+    def _be(self, here: RankProgress) -> RankProgress:
+        self._here = here
+        return here
+
+    def _arrive(self) -> float:
+        now = time.monotonic()
+        if self._here:
+            kind = self._here.phase, self._here.mark
+            self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._here.moved)
+        return now
+
+
+_JOURNEY = _Journey()
 
 
 def report_progress(step: int, phase: str) -> None:
     """Write where this process is; does nothing where no supervisor has asked for it."""
+    if path := os.environ.get(PROGRESS_VARIABLE):
+        _write(path, _JOURNEY.enter(step, phase))
+
+
+def report_mark(mark: str) -> None:
+    """Write that this process has moved within its phase; does nothing where no supervisor has asked for it."""
     path = os.environ.get(PROGRESS_VARIABLE)
-    if not path:
-        return
-    line = f"{step} {phase} {time.monotonic():.3f}".ljust(_LINE_BYTES).encode()
+    if path and (here := _JOURNEY.pass_by(mark)):
+        _write(path, here)
+
+
+def _write(path: str, here: RankProgress) -> None:
+    words = f"{here.step} {here.phase} {here.since:.3f} {here.mark} {here.marks} {here.moved:.3f} {here.usual:.3f}"
     # One write of fixed length: who reads at the same time sees the old line or the new one.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
-        os.pwrite(descriptor, line, 0)
+        os.pwrite(descriptor, words.ljust(_LINE_BYTES).encode(), 0)
     finally:
         os.close(descriptor)
 
@@ -79,4 +137,7 @@ def read_progress(path: Path) -> RankProgress | None:
     if not path.exists():
         return None
     words = path.read_text().split()
-    return RankProgress(int(words[0]), words[1], float(words[2])) if len(words) == 3 else None
+    if len(words) != len(fields(RankProgress)):
+        return None
+    step, phase, since, mark, marks, moved, usual = words
+    return RankProgress(int(step), phase, float(since), mark, int(marks), float(moved), float(usual))

@@ -32,13 +32,13 @@ def main() -> None:
     from posttrain.rehearsal.members import members, shallow
     from posttrain.rehearsal.recorder import Recorder
 
-    recorder = Recorder()
-    stand_ins.install(recorder)
+    recorder, whole = Recorder(), read_resolved(resolved).config
+    stand_ins.install(recorder, whole)
     import torch.distributed as dist
 
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
 
-    config = shallow(read_resolved(resolved).config)
+    config = shallow(whole)
     ranks = members(config)
     # Who does not know it reads and leaves no messages.
     secret = secrets.token_hex(16)

@@ -11,7 +11,7 @@ STAND_INS = {
     "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
     "other rank nothing",
     "values": "vectors of numbers that nobody knows are 1",
-    "devices": "all are said to be NVIDIA's Hopper (9.0), whatever the configuration names",
+    "devices": "all have the architecture and memory that `hardware` names, and an H200's 132 multiprocessors",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
     "rollouts": "no engine is asked: a step has as many rows as stages, short ones, then full ones",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Finding, Verdict
+from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inherited_by_all
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
@@ -51,7 +53,13 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "layers": rehearsed.model.architecture.num_hidden_layers,
         "of_layers": resolved.config.model.architecture.num_hidden_layers,
         "ranks": [trace.rank for trace in traces],
-        "problems": [problem.as_dict() for problem in find_problems(rehearsed, traces, reserved, left_out)],
+        "problems": [
+            problem.as_dict()
+            for problem in (
+                *find_bad_pairs(resolved.config, inherited_by_all(os.environ)),
+                *find_problems(rehearsed, traces, reserved, left_out),
+            )
+        ],
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned)],
         "reserved_gib": round(reserved, 2),
@@ -59,6 +67,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
         "collectives": _collectives(rehearsed, traces),
         "waits": _waits(traces),
+        "environment": _environment(resolved.config),
         "stand_ins": dict(STAND_INS),
     }
 
@@ -125,6 +134,17 @@ def _waits(traces: Sequence[Trace]) -> list[dict[str, Any]]:
                     counts[phase["name"], place] = max(counts[phase["name"], place], count)
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return [{"phase": phase, "place": place, "times": count} for (phase, place), count in ordered]
+
+
+def _environment(config: Config) -> list[dict[str, str]]:
+    """Return the variables of each kind of process, as its launcher sets them, and what it takes from this shell."""
+    rows = []
+    for kind, flags in environments(config).items():
+        of_shell = {name: (value, "this shell") for name, value in inherited_by_all(os.environ).items()}
+        own = {item.name: (str(item.value), ", ".join(item.keys) or item.reason) for item in flags}
+        for name, (value, origin) in sorted((of_shell | own).items()):
+            rows.append({"process": kind, "name": name, "value": value, "from": origin})
+    return rows
 
 
 def judge(outcome: Mapping[str, Any]) -> Verdict:

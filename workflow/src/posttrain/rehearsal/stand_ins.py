@@ -13,17 +13,23 @@ from unittest.mock import MagicMock
 
 import torch
 
+from posttrain.config.schema import Config
+from posttrain.planner.flags.environment import capability
+from posttrain.planner.sizing.memory import GIB
 from posttrain.rehearsal import compiled, deepep
 from posttrain.rehearsal.recorder import Recorder
 
+# Of every device, as `envs/rehearsal/runtime.c` has it: an H200's. Kernels that are not started do not depend on it.
+MULTIPROCESSORS = 132
 
-def install(recorder: Recorder) -> None:
+
+def install(recorder: Recorder, config: Config) -> None:
     """Put all stand-ins in place; before Megatron is imported."""
     _provide_transformer_engine(recorder)
     deepep.provide(recorder)
     _provide_triton(recorder)
     _provide_compiler(recorder)
-    _provide_devices(recorder)
+    _provide_devices(recorder, capability(config), int(config.hardware.memory_gib_per_gpu * GIB))
     from posttrain.megatron_backend.simulated import without_random_state
 
     without_random_state()
@@ -89,7 +95,7 @@ def _provide_compiler(recorder: Recorder) -> None:
     torch.compile = compile_it
 
 
-def _provide_devices(recorder: Recorder) -> None:
+def _provide_devices(recorder: Recorder, architecture: tuple[int, int], memory: int) -> None:
     cuda: Any = torch.cuda
     nothing = lambda *_, **__: None  # noqa: E731
     for name in ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "synchronize", "empty_cache"):
@@ -99,11 +105,15 @@ def _provide_devices(recorder: Recorder) -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = nothing
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_properties = lambda *_: SimpleNamespace(
-        name="simulated", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132
+        name="simulated",
+        major=architecture[0],
+        minor=architecture[1],
+        total_memory=memory,
+        multi_processor_count=MULTIPROCESSORS,
     )
-    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_capability = lambda *_: architecture
     cuda.get_device_name = lambda *_: "simulated"
-    cuda.mem_get_info = lambda *_: (141 << 30, 141 << 30)
+    cuda.mem_get_info = lambda *_: (memory, memory)
     cuda.reset_peak_memory_stats = nothing
     for name in ("max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: recorder.peak)

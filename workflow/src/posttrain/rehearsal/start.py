@@ -13,13 +13,18 @@ from typing import Any
 from posttrain.artifacts.resolved_file import write_resolved
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.load import Resolved
+from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
+from posttrain.planner.flags.environment import trainer_environment
+from posttrain.planner.flags.flag import as_environment
 from posttrain.rehearsal.members import members, shallow
 from posttrain.rehearsal.outcome import outcome
 from posttrain.rehearsal.traces import read_traces
 
 # Where that environment is, if it is not in the clone.
 VARIABLE = "POSTTRAIN_REHEARSAL_ENV"
+# Of a rank's own variables those that its Python asks for; the others are for what is not there.
+ASKED_PREFIXES = ("NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
@@ -30,16 +35,20 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         library: A folder in front of this library, for tests of one that has a fault.
 
     Raises:
-        ConfigError: There are no GPUs to rehearse for, or no environment to do it in.
+        ConfigError: There are no GPUs of NVIDIA's to rehearse for, or no environment to do it in.
         RuntimeError: No rank has begun.
     """
     if resolved.config.hardware.device != "cuda":
         found = f"{resolved.config.hardware.name}, which has no GPUs"
         raise ConfigError([Problem("hardware", found, "one with GPUs", "train: nothing is left to rehearse")])
+    if not resolved.config.hardware.compute_capability:
+        found = f"none for {resolved.config.hardware.name}"
+        remedy = "set it; a GPU that is not NVIDIA's cannot be rehearsed: its kernels and libraries are others"
+        raise ConfigError([Problem("hardware.compute_capability", found, "that of an NVIDIA GPU, such as 9.0", remedy)])
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _run_gang(write_resolved(resolved, folder / "resolved"), folder, resolved, library)
+        _run_gang(write_resolved(resolved, folder / "resolved"), folder, resolved.config, library)
         traces = read_traces(folder)
     if not traces:
         raise RuntimeError("no rank of the rehearsal has left a trace; what it printed stands above")
@@ -50,22 +59,49 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
     return outcome(resolved, shallow(resolved.config), traces, time.perf_counter() - started)
 
 
-def _run_gang(path: Path, folder: Path, resolved: Resolved, library: Path | None) -> None:
-    home = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "rehearsal").absolute()
-    if not (home / ".ready").exists():
+def home() -> Path:
+    """Return where the environment is in which ranks are rehearsed.
+
+    Raises:
+        ConfigError: Nobody has made it.
+    """
+    folder = Path(os.environ.get(VARIABLE) or CONFIG_DIR.parent / ".envs" / "rehearsal").absolute()
+    if not (folder / ".ready").exists():
         allowed = "an environment with a CUDA build of torch"
-        raise ConfigError([Problem(VARIABLE, str(home), allowed, "`make env-rehearsal` makes it")])
-    libraries = home / "fake"
+        raise ConfigError([Problem(VARIABLE, str(folder), allowed, "`make env-rehearsal` makes it")])
+    return folder
+
+
+def simulated(config: Config, folder: Path) -> dict[str, str]:
+    """Return the environment of a process that finds the GPUs of a configuration.
+
+    Args:
+        config: The resolved configuration.
+        folder: See `home`.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    environment |= {
+    asked = {
+        name: value
+        for name, value in as_environment(trainer_environment(config)).items()
+        if name.startswith(ASKED_PREFIXES)
+    }
+    libraries, hardware = folder / "fake", config.hardware
+    return {
+        **environment,
+        **asked,
         "LD_LIBRARY_PATH": str(libraries),
         "LD_PRELOAD": str(libraries / "libfakecuda.so"),
-        "SIMULATED_GIB": str(int(resolved.config.hardware.memory_gib_per_gpu)),
+        "SIMULATED_GIB": str(int(hardware.memory_gib_per_gpu)),
+        "SIMULATED_CAPABILITY": hardware.compute_capability.replace(".", ""),
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
+
+
+def _run_gang(path: Path, folder: Path, config: Config, library: Path | None) -> None:
+    environment = simulated(config, home())
     if library:
         environment["PYTHONPATH"] = str(library)
-    words = [str(home / "bin" / "python"), "-m", "posttrain.rehearsal.gang", str(path), str(folder)]
+    words = [str(home() / "bin" / "python"), "-m", "posttrain.rehearsal.gang", str(path), str(folder)]
     subprocess.run(words, env=environment, check=False, stdout=sys.stderr)

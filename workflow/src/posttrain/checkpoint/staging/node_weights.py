@@ -22,7 +22,7 @@ from posttrain.checkpoint.staging.staging_record import StagedCopy
 from posttrain.config.node_share import node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
-from posttrain.planner.flags.megatron_flags import LOOPBACK
+from posttrain.planner.flags.environment import LOOPBACK
 
 
 @dataclass(frozen=True)

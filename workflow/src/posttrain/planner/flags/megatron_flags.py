@@ -11,13 +11,10 @@ from collections.abc import Mapping
 
 from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
+from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import Flag, flag
 
 ARCHITECTURE, FAMILY = "model.architecture", "the model family"
-# Linux's name of the interface on which a machine talks to itself.
-LOOPBACK = "lo"
-# glibc gives what is freed at the end of the heap back to the system, and every step faults it in anew.
-KEPT_BYTES, OWN_MAPPING_BYTES = 2**28, 2**25
 
 _OVERLAP_PARAM_GATHER = flag(
     "overlap_param_gather", True, reason="new weights arrive while the next update's forward pass runs"
@@ -122,63 +119,6 @@ def optimizer_flags(config: Config) -> list[Flag]:
         flag("overlap_cpu_optimizer_d2h_h2d", offload, offload_key, reason="the recipe, with offload"),
         flag("use_precision_aware_optimizer", offload, offload_key, reason="the recipe, with offload"),
     ]
-
-
-def thread_and_memory_environment(config: Config) -> list[Flag]:
-    """Return what trainer and engine are told of the cores and the host memory that they share."""
-    spinning = "a thread that spins while it waits takes the core the other needs"
-    flags = [flag("OMP_WAIT_POLICY", "PASSIVE", reason=f"trainer and engine share the cores: {spinning}")]
-    if _on_cuda(config):
-        return flags
-    kept = "memory that a step frees is the next one's, not the system's"
-    return [
-        *flags,
-        flag("MALLOC_TRIM_THRESHOLD_", KEPT_BYTES, "hardware.device", reason=kept),
-        flag("MALLOC_MMAP_THRESHOLD_", OWN_MAPPING_BYTES, "hardware.device", reason=kept),
-    ]
-
-
-def trainer_environment(config: Config, num_nodes: int = 0) -> list[Flag]:
-    """Return the variables that every trainer rank gets besides its place among the ranks.
-
-    Args:
-        config: The resolved configuration.
-        num_nodes: That the ranks are on; 0: as many as the configuration says.
-    """
-    flags = thread_and_memory_environment(config)
-    if _on_cuda(config):
-        segments = "rows differ in length from micro-batch to micro-batch, and leave holes in memory"
-        flags.append(flag("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "hardware.device", reason=segments))
-    if _on_cuda(config) and config.parallel.tensor_model_parallel_size > 1:
-        flags.append(
-            flag(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                1,
-                "hardware.device",
-                "parallel.tensor_model_parallel_size",
-                reason="Megatron overlaps tensor-parallel communication with computation only with one work queue",
-            )
-        )
-    return [*flags, *network_flags(config, num_nodes or config.nodes), *site_environment(config, "trainer_environment")]
-
-
-def network_flags(config: Config, num_nodes: int) -> list[Flag]:
-    """Return the interface over which ranks on so many nodes talk to each other, where it is known."""
-    interface, key = (
-        (LOOPBACK, "nodes") if num_nodes == 1 else (config.site.network_interface, "site.network_interface")
-    )
-    return [flag(f"{library}_SOCKET_IFNAME", interface, key) for library in ("GLOO", "NCCL") if interface]
-
-
-def site_environment(config: Config, key: str) -> list[Flag]:
-    """Return the variables that a site sets.
-
-    Args:
-        config: The resolved configuration.
-        key: "trainer_environment" or "engine_environment".
-    """
-    pairs = (item.partition("=") for item in getattr(config.site, key))
-    return [flag(name, value, f"site.{key}") for name, _, value in pairs]
 
 
 def _attention_and_mlp(config: Config) -> list[Flag]:

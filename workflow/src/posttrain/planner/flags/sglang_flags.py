@@ -18,12 +18,8 @@ from posttrain.config.derived import rollout_samples_per_step
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
+from posttrain.planner.flags.environment import network_flags, site_environment, thread_and_memory_environment
 from posttrain.planner.flags.flag import Flag, flag
-from posttrain.planner.flags.megatron_flags import (
-    network_flags,
-    site_environment,
-    thread_and_memory_environment,
-)
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
 RECIPE = "the recipe"

@@ -1,0 +1,106 @@
+"""Each kernel against its reference on a CPU in double precision, which other tests hold against papers and libraries.
+
+2**-8 is what rounding a number to BF16 changes at most. In BF16 inputs, logits, results and gradients are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.gpus import DEVICES
+
+from posttrain.algorithm.logprobs import chunked_logprobs
+from posttrain.megatron_backend.glm5.sparse_attention import attend, causal_mask, index_scores, select_topk
+
+Tensors = dict[str, torch.Tensor]
+T, HIDDEN, WORDS = 96, 64, 500
+
+
+def seeded(**shapes: tuple[int, ...]) -> Tensors:
+    source = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=source, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def logprobs(given: Tensors) -> torch.Tensor:
+    targets = torch.arange(T, device=given["hidden"].device) * 5 % WORDS
+    return chunked_logprobs(given["hidden"], given["weight"], targets, 0.8, 32)[0]
+
+
+def attention(given: Tensors) -> torch.Tensor:
+    device = given["query"].device
+    keep = causal_mask(0, T, T, device) & (torch.arange(T, device=device) % 3 != 1)
+    keep |= torch.eye(T, dtype=torch.bool, device=device)
+    return attend(given["query"], given["key"], given["value"], keep[None], 0.25)
+
+
+def dense_attention(given: Tensors) -> torch.Tensor:
+    return attend(given["query"][:, T // 2 :], given["key"], given["value"], None, 0.25)
+
+
+def norm(given: Tensors) -> torch.Tensor:
+    x = given["hidden"]
+    return F.rms_norm(x if x.dtype == torch.float64 else x.float(), (HIDDEN,), eps=1e-5).to(x.dtype) * given["scale"]
+
+
+CASES: dict[str, tuple[Callable[[Tensors], torch.Tensor], Tensors]] = {
+    "log-probabilities": (logprobs, seeded(hidden=(T, HIDDEN), weight=(WORDS, HIDDEN))),
+    "attention to chosen keys": (
+        attention,
+        seeded(query=(1, T, 4, 24), key=(1, T, 4, 24), value=(1, T, 4, 16)),
+    ),
+    "attention to all keys before": (
+        dense_attention,
+        seeded(query=(1, T, 4, 32), key=(1, T, 2, 32), value=(1, T, 2, 32)),
+    ),
+    "norm": (norm, seeded(hidden=(T, HIDDEN), scale=(HIDDEN,))),
+}
+
+
+def value_and_gradients(function: Callable[[Tensors], torch.Tensor], given: Tensors) -> Tensors:
+    given = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    value = function(given)
+    value.sum().backward()
+    return {"value": value, **{name: tensor.grad for name, tensor in given.items()}}
+
+
+def rounded(given: Tensors, dtype: torch.dtype, device: str = "cpu") -> Tensors:
+    return {name: tensor.detach().to(dtype).to(device) for name, tensor in given.items()}
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach().double().cpu() - other.detach().double()).norm() / other.detach().double().norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4 * 2**-8)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_gives_what_its_reference_gives(name: str, dtype: torch.dtype, bound: float, device: str) -> None:
+    """Relative to the whole tensor, values and gradients."""
+    function, inputs = CASES[name]
+    given = rounded(inputs, dtype)
+    reference = value_and_gradients(function, rounded(given, torch.float64))
+    found = value_and_gradients(function, rounded(given, dtype, device))
+    assert found["value"].device.type == device
+    for part, expected in reference.items():
+        assert far(found[part], expected) < bound, part
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_and_the_choice_of_keys(device: str) -> None:
+    """Ties go to the lower position on every device; numbers are whole, so that all devices have the same."""
+    source = torch.Generator().manual_seed(3)
+    queries = torch.randint(-2, 3, (1, T, 4, 16), generator=source).float()
+    keys = torch.randint(-2, 3, (1, T, 16), generator=source).float()
+    weights = torch.ones(1, T, 4)
+    chosen: list[Any] = []
+    for place in ("cpu", device):
+        scores = index_scores(queries.to(place), keys.to(place), weights.to(place))
+        chosen += [(scores.cpu(), select_topk(scores, causal_mask(0, T, T, scores.device), 8).cpu())]
+    (scores, keep), (other_scores, other_keep) = chosen
+    assert torch.equal(scores, other_scores)
+    assert torch.equal(keep, other_keep)
+    assert len(scores.unique()) < scores.numel() / 10, "there are ties"
