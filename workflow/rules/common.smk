@@ -31,6 +31,7 @@ from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_servi
 from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.readable import counted
+from posttrain.rehearsal.record import describe_rehearsal
 from posttrain.training.lineage import refuse_other_run
 
 IS_READ_AGAIN = name_driver()
@@ -153,6 +154,7 @@ FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 # What a job takes, at the end of its message.
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
+REHEARSED = [describe_rehearsal(PATHS)["state"]] if CFG.hardware.device == "cuda" else []
 SUITE_FOLDERS = suite_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.

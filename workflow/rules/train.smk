@@ -102,7 +102,7 @@ rule train_grpo:
         rollout=PATHS.rollout_weights,
         dataset=PATHS.dataset,
     message:
-        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train_grpo')}"
+        f"train {RESOLVED.run} with {RESOLVED.algorithm}: {CFG.training.num_steps} steps on {CFG.hardware.name}{NEEDS.message('train_grpo', *REHEARSED)}"
     shell:
         runs(
             "train_grpo",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from posttrain.artifacts import Paths, write_json, write_text
 from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan_page import plan_title
-from posttrain.rehearsal.outcome import file_of, judge, render
+from posttrain.rehearsal.outcome import judge, render
+from posttrain.rehearsal.record import file_of
 from posttrain.rehearsal.start import rehearse
 
 

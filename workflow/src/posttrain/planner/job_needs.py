@@ -127,8 +127,12 @@ class RuleNeeds:
         """
         return [self._rule_part(node, workflow, evaluations.get(node.name)) for node in self.chain]
 
-    def message(self, rule: str) -> str:
+    def message(self, rule: str, *more: str) -> str:
         """Return what a rule's message ends with: " (16 nodes, 128 GPUs, about 30 days)".
+
+        Args:
+            rule: Its name.
+            more: What else is to be said of it.
 
         Returns:
             Nodes and GPUs of one job; no GPUs where it uses none, no time where the planner has none.
@@ -136,6 +140,7 @@ class RuleNeeds:
         needs = self.of(rule)
         words = [counted(needs.nodes, "node"), *([counted(needs.gpus, "GPU")] if needs.gpus else [])]
         words += [] if needs.seconds is None else [about(needs.seconds)]
+        words += more
         return f" ({', '.join(words)})"
 
     def _rule_part(self, node: RuleNode, workflow: Mapping[str, Any], file: Path | None) -> dict[str, Any]:

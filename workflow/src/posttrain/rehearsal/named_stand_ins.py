@@ -5,7 +5,7 @@ STAND_INS = {
     "workspaces but those that its Python allocates",
     "DeepEP": "every rank of a group sends to this one what this one sends to itself; buffers are the plan's term",
     "Triton": "kernels are not started: their outputs exist, without values",
-    "torch.compile": "what the compiler would fuse runs operation by operation: one more temporary at a time",
+    "torch.compile": "what is to be compiled is taken for one kernel without temporaries",
     "process groups": "large tensors are not sent; lengths, counts, shapes and objects are, between the ranks that are "
     "rehearsed, and those that are not say what one that is says",
     "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
@@ -14,6 +14,6 @@ STAND_INS = {
     "devices": "all are said to be NVIDIA's Hopper (9.0), whatever the configuration names",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
-    "rollouts": "no engine is asked: a step has as many rows as stages, full ones, then shorter ones",
+    "rollouts": "no engine is asked: a step has as many rows as stages, short ones, then full ones",
     "weights": "nothing is loaded or saved; one layer of each kind is compared and sent to engines",
 }

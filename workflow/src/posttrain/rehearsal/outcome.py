@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import posttrain
-from posttrain.artifacts import Paths
-from posttrain.config.load import Resolved, digest8
+from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
-from posttrain.readable import counted
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
+from posttrain.rehearsal.record import digest
 from posttrain.rehearsal.traces import ACTIVATIONS, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
 UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
-
-
-def file_of(paths: Paths) -> Path:
-    """Return the JSON of a rehearsal, which lies beside the plan, as its page does."""
-    return paths.plan.with_suffix(".rehearsal.json")
-
-
-def digest(resolved: Resolved) -> str:
-    """Return what a rehearsal's outcome depends on: code and configuration."""
-    code, root = hashlib.sha256(), Path(posttrain.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest8([asdict(resolved.config), code.hexdigest()])
-
-
-def describe_rehearsal(paths: Paths) -> dict[str, str]:
-    """Return in words whether this code and configuration have been rehearsed, and the page's name if there is one."""
-    if paths.resolved.config.hardware.device != "cuda":
-        return {"words": "nothing to rehearse without GPUs", "page": ""}
-    if not file_of(paths).exists():
-        return {"words": "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU", "page": ""}
-    page = file_of(paths).with_suffix(".html").name
-    try:
-        known = json.loads(file_of(paths).read_text())
-        is_current, problems = known["digest"] == digest(paths.resolved), known["problems"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {"words": f"{file_of(paths).name} cannot be read; `posttrain rehearse` makes it anew", "page": ""}
-    if not is_current:
-        return {"words": f"{page}, of another code or configuration; `posttrain rehearse` makes it anew", "page": page}
-    failed = f"{counted(len(problems), 'problem')} found" if problems else "ran through"
-    return {"words": f"{page}, of exactly this code and configuration: {failed}", "page": page}
 
 
 def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
@@ -68,7 +32,8 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         traces: Of all ranks.
         seconds: It took.
     """
-    planned, whole = phase_memory(rehearsed), phase_memory(resolved.config)
+    # Nothing of the trainer sleeps yet.
+    planned, whole = (phase_memory(config, trainer_sleeps=False) for config in (rehearsed, resolved.config))
     reserved = next((row.gpu.get("reserve", 0.0) for row in planned), 0.0)
     added = {
         (row.stage, row.phase): _seen(all_layers) - _seen(row) for row, all_layers in zip(planned, whole, strict=True)
@@ -76,8 +41,8 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
 
     def left_out(rank: int, phase: str) -> float:
         stage = rank // stage_size(rehearsed)
-        # Nothing of the trainer sleeps yet: what an update holds is there in every phase.
-        return max(added.get((stage, phase), 0.0), added[stage, "train"])
+        # Before there is a step, what it begins with is there.
+        return added.get((stage, phase), added[stage, "rollout"])
 
     return {
         "run": resolved.run,

@@ -52,7 +52,8 @@ class Recorder:
         self._live: dict[int, tuple[int, str, str]] = {}
         self._host: dict[int, int] = {}
         self._bytes = self._host_bytes = self._snapped = 0
-        self._kinds: dict[int, str] = {}
+        # What a fused kernel's own operations make is no memory unless it outlives them.
+        self._inside: dict[int, tuple[int, str, str]] | None = None
         self.step = 0
         self.created: list[list[int]] = []
         self.collectives: list[dict[str, Any]] = []
@@ -67,6 +68,8 @@ class Recorder:
         try:
             yield self._phase
         finally:
+            if self._bytes == self._phase.peak > self._snapped:
+                self._phase.holders = self._held()
             self._phase = before
 
     @property
@@ -92,14 +95,40 @@ class Recorder:
             self._host_bytes += size
             self._phase.host_peak = max(self._phase.host_peak, self._host_bytes)
             return
-        rounded = -(-size // BLOCK) * BLOCK
-        self._live[key] = rounded, "activations", place()
-        self._bytes += rounded
-        if self._bytes > self._phase.peak:
-            self._phase.peak = self._bytes
+        made = -(-size // BLOCK) * BLOCK, "activations", place()
+        if self._inside is not None:
+            self._inside[key] = made
+        else:
+            self._add(key, made)
+
+    def _add(self, key: int, made: tuple[int, str, str]) -> None:
+        self._live[key] = made
+        self._bytes += made[0]
+        self._phase.peak = max(self._phase.peak, self._bytes)
+
+    @contextmanager
+    def fused(self, read: int) -> Iterator[None]:
+        """The operations of the block are one kernel's: of the memory they take only what is left at its end counts.
+
+        Args:
+            read: Bytes of what it is given.
+        """
+        if self._inside is not None:
+            yield
+            return
+        self._inside, kernels, moved = {}, self._phase.kernels, self._phase.moved
+        try:
+            yield
+        finally:
+            left, self._inside = self._inside, None
+            self._phase.kernels, self._phase.moved = kernels + 1, moved + read + sum(made[0] for made in left.values())
+            for key, made in left.items():
+                self._add(key, made)
 
     def freed(self, key: int) -> None:
         """A storage is no more."""
+        if self._inside and self._inside.pop(key, None):
+            return
         if key in self._host:
             self._host_bytes -= self._host.pop(key)
         elif key in self._live:

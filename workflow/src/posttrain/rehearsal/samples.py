@@ -27,7 +27,9 @@ def shortened(config: Config) -> Config:
 
 
 class MadeUpRollouts:
-    """A `RolloutSource`: the first step has the longest samples that there can be, the second shorter ones.
+    """A `RolloutSource`: the second step has the longest samples that there can be, the first shorter ones.
+
+    Only then all of the optimizer's state is there, which the first update makes.
 
     Args:
         config: From `shortened`.
@@ -46,7 +48,7 @@ class MadeUpRollouts:
         longest = self._fullest.tokens // self._fullest.num_sequences
         samples = []
         for index in range(self._config.rollout.num_samples_per_prompt):
-            share = 1 if step == 0 else source.uniform(0.1, 0.9)
+            share = 1 if step else source.uniform(0.1, 0.9)
             length = max(2, int(longest * share))
             answer = min(response, length - 1)
             prompt = (1,) * (length - answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -21,6 +22,7 @@ def install(recorder: Recorder) -> None:
     _provide_transformer_engine(recorder)
     deepep.provide(recorder)
     _provide_triton(recorder)
+    _provide_compiler(recorder)
     _provide_devices(recorder)
     from posttrain.megatron_backend.simulated import without_random_state
 
@@ -68,6 +70,23 @@ def _provide_triton(recorder: Recorder) -> None:
         recorder.kernel(0, compiled.num_bytes(*tensors))
 
     JITFunction.run = Autotuner.run = start
+
+
+def _provide_compiler(recorder: Recorder) -> None:
+    """Let what torch would compile run as it is written, and count as one kernel."""
+
+    def compile_it(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda given: compile_it(given, **options)
+
+        @functools.wraps(function)
+        def fused(*arguments: Any, **named: Any) -> Any:
+            with recorder.fused(compiled.num_bytes(*arguments)):
+                return function(*arguments, **named)
+
+        return fused
+
+    torch.compile = compile_it
 
 
 def _provide_devices(recorder: Recorder) -> None:

@@ -65,7 +65,10 @@ class PhaseMemory:
 
 
 def phase_memory(
-    config: Config, assumptions: Assumptions = ASSUMPTIONS, batch: MicroBatch | None = None
+    config: Config,
+    assumptions: Assumptions = ASSUMPTIONS,
+    batch: MicroBatch | None = None,
+    trainer_sleeps: bool = True,
 ) -> list[PhaseMemory]:
     """Return the memory of a rank of every stage in every phase.
 
@@ -73,9 +76,12 @@ def phase_memory(
         config: The resolved configuration.
         assumptions: Figures that nobody has measured.
         batch: The largest micro-batch; by default what the token budget allows.
+        trainer_sleeps: It gives its memory away in phases that do not need it.
     """
     planned = _Plan(config, assumptions, batch or fullest_micro_batch(config, assumptions), engine_memory(config))
-    phases = (*PHASES.values(), ASLEEP)
+    phases = [*PHASES.values(), ASLEEP]
+    if not trainer_sleeps:
+        phases = [replace(phase, trainer_awake=True, optimizer_awake=True) for phase in phases]
     return [planned.of(phase, stage) for stage in stage_memory(config) for phase in phases]
 
 

@@ -1,0 +1,61 @@
+import json
+from dataclasses import replace
+
+import pytest
+from tests.support.megatron_single import CONFIG_DIR
+
+from posttrain.artifacts import Paths
+from posttrain.planner.resolve import resolve
+from posttrain.rehearsal import record
+from posttrain.rehearsal.record import describe_rehearsal, digest, file_of
+
+
+@pytest.fixture
+def paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Paths(resolve({"site": "local", "model": "glm5_4layer"}, CONFIG_DIR))
+
+
+def keep(paths, **content):
+    file_of(paths).parent.mkdir(parents=True, exist_ok=True)
+    file_of(paths).write_text(json.dumps({"digest": digest(paths.resolved), "problems": []} | content))
+
+
+def test_without_gpus_there_is_nothing_to_rehearse():
+    assert describe_rehearsal(Paths(resolve({"site": "local", "model": "tiny"}, CONFIG_DIR)))["state"] == "nothing to rehearse"
+
+
+def test_what_ran_through_is_rehearsed(paths):
+    assert describe_rehearsal(paths)["state"] == "not rehearsed"
+    keep(paths)
+    told = describe_rehearsal(paths)
+    assert (told["state"], told["page"]) == ("rehearsed", file_of(paths).with_suffix(".html").name)
+    assert "exactly this code and configuration: ran through" in told["words"]
+    keep(paths, problems=[{}, {}])
+    assert describe_rehearsal(paths)["state"] == "rehearsed: 2 problems found"
+
+
+def test_another_configuration_is_not_rehearsed(paths):
+    keep(paths)
+    optimizer = replace(paths.resolved.config.optimizer, lr=0.5)
+    changed = replace(paths.resolved, config=replace(paths.resolved.config, optimizer=optimizer))
+    file_of(Paths(changed)).parent.mkdir(parents=True, exist_ok=True)
+    file_of(Paths(changed)).write_text(file_of(paths).read_text())
+    assert describe_rehearsal(Paths(changed))["state"] == "rehearsed otherwise"
+
+
+def test_other_code_is_not_rehearsed(paths, tmp_path, monkeypatch):
+    keep(paths)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "changed.py").write_text("pass\n")
+    monkeypatch.setattr(record.posttrain, "__file__", str(tmp_path / "library" / "__init__.py"))
+    assert describe_rehearsal(paths)["state"] == "rehearsed otherwise"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"digest": "x"}'])
+def test_a_torn_file_is_no_rehearsal(paths, content):
+    file_of(paths).parent.mkdir(parents=True, exist_ok=True)
+    file_of(paths).write_text(content)
+    told = describe_rehearsal(paths)
+    assert told["state"] == "not rehearsed"
+    assert "cannot be read" in told["words"]

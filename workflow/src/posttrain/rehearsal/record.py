@@ -1,0 +1,57 @@
+"""Whether a configuration has been rehearsed: what was written, and of which code and configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import posttrain
+from posttrain.artifacts import Paths
+from posttrain.config.load import Resolved, digest8
+from posttrain.readable import counted
+
+
+def file_of(paths: Paths) -> Path:
+    """Return the JSON of a rehearsal, which lies beside the plan, as its page does."""
+    return paths.plan.with_suffix(".rehearsal.json")
+
+
+def digest(resolved: Resolved) -> str:
+    """Return what a rehearsal's outcome depends on: code and configuration."""
+    code, root = hashlib.sha256(), Path(posttrain.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest8([asdict(resolved.config), code.hexdigest()])
+
+
+def describe_rehearsal(paths: Paths) -> dict[str, str]:
+    """Return whether this code and configuration have been rehearsed.
+
+    Returns:
+        "state": in a few words, for the dry run's line of training; "words": in a sentence with what to do; "page": its
+        name if there is one.
+    """
+    file = file_of(paths)
+    if paths.resolved.config.hardware.device != "cuda":
+        return _described("nothing to rehearse", "nothing to rehearse without GPUs")
+    if not file.exists():
+        words = "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU"
+        return _described("not rehearsed", words)
+    page = file.with_suffix(".html").name
+    try:
+        known = json.loads(file.read_text())
+        is_current, problems = known["digest"] == digest(paths.resolved), known["problems"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
+    if not is_current:
+        words = f"{page}, of another code or configuration; `posttrain rehearse` makes it anew"
+        return _described("rehearsed otherwise", words, page)
+    found = f"{counted(len(problems), 'problem')} found" if problems else ""
+    words = f"{page}, of exactly this code and configuration: {found or 'ran through'}"
+    return _described(f"rehearsed: {found}" if found else "rehearsed", words, page)
+
+
+def _described(state: str, words: str, page: str = "") -> dict[str, str]:
+    return {"state": state, "words": words, "page": page}
