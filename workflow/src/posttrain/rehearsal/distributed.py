@@ -17,6 +17,8 @@ from posttrain.rehearsal.recorder import Recorder, place
 
 # Their group is the second argument, that of all others the third.
 OF_ONE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier"}
+# Where NCCL's tensors lie.
+DEVICE = "cuda"
 # Bytes of what has few numbers.
 SMALL = 4096
 _OPERATIONS = {
@@ -116,7 +118,7 @@ def _require_nccl_takes(tensors: Sequence[torch.Tensor]) -> None:
     Of tensors with gaps that one rank sends another it only warns, and sends what lies between as well.
     """
     for tensor in tensors:
-        if tensor.device.type != "cuda":
+        if tensor.device.type != DEVICE:
             raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
         if not tensor.is_contiguous():
             raise ValueError(f"Tensors must be contiguous: {tuple(tensor.shape)} has strides {tensor.stride()}")

@@ -24,6 +24,7 @@ def install(recorder: Recorder) -> None:
     _provide_triton(recorder)
     _provide_compiler(recorder)
     _provide_devices(recorder)
+    _provide_biases()
     from posttrain.megatron_backend.simulated import without_random_state
 
     without_random_state()
@@ -107,6 +108,13 @@ def _provide_devices(recorder: Recorder) -> None:
     cuda.reset_peak_memory_stats = nothing
     for name in ("max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: recorder.peak)
+
+
+def _provide_biases() -> None:
+    """Let torch make the mask of causal attention, a tensor of a class of its own that has no memory."""
+    from torch.nn.attention.bias import CausalBias
+
+    CausalBias.__new__ = lambda kind, *_: torch.Tensor._make_subclass(kind, torch.empty(0))  # type: ignore
 
 
 def _convert(module: Any, change: Any, recurse: bool = True) -> Any:
