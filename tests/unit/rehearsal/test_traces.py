@@ -89,3 +89,38 @@ def test_who_waited_for_a_rank_that_failed_is_no_finding():
     (found,) = told(replace(trace(0), error=failed), replace(trace(1), error=waited))
     assert "TypeError on rank 0: no" in found
     assert "algorithm/clip.py:12" in found
+
+
+def part(key, *ranks):
+    return {"part": [key, [0], [8]], "ranks": [*ranks], "place": "megatron_backend/model.py:103"}
+
+
+@pytest.mark.parametrize(
+    ("of_0", "of_4", "found"),
+    [
+        # TP4: ranks 0 and 4 are data-parallel ones, 0 and 1 share a layer.
+        (part("norm", 0, 4), part("norm", 0, 4), []),
+        (part("expert 0", 0, 4), part("expert 1", 0, 4), ["expert 0 with rank 4's, of another part"]),
+        (part("norm", 0), part("norm", 4), ["norm without rank 4, which holds it, too"]),
+    ],
+)
+def test_gradients_are_added_up_over_those_who_hold_the_weight(of_0, of_4, found):
+    told_ = told(trace(0, reductions=[of_0]), trace(1, reductions=[part("norm", 1, 5)]), trace(4, reductions=[of_4]))
+    assert len(told_) == len(found)
+    assert all(words in one and "megatron_backend/model.py:103" in one for words, one in zip(found, told_, strict=True))
+
+
+def test_tokens_are_counted_once():
+    assert told(trace(0, counted=[(8, 8, "train_step.py:9")])) == []
+    (found,) = told(trace(0, counted=[(8, 8, ""), (16, 8, "megatron_backend/train_step.py:9")]))
+    assert "rank 0 counts 16 tokens in an update of 8" in found
+    assert "look at megatron_backend/train_step.py:9" in found
+
+
+@pytest.mark.parametrize(("shapes", "count"), [(((4, 2),), 1), (((4, 3),), 2)])
+def test_a_message_of_another_shape_comes_before_what_fails_for_it(shapes, count):
+    failed = {"type": "RuntimeError", "message": "no", "trace": ""}
+    found = told(trace(0, SEND, SEND), replace(trace(1, replace(RECEIVE, shapes=shapes)), error=failed))
+    assert len(found) == count
+    assert "RuntimeError on rank 1: no" in found[-1]
+    assert count == 1 or "rank 0 sends send" in found[0]

@@ -67,6 +67,11 @@ class HubWeights:
         self._device = next(iter(self._local.values())).device
 
     @property
+    def parts(self) -> dict[Piece, torch.Tensor]:
+        """What this rank holds, as views into the parameters."""
+        return self._local
+
+    @property
     def names(self) -> list[str]:
         """Hub names of everything the trainer holds, in checkpoint order."""
         return [placement.hf_name for placement in self._placements]

@@ -60,6 +60,13 @@ def require_same_device(*tensors: Any) -> None:
         raise RuntimeError(f"a kernel gets tensors of several devices: {', '.join(sorted(map(str, there)))}")
 
 
+def require_same_type(*tensors: torch.Tensor) -> None:
+    """Refuse what cuBLAS and cuDNN would: factors of several types."""
+    types = {tensor.dtype for tensor in tensors}
+    if len(types) > 1:
+        raise RuntimeError(f"a kernel gets tensors of several types: {', '.join(sorted(map(str, types)))}")
+
+
 def _products(recorder: Recorder) -> dict[str, Any]:
     def generic_gemm(
         a: torch.Tensor, trans_a: bool, b: torch.Tensor, trans_b: bool, out: Any, quantizer: Any, out_dtype: Any,
@@ -67,6 +74,7 @@ def _products(recorder: Recorder) -> dict[str, Any]:
     ) -> tuple[Any, Any, None, None]:  # fmt: skip
         """[M, N] from cuBLAS's order, columns first: `a` is [N, K] where it is transposed, `b` [M, K] where not."""
         require_same_device(a, b, out)
+        require_same_type(a, b)
         rows, columns = a.numel() // a.shape[-1], a.shape[-1]
         n, k = (rows, columns) if trans_a else (columns, rows)
         rows, columns = b.numel() // b.shape[-1], b.shape[-1]
@@ -104,6 +112,8 @@ def _norms(recorder: Recorder) -> dict[str, Any]:
 
     def rotated(heads: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
         require_same_device(heads, freqs)
+        if freqs.dtype != torch.float32:
+            raise RuntimeError(f"rotary angles are FP32, not {freqs.dtype}")
         recorder.kernel(0, num_bytes(heads, heads))
         return torch.empty_like(heads)
 
@@ -138,6 +148,7 @@ def _attention(recorder: Recorder) -> dict[str, Any]:
     def fused_attn_fwd(*given: Any) -> list[torch.Tensor]:
         (boundaries, _), (q, k, v) = given[14:16], given[16:19]
         require_same_device(q, k, v)
+        require_same_type(q, k, v)
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
         statistics = torch.empty(*q.shape[:-1], 1, dtype=torch.float32, device=q.device)
         recorder.kernel(_causal_operations(recorder, boundaries, q, v), num_bytes(q, k, v, out))

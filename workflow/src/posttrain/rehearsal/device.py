@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from posttrain.rehearsal.compiled import require_same_type
 from posttrain.rehearsal.recorder import Recorder
 
 aten = torch.ops.aten
@@ -55,6 +56,8 @@ WAITING = {
     aten.unique_consecutive.default,
     aten._unique2.default,
 }
+# torch's shape functions do not look at the types of factors, as cuBLAS does.
+PRODUCTS = {aten.mm.default, aten.mm.out, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
@@ -112,6 +115,8 @@ class SimulatedDevice(TorchDispatchMode):
             return self._waited(func, args, kwargs)
         if func is aten.record_stream.default:
             return None
+        if func in PRODUCTS:
+            require_same_type(*tensors)
         if func in INDEXING and any(_is_mask(index) for index in args[1]):
             indices = [part for index in args[1] for part in self._places(func, index)]
             args = (args[0], indices, *args[2:])

@@ -93,6 +93,8 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
         "phases": phases,
         "groups": recorder.created,
         "collectives": recorder.collectives,
+        "counted": recorder.counted,
+        "reductions": recorder.reductions,
     }
     messages.end()
     (folder / f"{rank}.json").write_text(json.dumps(content))

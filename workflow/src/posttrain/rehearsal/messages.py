@@ -41,13 +41,17 @@ class Messages:
         """Return what each rank of a group has said; those that are not rehearsed say what one that is has said.
 
         Raises:
-            HangError: Another one called something else, or does not call.
+            HangError: Another one called something else, gives more or less, or does not call.
         """
         number = self._counts[group]
         self._counts[group] += 1
         self._say(f"{group}/{number}/{self._rank}", call, place, mine)
         there = [rank for rank in ranks if rank in self.members]
         said = {rank: self._heard(f"{group}/{number}/{rank}", rank, call, place) for rank in there}
+        for rank, theirs in said.items():
+            if mine and theirs and len(mine) != len(theirs):
+                here = f"rank {self._rank} gives {len(mine)} bytes to {call} at {place}"
+                raise HangError(f"{here}, rank {rank} of the same group gives {len(theirs)}")
         return [said.get(rank, said[there[index % len(there)]]) for index, rank in enumerate(ranks)]
 
     def send(self, to: int, call: str, place: str, mine: bytes) -> None:

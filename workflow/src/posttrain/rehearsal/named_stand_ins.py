@@ -6,8 +6,8 @@ STAND_INS = {
     "DeepEP": "every rank of a group sends to this one what this one sends to itself; buffers are the plan's term",
     "Triton": "kernels are not started: their outputs exist, without values",
     "torch.compile": "what is to be compiled is taken for one kernel without temporaries",
-    "process groups": "large tensors are not sent; lengths, counts, shapes and objects are, between the ranks that are "
-    "rehearsed, and those that are not say what one that is says",
+    "process groups": "large tensors are not sent; lengths, counts, shapes, objects and small sums are, between the "
+    "ranks that are rehearsed, and those that are not say what one that is says",
     "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
     "other rank nothing",
     "values": "vectors of numbers that nobody knows are 1",

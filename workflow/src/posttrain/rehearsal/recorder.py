@@ -57,6 +57,12 @@ class Recorder:
         self.step = 0
         self.created: list[list[int]] = []
         self.collectives: list[dict[str, Any]] = []
+        # Of small tensors that ranks added up: the place in the code, and the result.
+        self.sums: list[tuple[str, list[float]]] = []
+        # Of each update whose samples are alike: tokens that were counted, tokens that it has, place of the sum.
+        self.counted: list[tuple[int, int, str]] = []
+        # Parts of weights, the ranks over which their gradients are added up, and what made their buffer.
+        self.reductions: list[dict[str, Any]] = []
         self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
 
     @contextmanager
@@ -87,6 +93,10 @@ class Recorder:
         if key in self._live:
             size, _, place = self._live[key]
             self._live[key] = size, kind, place
+
+    def place_of(self, key: int) -> str:
+        """Return where a storage was made."""
+        return self._live[key][2]
 
     def allocated(self, key: int, size: int, device: str) -> None:
         """A storage has come to life."""

@@ -42,18 +42,20 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
     from posttrain.training import loop
 
     small = shortened(config)
-    join(rank, world_size(config), config.hardware.gpus_per_node, recorder.created)
     groups = Groups(recorder, messages)
+    join(rank, world_size(config), config.hardware.gpus_per_node, recorder.created, groups.of_host)
     device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, rank))
     recorder.values = device.mirror
     _follow_phases(recorder)
+    _follow_counts(recorder)
     with device:
         with recorder.phase("build"):
             initialize(small)
             policy = build_policy(small)
         _label(recorder, policy)
         with recorder.phase("open"):
-            run = _run_of(small, policy, rank, messages.members)
+            run, weights = _run_of(small, policy, rank, messages.members)
+        recorder.reductions = reductions(recorder, policy, weights)
         for step in range(STEPS):
             recorder.step = step + 1
             loop.train_step(run, step)
@@ -117,7 +119,7 @@ class _Metrics:
         self.steps.append(metrics)
 
 
-def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any:
+def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.training.assembly import objective_of
@@ -135,7 +137,7 @@ def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any
     weights = HubWeights(policy.chunks, config.model.architecture)
     weights.leave_only(one_of_each_kind(weights.names))
     has_engines = uses_engines(config)
-    return TrainingRun(
+    run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
@@ -146,6 +148,7 @@ def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> Any
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
     )
+    return run, weights
 
 
 class _NoState:
@@ -177,6 +180,45 @@ def _follow_phases(recorder: Recorder) -> None:
             yield
 
     PhaseClock.phase = phase  # type: ignore[method-assign]
+
+
+def _follow_counts(recorder: Recorder) -> None:
+    """Hold the tokens that an update says it trained on against those that it was given.
+
+    Where samples differ in length nobody knows those of ranks that are not rehearsed.
+    """
+    from posttrain.training.run import TrainingRun
+
+    original = TrainingRun._update
+
+    def update(self: TrainingRun, given: Any, *rest: Any, **more: Any) -> Any:
+        recorder.sums.clear()
+        statistics = original(self, given, *rest, **more)
+        if len({sample.num_tokens for sample in given.samples}) == 1:
+            trained = sum(len(sample.response_tokens) for sample in given.samples)
+            where = next((where for where, values in recorder.sums if statistics.num_tokens in values), "")
+            recorder.counted.append((statistics.num_tokens, trained, where))
+        return statistics
+
+    TrainingRun._update = update  # type: ignore[assignment,method-assign]
+
+
+def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, Any]]:
+    """Return which part of which weight this rank holds, and over which ranks its gradients are added up.
+
+    Args:
+        recorder: Knows where buffers were made.
+        policy: With its buffers of gradients.
+        weights: The same parts under their names.
+    """
+    buffers = {buffer.param_data.untyped_storage()._cdata: buffer for buffer in policy.buffers}
+    rows = []
+    for piece, tensor in weights.parts.items():
+        if buffer := buffers.get(tensor.untyped_storage()._cdata):
+            ranks = torch.distributed.get_process_group_ranks(buffer.data_parallel_group)
+            place = recorder.place_of(buffer.grad_data.untyped_storage()._cdata)
+            rows.append({"part": [piece.key, piece.offset, piece.shape], "ranks": ranks, "place": place})
+    return rows
 
 
 def _label(recorder: Recorder, policy: Any) -> None:

@@ -30,6 +30,7 @@ def install(recorder: Recorder, config: Config) -> None:
     _provide_triton(recorder)
     _provide_compiler(recorder)
     _provide_devices(recorder, capability(config), int(config.hardware.memory_gib_per_gpu * GIB))
+    _provide_biases()
     from posttrain.megatron_backend.simulated import without_random_state
 
     without_random_state()
@@ -92,7 +93,7 @@ def _provide_compiler(recorder: Recorder) -> None:
 
         return fused
 
-    torch.compile = compile_it
+    torch.compile = compile_it  # type: ignore[assignment]
 
 
 def _provide_devices(recorder: Recorder, architecture: tuple[int, int], memory: int) -> None:
@@ -117,6 +118,13 @@ def _provide_devices(recorder: Recorder, architecture: tuple[int, int], memory: 
     cuda.reset_peak_memory_stats = nothing
     for name in ("max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: recorder.peak)
+
+
+def _provide_biases() -> None:
+    """Let torch make the mask of causal attention, a tensor of a class of its own that has no memory."""
+    from torch.nn.attention.bias import CausalBias
+
+    CausalBias.__new__ = lambda kind, *_: torch.Tensor._make_subclass(kind, torch.empty(0))  # type: ignore
 
 
 def _convert(module: Any, change: Any, recurse: bool = True) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.sizing.memory import GIB
+from posttrain.rehearsal.members import stage_size
 
 KEY = "rehearsal"
 # How many tokens go where is a matter of values: of these calls only the order is compared.
@@ -60,6 +61,8 @@ class Trace:
         phases: In order, as `recorder.Phase` has them.
         groups: Ranks of each process group, in the order in which they were made.
         calls: In order.
+        counted: Of updates: tokens that were counted, tokens that it has, place of the sum.
+        reductions: Part of a weight, the ranks over which its gradients are added up, what made their buffer.
     """
 
     rank: int
@@ -68,6 +71,8 @@ class Trace:
     phases: Sequence[Mapping[str, Any]]
     groups: Sequence[Sequence[int]]
     calls: Sequence[Call]
+    counted: Sequence[tuple[int, int, str]] = ()
+    reductions: Sequence[Mapping[str, Any]] = ()
 
     @property
     def peak(self) -> Mapping[str, Any]:
@@ -84,7 +89,7 @@ def read_traces(folder: Path) -> list[Trace]:
             Call(**row | {"ranks": tuple(row["ranks"]), "shapes": tuple(map(tuple, row["shapes"]))})
             for row in content["collectives"]
         ]
-        fields = ("rank", "seconds", "error", "phases", "groups")
+        fields = ("rank", "seconds", "error", "phases", "groups", "counted", "reductions")
         traces.append(Trace(**{name: content[name] for name in fields}, calls=calls))
     return sorted(traces, key=lambda trace: trace.rank)
 
@@ -100,14 +105,16 @@ def find_problems(
         reserved_gib: What no rank sees: contexts, buffers of communicators.
         left_out_gib: What the layers that were not rehearsed add on a rank in a phase.
     """
-    problems = [*_errors(traces)]
-    if problems:
-        return problems
+    if problems := [*_errors(traces)]:
+        # A message of another shape comes before what fails for it; one that is missing may come after.
+        return [*_unmatched(traces, is_whole=False), *problems]
     return [
         *_different_groups(traces),
         *_different_calls(traces),
         *_unmatched(traces),
         *_gradients_by_micro_batch(traces),
+        *_gradients_by_group(config, traces),
+        *_miscounted(traces),
         *_kept(traces),
         *_memory(config, traces, reserved_gib, left_out_gib),
     ]
@@ -173,8 +180,8 @@ def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
                     return
 
 
-def _unmatched(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Compare what one rank sends another with what this one receives."""
+def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Problem]:
+    """Compare what one rank sends another with what this one receives; all of it, or what both have."""
     there = {trace.rank for trace in traces}
     sent: dict[tuple[int, int], list[Call]] = {}
     received: dict[tuple[int, int], list[Call]] = {}
@@ -185,7 +192,7 @@ def _unmatched(traces: Sequence[Trace]) -> Iterator[Problem]:
             elif call.peer in there and call.name == "recv_":
                 received.setdefault((call.peer, trace.rank), []).append(call)
     for pair in sorted({*sent, *received}):
-        for mine, theirs in zip_longest(sent.get(pair, []), received.get(pair, [])):
+        for mine, theirs in (zip_longest if is_whole else zip)(sent.get(pair, []), received.get(pair, [])):
             if not (mine and theirs) or (mine.dtype, mine.shapes) != (theirs.dtype, theirs.shapes):
                 value = f"hang: rank {pair[0]} sends {mine or 'nothing'}, rank {pair[1]} receives {theirs or 'nothing'}"
                 where = (mine or theirs).place
@@ -207,6 +214,40 @@ def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
             value = f"rank {trace.rank} adds up gradients {found}, which differ in micro-batches"
             yield Problem(KEY, value, "once for each bucket and update", f"look at {place}, and at `no_sync_func`")
             return
+
+
+def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Compare who holds a part of a weight with the ranks over which its gradients are added up.
+
+    What tensor-parallel ranks hold alike is added up over them by other means, and so is what two stages share.
+    """
+    tensor, of_stage = config.parallel.tensor_model_parallel_size, stage_size(config)
+    there, held = {trace.rank for trace in traces}, defaultdict(set)
+    for trace in traces:
+        for row in trace.reductions:
+            held[str(row["part"])].add(trace.rank)
+    for trace in traces:
+        for row in trace.reductions:
+            holders, name = held[str(row["part"])], row["part"][0]
+            alike = {rank for rank in holders if rank // of_stage == trace.rank // of_stage}
+            alike = {rank for rank in alike if rank % of_stage % tensor == trace.rank % of_stage % tensor}
+            others, left_out = {*row["ranks"]} & there - holders, alike - {*row["ranks"]}
+            if others or left_out:
+                found = f"without rank {min(left_out)}, which holds" if left_out else f"with rank {min(others)}'s, of"
+                value = (
+                    f"rank {trace.rank} adds up gradients of {name} {found} {'it, too' if left_out else 'another part'}"
+                )
+                yield Problem(KEY, value, "over all ranks that hold the same part", f"look at {row['place']}")
+                return
+
+
+def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
+    for trace in traces:
+        for found, trained, where in trace.counted:
+            if found != trained:
+                value = f"rank {trace.rank} counts {found} tokens in an update of {trained}"
+                yield Problem(KEY, value, "each token once", f"look at {where}: over which ranks it adds up")
+                return
 
 
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
