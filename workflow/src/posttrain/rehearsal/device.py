@@ -126,7 +126,7 @@ class SimulatedDevice(TorchDispatchMode):
         mirrored = self._mirrored(func, args, kwargs, tensors)
         if func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], mirrored)
-        out = self.fake.dispatch(func, types, args, kwargs)
+        out = self._shaped(func, types, args, kwargs)
         self._recorder.operation(func, args, kwargs, out)
         self._noted(func, out)
         if mirrored is not None:
@@ -136,6 +136,13 @@ class SimulatedDevice(TorchDispatchMode):
         else:
             self._assume(out)
         return out
+
+    def _shaped(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return tensors of the result's shapes."""
+        if func is aten._efficient_attention_backward.default:
+            # torch's shape function has a parameter less than the operation: `out`.
+            return *map(torch.empty_like, args[1:4]), args[1].new_empty(())
+        return self.fake.dispatch(func, types, args, kwargs)
 
     def _places(self, func: Any, index: Any) -> Sequence[Any]:
         """Return an index of positions for one of a mask, which costs a wait, and others as they are."""

@@ -13,6 +13,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+# Their tensors are [B, S, N, D], and torch's formulas take them for [B, N, S, D].
+PLACES_FIRST = {
+    aten._efficient_attention_forward,
+    aten._efficient_attention_backward,
+    aten._flash_attention_forward,
+    aten._flash_attention_backward,
+}
 # torch's allocator hands out whole blocks of so many bytes.
 BLOCK = 512
 
@@ -159,7 +167,8 @@ class Recorder:
         self._phase.kernels += 1
         formula = flop_registry.get(func._overloadpacket)
         if formula:
-            self._phase.flops += formula(*args, **kwargs, out_val=out)
+            given = map(_heads_first, args) if func._overloadpacket in PLACES_FIRST else args
+            self._phase.flops += formula(*given, **kwargs, out_val=out)
         for value in (*args, out):
             if isinstance(value, torch.Tensor):
                 self._phase.moved += value.numel() * value.element_size()
@@ -190,6 +199,10 @@ class Recorder:
         """The host waits for the device."""
         key = f"{place()} ({func})"
         self._phase.waits[key] = self._phase.waits.get(key, 0) + 1
+
+
+def _heads_first(value: Any) -> Any:
+    return value.transpose(1, 2) if isinstance(value, torch.Tensor) and value.dim() == 4 else value
 
 
 def place() -> str:
