@@ -12,7 +12,8 @@ def on_device(*shape, dtype=torch.bfloat16):
 
 
 @pytest.fixture
-def device():
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     with SimulatedDevice(Recorder(), lambda *_: None, lambda *_: NotImplemented) as simulated:
         yield simulated
 

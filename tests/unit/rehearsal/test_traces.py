@@ -124,3 +124,15 @@ def test_a_message_of_another_shape_comes_before_what_fails_for_it(shapes, count
     assert len(found) == count
     assert "RuntimeError on rank 1: no" in found[-1]
     assert count == 1 or "rank 0 sends send" in found[0]
+
+
+def test_a_sum_is_looked_for_where_it_was_made():
+    (found,) = told(trace(0, counted=[(16, 8, "")]), trace(1, counted=[(16, 8, "megatron_backend/train_step.py:9")]))
+    assert "rank 1 counts 16 tokens in an update of 8" in found
+    assert "look at megatron_backend/train_step.py:9" in found
+
+
+def test_gradients_are_added_up_after_the_last_micro_batch():
+    (found,) = told(trace(0), trace(1, late=["megatron_backend/model.py:105"]))
+    assert "rank 1 gives gradients away to be added up" in found
+    assert "look at megatron_backend/model.py:105, and at `no_sync_func`" in found

@@ -95,6 +95,7 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
         "collectives": recorder.collectives,
         "counted": recorder.counted,
         "reductions": recorder.reductions,
+        "late": recorder.late,
     }
     messages.end()
     (folder / f"{rank}.json").write_text(json.dumps(content))

@@ -71,6 +71,8 @@ class Recorder:
         self.counted: list[tuple[int, int, str]] = []
         # Parts of weights, the ranks over which their gradients are added up, and what made their buffer.
         self.reductions: list[dict[str, Any]] = []
+        # What made the buffers whose gradients grew after they had been given away to be added up.
+        self.late: list[str] = []
         self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
 
     @contextmanager

@@ -63,6 +63,7 @@ class Trace:
         calls: In order.
         counted: Of updates: tokens that were counted, tokens that it has, place of the sum.
         reductions: Part of a weight, the ranks over which its gradients are added up, what made their buffer.
+        late: What made the buffers whose gradients grew after ranks had begun to add them up.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Trace:
     calls: Sequence[Call]
     counted: Sequence[tuple[int, int, str]] = ()
     reductions: Sequence[Mapping[str, Any]] = ()
+    late: Sequence[str] = ()
 
     @property
     def peak(self) -> Mapping[str, Any]:
@@ -89,7 +91,7 @@ def read_traces(folder: Path) -> list[Trace]:
             Call(**row | {"ranks": tuple(row["ranks"]), "shapes": tuple(map(tuple, row["shapes"]))})
             for row in content["collectives"]
         ]
-        fields = ("rank", "seconds", "error", "phases", "groups", "counted", "reductions")
+        fields = ("rank", "seconds", "error", "phases", "groups", "counted", "reductions", "late")
         traces.append(Trace(**{name: content[name] for name in fields}, calls=calls))
     return sorted(traces, key=lambda trace: trace.rank)
 
@@ -113,6 +115,7 @@ def find_problems(
         *_different_calls(traces),
         *_unmatched(traces),
         *_gradients_by_micro_batch(traces),
+        *_gradients_too_early(traces),
         *_gradients_by_group(config, traces),
         *_miscounted(traces),
         *_kept(traces),
@@ -216,6 +219,15 @@ def _gradients_by_micro_batch(traces: Sequence[Trace]) -> Iterator[Problem]:
             return
 
 
+def _gradients_too_early(traces: Sequence[Trace]) -> Iterator[Problem]:
+    for trace in traces:
+        if trace.late:
+            value = f"rank {trace.rank} gives gradients away to be added up, and later micro-batches add to them"
+            remedy = f"look at {trace.late[0]}, and at `no_sync_func`"
+            yield Problem(KEY, value, "after an update's last micro-batch", remedy)
+            return
+
+
 def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
     """Compare who holds a part of a weight with the ranks over which its gradients are added up.
 
@@ -242,12 +254,12 @@ def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Pro
 
 
 def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
-    for trace in traces:
-        for found, trained, where in trace.counted:
-            if found != trained:
-                value = f"rank {trace.rank} counts {found} tokens in an update of {trained}"
-                yield Problem(KEY, value, "each token once", f"look at {where}: over which ranks it adds up")
-                return
+    wrong = [(trace.rank, row) for trace in traces for row in trace.counted if row[0] != row[1]]
+    if wrong:
+        # Stages that are only told the sum do not know where it was made.
+        rank, (found, trained, where) = max(wrong, key=lambda pair: bool(pair[1][2]))
+        value = f"rank {rank} counts {found} tokens in an update of {trained}"
+        yield Problem(KEY, value, "each token once", f"look at {where}: over which ranks it adds up")
 
 
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
