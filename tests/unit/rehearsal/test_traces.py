@@ -44,6 +44,12 @@ def test_another_call_of_a_member_is_a_hang(other):
     assert "look at megatron_backend/train_step.py:9" in found
 
 
+def test_a_call_of_a_backward_pass_is_named_with_the_line_before_it():
+    backward = replace(SUM, place="megatron/core/transformer/moe/fused_a2a.py:199")
+    (found,) = told(trace(0, SUM, backward), trace(1, SUM))
+    assert "look at megatron/core/transformer/moe/fused_a2a.py:199, after megatron_backend/train_step.py:9" in found
+
+
 def test_amounts_that_values_decide_may_differ():
     there = replace(SUM, name="deepep dispatch")
     assert told(trace(0, there), trace(1, replace(there, shapes=((5,),)))) == []

@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, zip_longest
+from itertools import combinations, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,19 @@ def _different_calls(traces: Sequence[Trace]) -> Iterator[Problem]:
                     value = (
                         f"hang: rank {one} calls {mine or 'nothing'}, rank {two} of group {group} {theirs or 'nothing'}"
                     )
-                    where = (mine or theirs).place
+                    where = _with_ours(traces, one if mine else two, mine or theirs)
                     yield Problem(KEY, value, "all ranks of a group make the same calls", f"look at {where}")
                     return
+
+
+def _with_ours(traces: Sequence[Trace], rank: int, call: Call) -> str:
+    """Return a call's place; where none of our lines is in it, as in a backward pass, with the last one before it."""
+    if call.place.startswith(OURS):
+        return call.place
+    calls = next(trace.calls for trace in traces if trace.rank == rank)
+    before = [other.place for other in takewhile(lambda other: other is not call, calls)]
+    last = next((place for place in reversed(before) if place.startswith(OURS)), "")
+    return f"{call.place}, after {last}" if last else call.place
 
 
 def _unmatched(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Problem]:
