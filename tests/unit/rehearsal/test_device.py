@@ -31,3 +31,8 @@ def test_factors_of_a_product_have_one_type(device, product):
     assert product(torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="several types"):
         product(torch.float32)
+
+
+def test_numbers_that_nobody_knows_are_finite(device):
+    row = on_device(2, 8, dtype=torch.float32)[0]
+    assert device.mirror((~torch.isfinite(row)).sum()).item() == 0
