@@ -39,6 +39,7 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
     from posttrain.megatron_backend import checkpoint
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.simulated import tell_of_late_gradients
     from posttrain.training import loop
 
     small = shortened(config)
@@ -48,7 +49,9 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
     recorder.values = device.mirror
     _follow_phases(recorder)
     _follow_counts(recorder)
-    _follow_gradients(recorder)
+    tell_of_late_gradients(
+        lambda buffer: recorder.late.append(recorder.place_of(buffer.grad_data.untyped_storage()._cdata))
+    )
     with device:
         with recorder.phase("build"):
             initialize(small)
@@ -202,20 +205,6 @@ def _follow_counts(recorder: Recorder) -> None:
         return statistics
 
     TrainingRun._update = update  # type: ignore[assignment,method-assign]
-
-
-def _follow_gradients(recorder: Recorder) -> None:
-    """Note where a micro-batch adds to gradients that ranks are adding up already: its part is lost."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
-
-    original = Buckets.register_grad_ready
-
-    def register(self: Any, *given: Any, **more: Any) -> None:
-        if self.is_last_microbatch and self.grad_reduce_handle is not None:
-            recorder.late.append(recorder.place_of(self.buckets[0].grad_data.untyped_storage()._cdata))
-        original(self, *given, **more)
-
-    Buckets.register_grad_ready = register
 
 
 def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, Any]]:
