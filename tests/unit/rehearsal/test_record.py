@@ -28,6 +28,17 @@ def test_without_gpus_there_is_nothing_to_rehearse():
     )
 
 
+def test_gpus_that_cannot_be_simulated_are_not_rehearsed():
+    resolved = resolve({"site": "local", "model": "tiny", "hardware": "mi300x"}, CONFIG_DIR)
+    assert describe_rehearsal(Paths(resolved))["state"] == "not to be rehearsed"
+
+
+def test_another_version_of_megatron_is_not_rehearsed(paths, monkeypatch):
+    keep(paths)
+    monkeypatch.setattr(record, "version", lambda name: "0.0")
+    assert describe_rehearsal(paths)["state"] == "rehearsed otherwise"
+
+
 def test_what_ran_through_is_rehearsed(paths):
     assert describe_rehearsal(paths)["state"] == "not rehearsed"
     keep(paths)
@@ -55,7 +66,9 @@ def test_other_code_is_not_rehearsed(paths, tmp_path, monkeypatch):
     assert describe_rehearsal(paths)["state"] == "rehearsed otherwise"
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"digest": "x"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"digest": "x"}', '{"digest": "x", "problems": 5}', "[" * 100_000]
+)
 def test_a_torn_file_is_no_rehearsal(paths, content):
     file_of(paths).parent.mkdir(parents=True, exist_ok=True)
     file_of(paths).write_text(content)

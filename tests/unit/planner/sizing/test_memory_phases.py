@@ -88,6 +88,14 @@ def test_given_responses_leave_the_engines_room_to_the_trainer(model):
     assert engines_on_node(given, 0) == []
 
 
+def test_a_trainer_that_does_not_sleep_is_on_the_gpu_in_every_phase(resolved):
+    config = resolved("glm5").config
+    awake = [row.gpu for row in phase_memory(config, trainer_sleeps=False) if row.stage == 1]
+    for part in ("weights", "gradients", "optimizer"):
+        assert len({gpu[part] for gpu in awake}) == 1
+    assert "weights" not in rows_of(config, 1)["rollout"].gpu
+
+
 def test_the_pool_and_the_weights_of_an_engine_are_its_static_share(resolved):
     gpu = rows_of(resolved("glm5").config, 0)["rollout"].gpu
     assert gpu["engine_weights"] + gpu["kv_pool"] == pytest.approx(0.7 * 140.4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 import posttrain
-from posttrain.artifacts import Paths
+from posttrain.artifacts import Paths, read_json
 from posttrain.config.load import Resolved, digest8
 from posttrain.readable import counted
 
@@ -19,8 +19,8 @@ def file_of(paths: Paths) -> Path:
 
 
 def digest(resolved: Resolved) -> str:
-    """Return what a rehearsal's outcome depends on: code and configuration."""
-    code, root = hashlib.sha256(), Path(posttrain.__file__).parent
+    """Return what a rehearsal's outcome depends on: code, Megatron's version, and configuration."""
+    code, root = hashlib.sha256(version("megatron-core").encode()), Path(posttrain.__file__).parent
     for path in sorted(root.rglob("*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest8([asdict(resolved.config), code.hexdigest()])
@@ -36,19 +36,21 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     file = file_of(paths)
     if paths.resolved.config.hardware.device != "cuda":
         return _described("nothing to rehearse", "nothing to rehearse without GPUs")
+    if not paths.resolved.config.hardware.compute_capability:
+        return _described("not to be rehearsed", "none: only GPUs of NVIDIA's can be rehearsed")
     if not file.exists():
         words = "none yet; `posttrain rehearse` runs two steps of the trainer without a GPU"
         return _described("not rehearsed", words)
     page = file.with_suffix(".html").name
     try:
-        known = json.loads(file.read_text())
-        is_current, problems = known["digest"] == digest(paths.resolved), known["problems"]
+        known = read_json(file)
+        is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
     except (OSError, ValueError, KeyError, TypeError):
         return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
     if not is_current:
         words = f"{page}, of another code or configuration; `posttrain rehearse` makes it anew"
         return _described("rehearsed otherwise", words, page)
-    found = f"{counted(len(problems), 'problem')} found" if problems else ""
+    found = f"{counted(num_problems, 'problem')} found" if num_problems else ""
     words = f"{page}, of exactly this code and configuration: {found or 'ran through'}"
     return _described(f"rehearsed: {found}" if found else "rehearsed", words, page)
 
