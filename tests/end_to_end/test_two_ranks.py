@@ -33,12 +33,15 @@ def compare_first_step(one: list[dict[str, float]], two: list[dict[str, float]])
     """The first rollout is the same, so are its numbers; later steps follow from FP8 codes of other bits.
 
     Numbers of the trainer include a second update: Adam divides a gradient by its own size, so rounding in gradients
-    near zero shows in the fifth digit. The first update alone agrees to 1e-6 (test_layouts.py).
+    near zero shows in the fifth digit. The first update alone agrees to 1e-6 (test_layouts.py). The largest difference
+    of two engines' log-probabilities is rounding itself, some units in the last place of numbers near ten.
     """
     assert [row["step"] for row in two] == [row["step"] for row in one]
     for name, value in one[0].items():
         if name not in ("train/num_micro_batches", "train/padding_fraction"):
-            close = {"rel": 1e-4, "abs": 1e-6} if name.startswith("train/") else {"rel": 1e-6, "abs": 1e-6}
+            close = {"rel": 1e-4 if name.startswith("train/") else 1e-6, "abs": 1e-6}
+            if name == "mismatch/abs_diff_max":
+                close["abs"] = 1e-5
             assert two[0][name] == pytest.approx(value, **close), name
     for row in (two[0], two[-1]):
         assert row["mismatch/abs_diff_mean"] <= 1e-3
