@@ -90,6 +90,9 @@ endif
 ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
 endif
+ifneq (,$(findstring rehearsal,$(REQUIRE)))
+test test-faults: env-rehearsal
+endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

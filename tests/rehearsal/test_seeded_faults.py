@@ -5,7 +5,6 @@ A patch's head says what is wrong, what is to be found, what is set for it, and 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.megatron_single import CONFIG_DIR
-from tests.support.requirements import require
+from tests.support.rehearsals import rehearsed
 from tests.support.workflow_runs import ROOT
-
-from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.start import VARIABLE, rehearse
 
 FAULTS = sorted((ROOT / "tests" / "rehearsal_faults").glob("*.patch"))
 LAYOUT = {
@@ -30,13 +25,10 @@ PROJECTS = "NVIDIA/Megatron-LM|NVIDIA-NeMo/RL|THUDM/slime|radixark/miles|verl-pr
 LINK = re.compile(rf"https://github\.com/({PROJECTS})/(issues|pull)/\d+")
 
 
-def rehearsed(changes: str, library: Path | None = None) -> dict[str, Any]:
-    home = Path(os.environ.get(VARIABLE) or ROOT / ".envs" / "rehearsal")
-    require("rehearsal", "" if (home / ".ready").exists() else "`make env-rehearsal` was not run")
+def rehearsed_with(changes: str, library: Path | None = None) -> dict[str, Any]:
     layout = LAYOUT | dict(word.split("=") for word in changes.split())
     words = " ".join(f"{key}={value}" for key, value in layout.items())
-    resolved = resolve({"site": "local", "model": "tiny", "hardware": "h100", "set": words}, CONFIG_DIR)
-    return rehearse(resolved, library)
+    return rehearsed(library, model="tiny", hardware="h100", set=words)
 
 
 def field(patch: Path, name: str) -> str:
@@ -67,7 +59,7 @@ def test_a_fault_is_one_of_this_code(patch):
 @pytest.mark.faults("rehearsal")
 @pytest.mark.parametrize("changes", sorted({field(patch, "set") for patch in FAULTS}))
 def test_what_has_no_fault_has_no_problem(changes: str) -> None:
-    found = rehearsed(changes)
+    found = rehearsed_with(changes)
     assert found["problems"] == []
     assert len(found["ranks"]) >= 4
     of_waits = [words for where, words in map(expected, FAULTS) if where == "waits"]
@@ -81,6 +73,6 @@ def test_a_fault_is_found(patch: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "workflow" / "src", library, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=library, check=True)
     where, words = expected(patch)
-    told = rehearsed(field(patch, "set"), library)[where]
+    told = rehearsed_with(field(patch, "set"), library)[where]
     for word in words:
         assert re.search(word, str(told)), f"{word} is not in {told}"

@@ -128,6 +128,7 @@ VIOLATIONS = (
     ("glm5", "parallel.pipeline_model_parallel_size=1", ["parallel.num_layers_in_last_pipeline_stage"]),
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
+    ("glm5_4layer", "trainer.optimizer_cpu_offload=true trainer.params_dtype=fp32", ["trainer.params_dtype"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
     ("tiny", "quantize.keep_last_layers=60", ["quantize.keep_last_layers"]),
     ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),

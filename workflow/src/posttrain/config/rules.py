@@ -223,6 +223,10 @@ def _hardware(config: Config) -> Problems:
     if hardware.device == "cpu" and trainer.optimizer_cpu_offload:
         remedy = "the state is in host memory already"
         yield Problem("trainer.optimizer_cpu_offload", "true", "false on a CPU", remedy)
+    elif trainer.optimizer_cpu_offload and trainer.params_dtype == "fp32":
+        # Megatron Core 0.19 gives its offloading optimizer views of FP32 weights, which torch's optimizers refuse.
+        remedy = "set trainer.params_dtype=bf16, or trainer.optimizer_cpu_offload=false"
+        yield Problem("trainer.params_dtype", "fp32", "bf16 where the optimizer's state is in host memory", remedy)
     if hardware.compute_capability and not re.fullmatch(r"\d+\.\d", hardware.compute_capability):
         allowed, remedy = "a number such as 9.0, or none", "`nvidia-smi --query-gpu=compute_cap --format=csv` tells it"
         yield Problem("hardware.compute_capability", repr(hardware.compute_capability), allowed, remedy)

@@ -12,6 +12,7 @@ STAND_INS = {
     "other rank nothing",
     "values": "vectors of numbers that nobody knows are 1",
     "devices": "all have the architecture and memory that `hardware` names, and an H200's 132 multiprocessors",
+    "pinned memory": "no page of the host is pinned",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
     "rollouts": "no engine is asked: a step has as many rows as stages, short ones, then full ones",
