@@ -52,8 +52,9 @@ NOT_MODELLED = (
     "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
     "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
     "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
-    "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, "
-    "and waiting for the slowest rank; short rows take up to twice as long (compare `benchmarks/published_training.py`)",
+    "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
+    "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
+    "`benchmarks/published_training.py`)",
 )
 
 IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")

@@ -116,9 +116,9 @@ def train_causes(trainer: Trainer, num_samples: int, mean_tokens: float) -> dict
     """
     tokens = _row_tokens(trainer, num_samples, mean_tokens)
     forward, backward = _layer(trainer, tokens, mean_tokens), _layer(trainer, tokens, mean_tokens, is_backward=True)
-    layer = forward + backward
+    layer = {cause: forward.get(cause, 0.0) + backward.get(cause, 0.0) for cause in forward | backward}
     if trainer.recompute:
-        layer["recomputation"] = forward.total()
+        layer["recomputation"] = sum(forward.values())
     return _step(trainer, layer, _output(trainer, tokens, passes=3), tokens, backward)
 
 
@@ -141,26 +141,27 @@ def _row_tokens(trainer: Trainer, num_samples: int, mean_tokens: float) -> float
 
 
 def _step(
-    trainer: Trainer, layer: Counter[str], output: float, tokens: float, backward: Counter[str]
+    trainer: Trainer, layer: dict[str, float], output: float, tokens: float, backward: dict[str, float]
 ) -> dict[str, float]:
     stages = trainer.stages or (trainer.arch.num_hidden_layers,)
-    has_output = stages[-1] * layer.total() + output >= max(stages) * layer.total()
+    one_layer = sum(layer.values())
+    has_output = stages[-1] * one_layer + output >= max(stages) * one_layer
     num_layers = stages[-1] if has_output else max(stages)
-    causes = Counter({cause: seconds * num_layers for cause, seconds in layer.items()})
+    causes = {cause: value * num_layers for cause, value in layer.items()}
     if has_output:
         causes["output matrix"] = output
     causes["pipeline messages"] = _messages(trainer, tokens)
     turns = trainer.num_updates * trainer.num_micro_batches
-    idle = causes.total() * trainer.num_updates * (trainer.num_stages - 1) / trainer.num_chunks
+    idle = sum(causes.values()) * trainer.num_updates * (trainer.num_stages - 1) / trainer.num_chunks
     seconds = {cause: value * turns for cause, value in causes.items()}
     seconds["pipeline idle"] = idle
     seconds["data-parallel exchange"] = trainer.num_updates * _exchange(
-        trainer, num_layers, num_layers * backward.total()
+        trainer, num_layers, num_layers * sum(backward.values())
     )
     return {cause: value for cause, value in seconds.items() if value}
 
 
-def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = False) -> Counter[str]:
+def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = False) -> dict[str, float]:
     """Return cause -> seconds of one pass of a layer of average over a micro-batch."""
     arch, hardware, on_rank = trainer.arch, trainer.hardware, tokens / trainer.context
     dense, indexer, routed = layer_elements(arch)
@@ -168,7 +169,7 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
     times = (2 if trainer.trains_all else 1) if is_backward else 1
     work = 2 * (shared * dense + (0 if is_backward else on_rank * indexer))
     read = P * (dense / trainer.tensor + indexer) / attainable.memory(hardware)
-    causes = Counter({"matrices": times * max(work / attainable.gemm(hardware), read)})
+    causes = {"matrices": times * max(work / attainable.gemm(hardware), read)}
     attention, scores = _attention(trainer, on_rank, length)
     causes["attention"] = attention[is_backward]
     if not is_backward:
@@ -180,11 +181,11 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
         work = 2 * shared * routed * arch.num_experts_per_tok / arch.n_routed_experts
         read = P * routed / trainer.expert / attainable.memory(hardware)
         causes["experts"] = times * max(work / rate, read)
-        causes["imbalance of experts"] = (trainer.imbalance - 1) * (causes["experts"] + causes["EP dispatch"])
-        if trainer.expert == 1:
-            del causes["imbalance of experts"]
+        # Where a rank has all experts, it has all rows of its tokens.
+        excess = trainer.imbalance - 1 if trainer.expert > 1 else 0.0
+        causes["imbalance of experts"] = excess * (causes["experts"] + causes["EP dispatch"])
     launched = (1 + is_backward) * KERNELS * attainable.LAUNCH_SECONDS
-    causes["launches"] = max(launched - causes.total(), 0.0)
+    causes["launches"] = max(launched - sum(causes.values()), 0.0)
     return causes
 
 
