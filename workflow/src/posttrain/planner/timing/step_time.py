@@ -219,7 +219,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
     )
     budget = config.trainer.max_tokens_per_gpu * trainer.context
     multiple = trainer.num_stages if trainer.num_chunks > 1 else 1
-    per_rank = work.num_samples * work.mean_tokens / (updates * trainer.data)
+    per_rank = config.training.global_batch_size * work.mean_tokens / trainer.data
     micro_batches = max(math.ceil(per_rank / (budget * multiple)), 1) * multiple
     return dataclasses.replace(trainer, num_micro_batches=micro_batches)
 

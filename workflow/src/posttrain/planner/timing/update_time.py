@@ -42,8 +42,9 @@ from posttrain.planner.timing.flops import head_widths, sequence_flops
 
 # Bytes of a weight in BF16, of a gradient in FP32.
 P, GRADIENT = 2, 4
-# Kernels of a layer's forward pass; a backward pass launches twice as many. Counted by a rehearsal of `glm5_4layer`.
-KERNELS = 250
+# Kernels of a layer, forward and backward: what a rehearsal of `glm5_4layer` on one node counts, two micro-batches
+# through four layers (3,408 for log-probabilities, 16,241 for training, which has two forward passes).
+KERNELS = (3408 / 8, (16241 - 2 * 3408) / 8)
 # Of FP32 scores of an indexer head: written by the product, read and written by the scale and by the ReLU, read by the
 # sum; and of their sum by the choice of keys (`megatron_backend/glm5/sparse_attention.py`, `index_scores`,
 # `select_topk`).
@@ -184,7 +185,7 @@ def _layer(trainer: Trainer, tokens: float, length: float, is_backward: bool = F
         # Where a rank has all experts, it has all rows of its tokens.
         excess = trainer.imbalance - 1 if trainer.expert > 1 else 0.0
         causes["imbalance of experts"] = excess * (causes["experts"] + causes["EP dispatch"])
-    launched = (1 + is_backward) * KERNELS * attainable.LAUNCH_SECONDS
+    launched = KERNELS[is_backward] * attainable.LAUNCH_SECONDS
     causes["launches"] = max(launched - sum(causes.values()), 0.0)
     return causes
 
