@@ -1,8 +1,8 @@
 """Published systems that the step-time model is held against, and how far it is off.
 
-One system's training time sets `rates.COMPUTE_SHARE` (`FittedSystem`); all others are predictions. One that is more
-than a quarter off names what is missing. Nobody should trust a number of the plan more than it
-deserves. Print the table from the repository's root:
+One system's training time sets `rates.COMPUTE_SHARE`, the rate of prefilling (`FittedSystem`); all else is predicted.
+What is more than a quarter off names what is missing: nobody should trust a number of the plan more than it deserves.
+Runs that only train stand in `benchmarks/published_training.py`. Print the table from the repository's root:
 
     python -m benchmarks.published
 
@@ -18,32 +18,31 @@ Sources:
                same kind of task at the same context. Twice the length would double COMPUTE_SHARE.
     nemo-rl    NVIDIA-NeMo/RL docs/about/performance-summary.md, version 0.6: GRPO on-policy, BF16, 512 or 2,048
                samples per step; layouts from examples/configs/recipes/llm/performance.
-    bridge     NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards/glm5-2/card.yaml: GLM-5.2, training alone;
-               BF16, natural routing, full recomputation. Its MTP layer is trained, too, which is not counted.
     vllm       `vllm-glm5-b200-deployment.txt`: GLM-5 FP8 on eight B200, 2,048 tokens in, 512 out, time per token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.planner.resolve import resolve
 from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
-from posttrain.planner.timing.step_time import TrainingGpus, Workload, logprob_seconds, rollout_of, train_seconds
+from posttrain.planner.timing.step_time import Workload, logprob_seconds, rollout_of, train_seconds
+from posttrain.planner.timing.update_time import Trainer
 
-PRIME_RL, NEMO_RL, BRIDGE, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "NVIDIA-NeMo/Megatron-Bridge", "vLLM on 8 B200"
+PRIME_RL, NEMO_RL, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "vLLM on 8 B200"
 TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"
 FIXED_COST = (
     "a fixed time per step, whatever the number of GPUs: moving weights into the engines, sleeping and waking, "
     "micro-batches of one short sample that do not fill a GPU"
 )
-SHARED_INDEXERS = "GLM-5.2's layers share indexers: 21 of 78 score the keys; counted is a model where each layer does"
+UNPUBLISHED = "layout and lengths are not published: taken is one row of equal samples, and nothing beside products"
 QUEUE = "waiting for a place: more requests than its KV cache holds"
 SLOWER_WITH_MORE = "what makes the published step slower than the one on half as many GPUs"
-SMALL_WORK = "engines so small and steps so short that what happens between the phases counts"
 
 
 @dataclass(frozen=True)
@@ -104,20 +103,6 @@ class _Step:
     num_samples: int
     longest: int
     mean: int
-    num_stages: int
-    data_parallel: int
-    seconds: float
-    missing: str = ""
-
-
-@dataclass(frozen=True)
-class _Training:
-    """A training run of Megatron-Bridge's card."""
-
-    hardware: str
-    num_gpus: int
-    num_samples: int
-    tokens: int
     num_stages: int
     data_parallel: int
     seconds: float
@@ -202,17 +187,11 @@ _STEPS = (
     _Step("Qwen3-235B-A22B", "GB200", 64, 8, 512, 8192, 5709, 4, 4, 286.0),
     _Step("Qwen3-235B-A22B", "GB200", 128, 8, 512, 8192, 5693, 4, 8, 345.0, SLOWER_WITH_MORE),
     _Step("Qwen3-30B-A3B", "H100", 32, 2, 2048, 4096, 3203, 1, 32, 192.0),
-    _Step("Qwen3-30B-A3B", "GB200", 16, 1, 2048, 4096, 3199, 1, 16, 221.0, SMALL_WORK),
+    _Step("Qwen3-30B-A3B", "GB200", 16, 1, 2048, 4096, 3199, 1, 16, 221.0),
     _Step("DeepSeek-V3", "H100", 256, 32, 512, 1536, 701, 16, 16, 134.0, FIXED_COST),
     _Step("DeepSeek-V3", "H100", 512, 32, 512, 1536, 697, 16, 32, 111.0, FIXED_COST),
     _Step("DeepSeek-V3", "GB200", 128, 32, 512, 1536, 711, 8, 16, 108.0, FIXED_COST),
     _Step("DeepSeek-V3", "GB200", 256, 32, 512, 1536, 700, 8, 32, 98.7, FIXED_COST),
-)
-_TRAININGS = (
-    _Training("H100", 352, 1024, 2048, 11, 32, 31.20),
-    _Training("GB200", 192, 1024, 4096, 6, 32, 34.26),
-    _Training("H100", 416, 32, 2048, 13, 16, 4.436),
-    _Training("H100", 608, 13, 200_000, 19, 1, 36.6, SHARED_INDEXERS),
 )
 # Requests at a time -> milliseconds per output token.
 _VLLM_TOKENS = {8: 22.85, 16: 24.89, 32: 33.56, 64: 39.94, 128: 52.93, 256: 111.12}
@@ -236,7 +215,6 @@ def step_time_accuracy(machine: Hardware) -> list[Published]:
     """
     rows = _fitted(FittedSystem(), machine_of("H200", machine))
     rows += [_grpo_step(step, machine_of(step.hardware, machine)) for step in _STEPS]
-    rows += [_training(run, machine_of(run.hardware, machine)) for run in _TRAININGS]
     return rows + [_token(machine_of("B200", machine), requests) for requests in _VLLM_TOKENS]
 
 
@@ -249,14 +227,15 @@ def machine_of(name: str, machine: Hardware) -> Hardware:
 def _fitted(system: FittedSystem, hardware: Hardware) -> list[Published]:
     arch = MODELS["GLM-5"]
     work = Workload(system.num_samples, 0.0, system.mean_tokens, 1.0)
-    training = train_seconds(TrainingGpus(arch, hardware, system.train_gpus), work)
+    trainer = Trainer(arch, hardware, system.train_gpus, kernel="sparse", num_micro_batches=2)
+    training = train_seconds(trainer, work)
     engine = DecodingGpus(arch, hardware, system.rollout_gpus, "fp8", dp_attention=True)
     # Rollouts follow each other without a pause: half of a sample is the mean context.
     step = decode_step_seconds(engine, system.in_flight, system.mean_tokens / 2)
     decoding = system.num_samples * system.mean_tokens * step / system.in_flight
     name = "GLM-5.1, 131k context, 28 H200 nodes"
     return [
-        Published(f"{name}: training (fitted)", PRIME_RL, system.train_seconds, training),
+        Published(f"{name}: training", PRIME_RL, system.train_seconds, training, UNPUBLISHED),
         Published(f"{name}: rollout", PRIME_RL, system.rollout_seconds, decoding, TOOLS),
     ]
 
@@ -267,7 +246,17 @@ def _grpo_step(step: _Step, hardware: Hardware) -> Published:
     work = Workload(step.num_samples, 0.0, step.longest, step.mean / step.longest)
     engine = DecodingGpus(arch, hardware, step.engine_gpus, "bf16", dp_attention=False)
     micro_batches = step.num_samples // step.data_parallel
-    trainer = TrainingGpus(arch, hardware, step.num_gpus, step.num_stages, micro_batches)
+    # Tensor and expert parallelism are what is left of a node, and of a stage.
+    ranks = step.num_gpus // step.num_stages
+    trainer = Trainer(
+        arch,
+        hardware,
+        step.num_gpus,
+        _stages(arch, step.num_stages),
+        tensor=ranks // step.data_parallel,
+        expert=math.gcd(arch.n_routed_experts, ranks),
+        num_micro_batches=micro_batches,
+    )
     predicted = (
         rollout_of(engine, step.num_gpus / step.engine_gpus, work).seconds
         + train_seconds(trainer, work)
@@ -277,12 +266,10 @@ def _grpo_step(step: _Step, hardware: Hardware) -> Published:
     return Published(name, NEMO_RL, step.seconds, predicted, step.missing)
 
 
-def _training(run: _Training, hardware: Hardware) -> Published:
-    micro_batches = run.num_samples // run.data_parallel
-    trainer = TrainingGpus(MODELS["GLM-5"], hardware, run.num_gpus, run.num_stages, micro_batches)
-    predicted = train_seconds(trainer, Workload(run.num_samples, 0.0, run.tokens, 1.0))
-    name = f"GLM-5.2, training alone, {run.num_samples} x {run.tokens} tokens, {run.num_gpus} {run.hardware}"
-    return Published(name, BRIDGE, run.seconds, predicted, run.missing)
+def _stages(arch: Architecture, count: int) -> tuple[int, ...]:
+    """Return the layers of stages that are as even as they can be."""
+    fewest, more = divmod(arch.num_hidden_layers, count)
+    return (fewest + 1,) * more + (fewest,) * (count - more)
 
 
 def _token(hardware: Hardware, requests: int) -> Published:

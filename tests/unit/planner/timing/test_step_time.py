@@ -2,7 +2,7 @@ import dataclasses
 import re
 
 import pytest
-from benchmarks.published import MODELS, machine_of
+from benchmarks.published import machine_of
 
 from posttrain.planner.problems import find_problems
 from posttrain.planner.timing import rates
@@ -10,17 +10,16 @@ from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds,
 from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.rates import COMPUTE_SHARE
 from posttrain.planner.timing.step_time import (
-    TrainingGpus,
-    Workload,
     best_split,
     engine_of,
     evaluation_seconds,
     evaluation_share,
-    logprob_seconds,
     rollout_of,
     step_durations,
     train_seconds,
     trainer_of,
+    update_causes,
+    update_mfu,
     workload,
 )
 
@@ -71,26 +70,6 @@ def test_a_rollout_lasts_as_long_as_its_longest_response(glm5):
     assert long.busy_share > even.busy_share
 
 
-def test_a_trainer_by_hand(h200):
-    work = Workload(num_samples=8, prompt_tokens=100, longest_response=1000, mean_share=0.9)
-    assert work.mean_tokens == 1000
-    arch = MODELS["Qwen3-30B-A3B"]
-    trainer = TrainingGpus(arch, h200, num_gpus=16, num_stages=4, num_micro_batches=3)
-    assert trainer.bubble == 2.0
-    operations = 8 * sequence_flops(arch, 1000).forward
-    seconds = 2 * operations / (16 * 989.5e12 * rates.COMPUTE_SHARE)
-    assert logprob_seconds(trainer, work) == pytest.approx(seconds)
-    # nothing is frozen: 2 more for the backward pass, and nearly 1 for recomputation, which leaves the head out
-    assert train_seconds(dataclasses.replace(trainer, recompute=False), work) == pytest.approx(3 * seconds)
-    assert 3.8 < train_seconds(trainer, work) / seconds < 4
-
-
-def test_interleaved_stages_wait_for_a_chunk_of_a_stage(h200):
-    trainer = TrainingGpus(MODELS["Qwen3-30B-A3B"], h200, num_gpus=16, num_stages=4, num_chunks=2, num_micro_batches=4)
-    # arXiv 2104.04473, section 2.2: (p - 1) / (m v).
-    assert trainer.bubble == 1 + 3 / (4 * 2)
-
-
 def test_interleaved_stages_have_a_multiple_of_micro_batches(glm5):
     def found(chunks: int) -> int:
         parallel = dataclasses.replace(glm5.parallel, virtual_pipeline_model_parallel_size=chunks)
@@ -121,6 +100,12 @@ def test_the_recipe_of_16_nodes(glm5):
     assert seconds["step_weight_sync"] == pytest.approx(58.3 * 745.8 / 1487.8, rel=0.01)
     assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
     assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides
+    causes = update_causes(glm5)
+    assert seconds["step_train"] == pytest.approx(sum(causes.values()), abs=0.001)
+    assert list(causes.values()) == sorted(causes.values(), reverse=True)
+    # Plain-torch attention: the first pass again, stages that wait for few micro-batches, scores in FP32.
+    assert list(causes)[:3] == ["recomputation", "pipeline idle", "indexer"]
+    assert update_mfu(glm5) == pytest.approx(0.047, abs=0.001)
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):

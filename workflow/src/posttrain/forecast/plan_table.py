@@ -123,7 +123,9 @@ def _step(step: Mapping[str, Any]) -> Table:
         )
         for row in (*step["phases"], *step["waiting"])
     )
-    title = f"a step takes {format_seconds(step['seconds'])}"
+    most = ", ".join(f"{row['cause']} {format_percent(row['share'], 0)}" for row in step["causes"][:3])
+    reached = f"training reaches {format_percent(step['mfu'])} of the peak ({most})"
+    title = f"a step takes {format_seconds(step['seconds'])}; {reached}"
     return _table(("phase", ">once", ">per step", ">share", ""), rows, title)
 
 

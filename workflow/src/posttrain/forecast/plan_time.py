@@ -17,6 +17,8 @@ from posttrain.planner.timing.step_time import (
     best_split,
     evaluation_share,
     rollout_of_step,
+    update_causes,
+    update_mfu,
     workload,
 )
 
@@ -31,7 +33,8 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
     Returns:
         "seconds" of a step, "tolerance" of the model, and "phases": rows with "phase", "once" (seconds each time it
         happens), "per_step" (seconds; None for what is not part of a step), "share" of the step and "note". The rows
-        of the step add up to it; "waiting" has rows that are part of those.
+        of the step add up to it; "waiting" has rows that are part of those. "causes" tells what training's seconds are
+        spent on, the longest first, with "share" of training, and "mfu" which share of the GPUs' peak it reaches.
     """
     if "step" not in seconds:
         return None
@@ -55,7 +58,22 @@ def step_part(config: Config, seconds: Mapping[str, float]) -> dict[str, Any] | 
         _row("idle: longest sample", tail, tail, step, "responses that have ended wait for it"),
         _row("idle: pipeline", bubble, bubble, step, "stages that wait while it fills and drains"),
     ]
-    return {"seconds": step, "phases": rows, "waiting": waiting, "tolerance": TOLERANCE}
+    return {
+        "seconds": step,
+        "phases": rows,
+        "waiting": waiting,
+        "tolerance": TOLERANCE,
+        "mfu": round(update_mfu(config), 4),
+        "causes": _causes(update_causes(config)),
+    }
+
+
+def _causes(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    total = sum(seconds.values())
+    return [
+        {"cause": cause, "seconds": round(value, 3), "share": round(value / total, 4)}
+        for cause, value in seconds.items()
+    ]
 
 
 def why_no_step(config: Config) -> str | None:

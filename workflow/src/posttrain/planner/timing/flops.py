@@ -79,7 +79,7 @@ def sequence_flops(arch: Architecture, num_tokens: float) -> Flops:
         linear=2 * num_tokens * trained,
         frozen=2 * num_tokens * frozen,
         head=2 * num_tokens * arch.vocab_size * arch.hidden_size,
-        attention=2 * layers * arch.num_attention_heads * _head_widths(arch) * kept,
+        attention=2 * layers * arch.num_attention_heads * head_widths(arch) * kept,
         indexer=2
         * num_indexers(arch)
         * arch.index_n_heads
@@ -94,7 +94,7 @@ def _pairs(num_tokens: float, kept: float) -> float:
     return grown * (grown + 1) / 2 + (num_tokens - grown) * kept
 
 
-def _head_widths(arch: Architecture) -> int:
+def head_widths(arch: Architecture) -> int:
     """Return d_qk + d_v."""
     if arch.kv_lora_rank:
         return arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim

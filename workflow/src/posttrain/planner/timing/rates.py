@@ -10,8 +10,10 @@ from __future__ import annotations
 # Share of a published time that a prediction may be off by: beyond it, what is missing is named there.
 TOLERANCE = 0.25
 
-# Share of the BF16 peak that training and prefill reach, recomputation counted as work. Fitted on one system, GLM-5.1
-# on 28 H200 nodes with 131k context: 3.7 minutes for 256 samples (`benchmarks/published.py`). A test repeats the fit.
+# Share of the BF16 peak that prefilling reaches, by the training time of one system: GLM-5.1 on 28 H200 nodes with 131k
+# context, 3.7 minutes for 256 samples, recomputation counted as work (`benchmarks/published.py`; a test repeats it).
+# Training itself has a table, `attainable`. Of prefilling no engine's rates by shape are published, and with this share
+# a public server's times come out within a tenth until requests wait.
 COMPUTE_SHARE = 0.1101
 
 # Time of one layer of one decode step that does not depend on bytes: launches and communication. From the first row of

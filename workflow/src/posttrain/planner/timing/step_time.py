@@ -3,8 +3,8 @@
     rollout        `decoding.rollout_time` of one engine's share of the samples; where some engines only prefill, the
                    others share the samples and start when all prompts are prefilled
     old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
-    train          forward, backward and recomputation; x (m + (p - 1) / v) / m for p pipeline stages of v chunks and m
-                   micro-batches; and the optimizer's state read and written once per update
+    train          forward, backward, recomputation and collectives by cause (`update_time`), and the optimizer's state
+                   read and written once per update
     weight_sync    all weights in the engines' format, at the rate of a published broadcast
     save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
                    step's rollout, so that a step waits only for what is longer
@@ -12,8 +12,7 @@
                    engines of training, too
     idle           of the above: seconds in which a GPU waits for the longest response or for the pipeline
 
-Sources: the pipeline's bubble, Narayanan et al., arXiv 2104.04473, section 2.2; constants in `rates`. Only for GPUs:
-the model is fitted on none else.
+Sources: constants in `rates` and `attainable`. Only for GPUs: none of them was measured elsewhere.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posttrain.config.derived import (
-    data_parallel_size,
-    micro_batch_multiple,
+    layers_per_stage,
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
     uses_engines,
     world_size,
 )
-from posttrain.config.schema import Architecture, Config, Hardware
+from posttrain.config.schema import Config, Parallel
 from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
@@ -40,9 +38,7 @@ from posttrain.planner.sizing.memory import BYTES
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
 from posttrain.planner.sizing.storage import storage
 from posttrain.planner.timing.decoding import DecodingGpus, RolloutTime, rollout_time
-from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.rates import (
-    COMPUTE_SHARE,
     HOST_OPTIMIZER_BYTES_PER_SECOND,
     MEAN_RESPONSE_SHARE,
     MEMORY_SHARE,
@@ -50,13 +46,15 @@ from posttrain.planner.timing.rates import (
     SYNC_BYTES_PER_SECOND,
     SYNC_NETWORK_GB_PER_S,
 )
+from posttrain.planner.timing.update_time import Trainer, forward_causes, mfu, train_causes
 
 NOT_MODELLED = (
     "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
     "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
     "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
-    "step time: our plain-torch attention multiplies every query with every key; attention over the selected keys is "
-    "counted, as a sparse kernel computes it",
+    "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
+    "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
+    "`benchmarks/published_training.py`)",
 )
 
 IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
@@ -85,38 +83,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class TrainingGpus:
-    """What trains.
-
-    Args:
-        arch: The model.
-        hardware: What it runs on.
-        num_gpus: GPUs.
-        num_stages: Pipeline stages.
-        num_chunks: Chunks of layers on each of them, which interleave.
-        num_micro_batches: Micro-batches of a pipeline per update.
-        recompute: Full recomputation.
-    """
-
-    arch: Architecture
-    hardware: Hardware
-    num_gpus: int
-    num_stages: int = 1
-    num_chunks: int = 1
-    num_micro_batches: int = 1
-    recompute: bool = True
-
-    @property
-    def bubble(self) -> float:
-        """Time with the pipeline's bubble over the time without."""
-        return (self.num_micro_batches + (self.num_stages - 1) / self.num_chunks) / self.num_micro_batches
-
-    def seconds(self, operations: float) -> float:
-        """Return the time of so many operations."""
-        return operations * self.bubble / (self.num_gpus * self.hardware.bf16_tflops * 1e12 * COMPUTE_SHARE)
-
-
-@dataclass(frozen=True)
 class Split:
     """Nodes of trainer and engines that work at the same time, each on its own nodes.
 
@@ -138,16 +104,28 @@ class Split:
         return max(self.train_seconds, self.rollout_seconds)
 
 
-def train_seconds(trainer: TrainingGpus, work: Workload) -> float:
+def train_seconds(trainer: Trainer, work: Workload) -> float:
     """Return the time of forward and backward passes over a step's samples."""
-    return trainer.seconds(
-        work.num_samples * sequence_flops(trainer.arch, work.mean_tokens).training(trainer.recompute)
-    )
+    return sum(train_causes(trainer, work.num_samples, work.mean_tokens).values())
 
 
-def logprob_seconds(trainer: TrainingGpus, work: Workload) -> float:
+def logprob_seconds(trainer: Trainer, work: Workload) -> float:
     """Return the time of one forward pass over a step's samples."""
-    return trainer.seconds(work.num_samples * sequence_flops(trainer.arch, work.mean_tokens).forward)
+    return sum(forward_causes(trainer, work.num_samples, work.mean_tokens).values())
+
+
+def update_causes(config: Config) -> dict[str, float]:
+    """Return cause -> seconds of a step's training, the optimizer among them, the longest first."""
+    work = workload(config)
+    causes = train_causes(trainer_of(config), work.num_samples, work.mean_tokens)
+    causes["optimizer"] = num_updates_per_step(config) * optimizer_seconds(config)
+    return dict(sorted(causes.items(), key=lambda item: -item[1]))
+
+
+def update_mfu(config: Config) -> float:
+    """Return which share of the GPUs' peak training reaches: operations of the model, none twice."""
+    work = workload(config)
+    return mfu(trainer_of(config), work.num_samples, work.mean_tokens, sum(update_causes(config).values()))
 
 
 def _share_of_old_pass(config: Config) -> float:
@@ -197,15 +175,15 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
         return {}
     work, trainer = workload(config), trainer_of(config)
     rollout = rollout_of_step(config, work)
-    train = train_seconds(trainer, work)
+    causes = update_causes(config)
     phases = {
         "rollout": rollout.seconds,
         "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
-        "train": train + num_updates_per_step(config) * optimizer_seconds(config),
+        "train": sum(causes.values()),
         "weight_sync": sync_seconds(config) if uses_engines(config) else 0.0,
         "save": storage(config).training_checkpoint / shared_storage,
     }
-    phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + train * (1 - 1 / trainer.bubble)
+    phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + causes.get("pipeline idle", 0.0)
     wait = max(phases["save"] - rollout.seconds, 0.0)
     step = sum(phases[name] for name in IN_EVERY_STEP) + wait / config.trainer.save_interval
     seconds = {"step": step, **{f"step_{name}": value for name, value in phases.items()}}
@@ -220,21 +198,30 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
     return _rounded(seconds | rules)
 
 
-def trainer_of(config: Config) -> TrainingGpus:
+def trainer_of(config: Config) -> Trainer:
     """Return the trainer of a configuration; micro-batches hold as many tokens as the budget allows."""
-    work, parallel = workload(config), config.parallel
-    budget = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
-    per_rank = config.training.global_batch_size / data_parallel_size(config)
-    multiple = micro_batch_multiple(config)
-    return TrainingGpus(
+    return _trainer(config, world_size(config), tuple(layers_per_stage(config)), config.parallel)
+
+
+def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: Parallel) -> Trainer:
+    work, updates = workload(config), num_updates_per_step(config)
+    trainer = Trainer(
         arch=config.model.architecture,
         hardware=config.hardware,
-        num_gpus=world_size(config),
-        num_stages=parallel.pipeline_model_parallel_size,
+        num_gpus=num_gpus,
+        stages=stages,
         num_chunks=parallel.virtual_pipeline_model_parallel_size,
-        num_micro_batches=max(math.ceil(per_rank * work.mean_tokens / (budget * multiple)), 1) * multiple,
+        tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        num_updates=updates,
         recompute=config.trainer.recompute_granularity == "full",
     )
+    budget = config.trainer.max_tokens_per_gpu * trainer.context
+    multiple = trainer.num_stages if trainer.num_chunks > 1 else 1
+    per_rank = config.training.global_batch_size * work.mean_tokens / trainer.data
+    micro_batches = max(math.ceil(per_rank / (budget * multiple)), 1) * multiple
+    return dataclasses.replace(trainer, num_micro_batches=micro_batches)
 
 
 def engine_of(config: Config, num_engines: int | None = None) -> DecodingGpus:
@@ -340,14 +327,27 @@ def _split(config: Config, train_nodes: int) -> Split | None:
     engines = decode_gpus // config.engine.gpus_per_engine
     if engines < 1:
         return None
-    recompute = config.trainer.recompute_granularity == "full"
-    trainer = TrainingGpus(config.model.architecture, config.hardware, train_nodes * per_node, recompute=recompute)
+    trainer = _without_pipeline(config, train_nodes * per_node)
     return Split(
         train_nodes,
         config.nodes - train_nodes,
         train_seconds(trainer, work) + _share_of_old_pass(config) * logprob_seconds(trainer, work),
         rollout_of(engine_of(config, engines), engines, work).seconds,
     )
+
+
+def _without_pipeline(config: Config, num_gpus: int) -> Trainer:
+    """Return the trainer on so many GPUs without stages: its sizes are the configuration's where they divide it."""
+    sizes = config.parallel
+    tensor = math.gcd(sizes.tensor_model_parallel_size, num_gpus)
+    parallel = dataclasses.replace(
+        sizes,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=math.gcd(sizes.context_parallel_size, num_gpus // tensor),
+        expert_model_parallel_size=math.gcd(sizes.expert_model_parallel_size, num_gpus),
+        virtual_pipeline_model_parallel_size=1,
+    )
+    return _trainer(config, num_gpus, (), parallel)
 
 
 def _state_fits(config: Config, nodes: int) -> bool:
