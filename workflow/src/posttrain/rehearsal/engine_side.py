@@ -1,6 +1,6 @@
 """The engines of a configuration, as SGLang resolves their command lines and loads what an update sends.
 
-SGLang runs in its own environment, on GPUs that are only said to be there (`engine_side_script`).
+SGLang runs in its own environment, on GPUs that are only said to be there (`in_sglang`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from posttrain.engines.launch_command import render_engine_command
 from posttrain.errors import Problem
 from posttrain.planner.flags.flag import Flag
 from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
-from posttrain.rehearsal import engine_side_script
-from posttrain.rehearsal.engine_side_script import DTYPES
+from posttrain.rehearsal.in_sglang.followed import DTYPES
+from posttrain.rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain.rehearsal.members import shallow
 from posttrain.weight_sync.publish import MIB, served_format
 
@@ -40,13 +40,13 @@ VARIABLE = "POSTTRAIN_SGLANG_ENV"
 STAMP = ".posttrain-sglang-cpu"
 MAX_NAMED = 5
 STAND_INS = {
-    "GPUs, for SGLang": "architecture, memory and number are the configured ones; what it asks a driver or NVML for else "
-    "is not there",
-    "kernels of SGLang": f"packages ({', '.join(engine_side_script.KERNELS)}) can be imported and do nothing; flashinfer "
-    "is not there, so defaults that name it become others (sampling: pytorch)",
-    "groups of SGLang": "are its own, of the engine's size; nothing is sent, and no communicator of its own is made",
-    "weights of SGLang": "shapes without memory, few layers of each kind: what is derived from values after loading, and "
-    "kernels that rearrange or requantise weights, do not run",
+    "GPUs, for SGLang": "architecture, memory and number are the configured ones; a driver or NVML answers nothing",
+    "kernels, for SGLang": f"packages ({', '.join(KERNELS)}) can be imported and do nothing; flashinfer is not there, "
+    "and defaults that name it become others (sampling: pytorch)",
+    "groups, for SGLang": "are its own, of the engine's size; nothing is sent, and none of its communicators is made",
+    "weights, for SGLang": "shapes without memory, of few layers; an update meets parameters as they were built: what "
+    "rearranges or requantises them after loading (process_weights_after_loading) does not run, and values derived by "
+    "load_weights itself are not looked at",
 }
 Sent = tuple[str, TensorSpec]
 
@@ -119,8 +119,11 @@ def hub_config(arch: Architecture) -> dict[str, Any]:
     scaling = content.pop("rope_scaling", {})
     rope = {**scaling, "rope_type": "yarn"} if arch.rope_scaling.factor > 1 else {"rope_type": "default"}
     content["rope_parameters"] = {"rope_theta": content.pop("rope_theta"), **rope}
-    # What some families call it.
-    return content | ({"num_experts": arch.n_routed_experts} if arch.n_routed_experts else {})
+    if arch.n_routed_experts:
+        content["num_experts"] = arch.n_routed_experts  # what some families call it
+    if arch.kv_lora_rank and not arch.q_lora_rank:
+        content["q_lora_rank"] = None
+    return content
 
 
 def _given(
@@ -157,7 +160,7 @@ def _given(
         "engines": engines,
         "buckets": [
             [[name, [*tensor.shape], dtypes[name]] for name, tensor in bucket]
-            for bucket in make_buckets(tensors, config.engine.weight_bucket_mib * MIB)
+            for bucket in make_buckets(tensors, config.engine.weight_bucket_mib * MIB, arch.q_lora_rank > 0)
         ],
     }
 
@@ -166,7 +169,7 @@ def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
     names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
     shell = {name: value for name, value in os.environ.items() if name not in names}
     own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
-    words = [str(environment / "bin" / "python"), "-P", str(engine_side_script.__file__), str(folder)]
+    words = [str(environment / "bin" / "python"), str(Path(__file__).with_name("in_sglang")), str(folder)]
     subprocess.run(words, env={**shell, **variables, **own}, check=False, stdout=sys.stderr)
 
 

@@ -1,7 +1,6 @@
 """What SGLang makes of its command lines and of an update, on GPUs that are only said to be there.
 
-It runs in SGLang's environment, which need not have this package: it is started by its path, and imports nothing of
-ours. What is asked lies in `given.json` of a folder; each engine and each rank leaves a JSON there. An engine is a fork:
+What is asked lies in `given.json` of a folder; each engine and each rank leaves a JSON there. An engine is a fork:
 SGLang is imported once, and what one resolves the next does not find.
 
 Written against SGLang 0.5.23: `srt/server_args.py`, `srt/distributed/bootstrap.py`, `srt/model_loader/loader.py`.
@@ -12,8 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import inspect
 import io
 import json
@@ -22,200 +19,18 @@ import math
 import os
 import re
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from followed import Record
+from stand_in_gpus import MissingKernelError, OnMeta, provide_gpu
 
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-# Compiled packages that SGLang imports for NVIDIA's GPUs while it resolves or builds, and that need a driver.
-KERNELS = ("sgl_kernel", "deep_gemm", "deep_ep", "flash_mla", "cuda", "cutlass")
-# What a class asks of them while it is built; an H200's, as in the rehearsal of the trainer.
-MULTIPROCESSORS = 132
-ANSWERS = {"deep_gemm.get_num_sms": MULTIPROCESSORS}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Scales of an FP8 cache: no part of an update.
 CACHE_SCALES = (".k_scale", ".v_scale")
-
-
-class MissingKernelError(NotImplementedError):
-    """A kernel was called, and there is none."""
-
-
-class Kernel:
-    """A name of a compiled package: it can be imported, and decorates; called, it tells its name."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __getattr__(self, name: str) -> Kernel:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Kernel(f"{self._name}.{name}")
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (object,)
-
-    def __getitem__(self, key: Any) -> Kernel:
-        return self
-
-    def __or__(self, other: Any) -> Kernel:
-        return self
-
-    __ror__ = __or__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._name in ANSWERS:
-            return ANSWERS[self._name]
-        if len(args) == 1 and callable(args[0]) and not kwargs:
-            return args[0]  # a decorator
-        raise MissingKernelError(f"{self._name} is a kernel")
-
-
-class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets the compiled packages be imported."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return where a module comes from."""
-        is_kernel = fullname.partition(".")[0] in KERNELS
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_kernel else None
-
-    def create_module(self, spec: Any) -> None:
-        """Let Python make the module."""
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Give it every name."""
-        kernel = Kernel(module.__name__)
-        module.__getattr__ = lambda name: getattr(kernel, name)  # type: ignore[method-assign]
-
-
-class Stream:
-    """A stream or an event: nothing runs on it."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-class OnMeta(TorchFunctionMode):
-    """What is made on a GPU has a shape and no memory."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if _is_gpu(kwargs.get("device")):
-            kwargs["device"] = "meta"
-        if func is torch.Tensor.cuda:
-            return args[0].to("meta")
-        if func is torch.Tensor.to:
-            args = tuple("meta" if _is_gpu(word) else word for word in args)
-        return func(*args, **kwargs)
-
-
-def _is_gpu(device: Any) -> bool:
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
-
-
-def provide_gpu(device: Mapping[str, Any]) -> None:
-    """Say that GPUs are there; before SGLang is imported, which looks once.
-
-    Args:
-        device: "name", "capability" (major, minor), "memory_bytes" and "count" on a node.
-    """
-    capability, memory = tuple(device["capability"]), device["memory_bytes"]
-    known = types.SimpleNamespace(
-        name=f"NVIDIA {device['name']}",
-        major=capability[0],
-        minor=capability[1],
-        total_memory=memory,
-        multi_processor_count=MULTIPROCESSORS,
-        gcnArchName="",
-    )
-    told = {
-        "is_available": True,
-        "device_count": device["count"],
-        "get_device_capability": capability,
-        "get_device_name": known.name,
-        "get_device_properties": known,
-        "current_device": 0,
-        "mem_get_info": (memory, memory),
-        "memory_allocated": 0,
-        "empty_cache": None,
-        "set_device": None,
-        "synchronize": None,
-    }
-    for name, value in told.items():
-        setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
-    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Stream  # type: ignore
-    # A build for CUDA has a version here; which one no setting of ours depends on.
-    torch.version.cuda = torch.version.cuda or "13.0"
-    with contextlib.suppress(ImportError):
-        import tvm_ffi  # noqa: F401  looks for CUDA's own Python when imported, and does without
-    sys.meta_path.insert(0, KernelPackages())
-
-
-class Record(TorchDispatchMode):
-    """Follows what is sent into the parameters, through whatever is made of it on the way.
-
-    Args:
-        parameters: Name -> parameter.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        super().__init__()
-        self._owner = {_memory(parameter): name for name, parameter in parameters.items()}
-        self._sources: dict[int, set[str]] = {}
-        # A tensor that ends gives its number to another.
-        self._alive: list[torch.Tensor] = []
-        self.read: set[str] = set()
-        self.filled: set[str] = set()
-        # Parameter -> which part of it -> times it was written, and by what.
-        self.parts: dict[str, dict[tuple[Any, ...], list[set[str]]]] = {}
-        self.odd: list[str] = []
-
-    def sent(self, name: str, shape: list[int], dtype: str) -> torch.Tensor:
-        """Return a tensor that is sent: [shape] without memory."""
-        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-        self._sources[_memory(tensor)] = {name}
-        self._alive.append(tensor)
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = [item for word in args for item in (word if isinstance(word, list | tuple) else [word])]
-        tensors = [item for item in given if isinstance(item, torch.Tensor)]
-        sources = set().union(*(self._sources.get(_memory(tensor), set()) for tensor in tensors))
-        target = self._owner.get(_memory(tensors[0])) if tensors else None
-        kind = func._schema.name
-        if target and kind in ("aten::copy_", "aten::fill_", "aten::zero_"):
-            self._write(target, tensors, sources, kind == "aten::copy_")
-        elif sources:
-            for tensor in made if isinstance(made, list | tuple) else [made]:
-                if isinstance(tensor, torch.Tensor) and _memory(tensor) not in self._owner:
-                    self._sources.setdefault(_memory(tensor), set()).update(sources)
-                    self._alive.append(tensor)
-        return made
-
-    def _write(self, target: str, tensors: list[torch.Tensor], sources: set[str], is_copy: bool) -> None:
-        part = tensors[0]
-        if not is_copy:
-            self.filled.add(target)
-            return
-        if tensors[1].shape != part.shape:
-            self.odd.append(f"{', '.join(sorted(sources))} {[*tensors[1].shape]} into {[*part.shape]} of {target}")
-        self.read |= sources
-        place = (part.storage_offset(), tuple(part.shape), part.stride())
-        self.parts.setdefault(target, {}).setdefault(place, []).append(sources)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -368,7 +183,7 @@ def load(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> dic
 
 
 def _of_other_ranks(model: Any, read: set[str], unread: list[str]) -> set[str]:
-    """Return the tensors of experts that other ranks have, by SGLang's own table; of names that this rank's have too."""
+    """Return the tensors of experts that other ranks have, by SGLang's table, of names that this rank's have too."""
     known = {(found[1], name[found.end() :]) for name in read if (found := EXPERT.match(name))}
     others = set()
     for name in unread:
