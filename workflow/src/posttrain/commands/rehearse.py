@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.artifacts import Paths, write_json, write_text
 from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan_page import plan_title
+from posttrain.rehearsal.engine_side import rehearse_engines
 from posttrain.rehearsal.outcome import judge, render
 from posttrain.rehearsal.record import file_of
 from posttrain.rehearsal.start import rehearse
@@ -13,9 +14,14 @@ from posttrain.rehearsal.start import rehearse
 def main(paths: Paths) -> None:
     """Rehearse, write JSON and page, and end with the problems."""
     found = rehearse(paths.resolved)
+    engines = rehearse_engines(paths.resolved.config)
+    found["engine_side"] = engines
+    found["problems"] += engines["problems"]
+    found["stand_ins"] |= engines["stand_ins"]
     page = file_of(paths).with_suffix(".html")
     write_text(page, render(found, plan_title(paths.resolved.config)))
     write_json(file_of(paths), found)
     judge(found).print()
+    print(f"engines: {engines['not_rehearsed'] or 'rehearsed, too'}", flush=True)
     print(f"rehearsal: {page.resolve()}", flush=True)
     raise_if_any([Problem(**problem) for problem in found["problems"]])

@@ -138,7 +138,7 @@ def _check_yarn(parameters: Mapping[str, Any], scaling: RopeScaling) -> Iterator
 
 def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     """What trainer and engines take for granted and no key of ours names; checked where it is mentioned."""
-    for key, expected in _fixed(architecture).items():
+    for key, expected in fixed_values(architecture).items():
         found = config.get(key, expected)
         # Where nothing is said the family's default holds, but for what is on: null switches it off.
         if found != expected and (found is not None or expected is True):
@@ -162,7 +162,8 @@ def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> It
             yield from _compare("index_skip_topk_offset", offset, architecture.index_skip_topk_offset)
 
 
-def _fixed(architecture: Architecture) -> dict[str, Any]:
+def fixed_values(architecture: Architecture) -> dict[str, Any]:
+    """Return what config.json says, or leaves to the family, and no key of ours names."""
     layers, dense = architecture.num_hidden_layers, architecture.first_k_dense_replace
     fixed = {
         "tie_word_embeddings": False,

@@ -1,0 +1,1 @@
+"""What runs in SGLang's environment, started as a folder: its files import each other, and nothing else of ours."""

@@ -1,0 +1,249 @@
+"""What SGLang makes of its command lines and of an update, on GPUs that are only said to be there.
+
+What is asked lies in `given.json` of a folder; each engine and each rank leaves a JSON there. An engine is a fork:
+SGLang is imported once, and what one resolves the next does not find.
+
+Written against SGLang 0.5.23: `srt/server_args.py`, `srt/distributed/bootstrap.py`, `srt/model_loader/loader.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import inspect
+import io
+import json
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from followed import Record
+from stand_in_gpus import MissingKernelError, OnMeta, provide_gpu
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Scales of an FP8 cache: no part of an update.
+CACHE_SCALES = (".k_scale", ".v_scale")
+
+
+def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Return SGLang's arguments, resolved, and what is to be told.
+
+    Returns:
+        Its arguments, None where it refused; "refused" with its words, and "asked", "resolved": field -> value.
+    """
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            arguments = prepare_server_args(argv)
+    except SystemExit:
+        return None, {"refused": errors.getvalue().strip().splitlines()[-1]}
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        arguments.resolve_once()
+    except Exception as error:
+        return None, {"refused": _told(error)["message"], "where": _told(error)["where"]}
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    options = {option: action.dest for action in parser._actions for option in action.option_strings}
+    asked = {options[word]: word for word in argv if word in options}
+    resolved, raw = arguments.resolved_dict(), arguments._raw_input
+    changed = {name: value for name, value in resolved.items() if value != raw.get(name) and not name.startswith("_")}
+    return arguments, {
+        "refused": "",
+        "changed": [[asked.get(name, ""), name, _short(raw.get(name)), _short(changed[name])] for name in changed],
+        "kv_cache_dtype": resolved["kv_cache_dtype"],
+    }
+
+
+def _short(value: Any) -> str:
+    return text if len(text := str(value)) <= 120 else f"{text[:117]}..."
+
+
+def _told(error: BaseException) -> dict[str, str]:
+    """Return a failure in words, and where in SGLang's code."""
+    frames, trace = [], error.__traceback__
+    while trace:
+        frames.append(f"{trace.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    where = next((frame for frame in reversed(frames) if frame.startswith("sglang/")), frames[-1])
+    return {"kind": type(error).__name__, "message": str(error) or type(error).__name__, "where": where}
+
+
+def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
+    """Make SGLang's own groups for one rank of an engine; nobody else is there, and nothing can be sent."""
+    import torch.distributed as dist
+    from sglang.srt.distributed import bootstrap, parallel_state
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    real = dist.new_group
+
+    def new_group(ranks: Any, **kwargs: Any) -> Any:
+        return real(ranks, backend="fake", group_desc=kwargs.get("group_desc"))
+
+    dist.new_group = new_group
+    make = parallel_state.GroupCoordinator.__init__
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def without_communicators(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        make(**bound.arguments | {name: False for name in bound.arguments if name.startswith("use_")})
+
+    parallel_state.GroupCoordinator.__init__ = without_communicators
+    bootstrap._init_parallel_groups(backend="fake", dist_init_method="env://", server_args=arguments, gpu_id=gpu)
+
+
+def build(arguments: Any) -> Any:
+    """Return the model of this rank on the meta device, made as a scheduler makes it."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    known, how = model_config_of(arguments), LoadConfig(load_format="dummy")
+    bootstrap.init_layer_runtime(model_config=known)
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    initialize_fp4_gemm_config()
+    initialize_bf16_gemm_config()
+    quantization = loader._get_quantization_config(known, how)
+    with set_default_torch_dtype(known.dtype), torch.device("meta"):
+        return loader._initialize_model(known, how, quantization)
+
+
+def load(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> dict[str, Any]:
+    """Send all buckets to a model, and return what became of them.
+
+    Args:
+        model: On the meta device.
+        buckets: Of [name, shape, dtype].
+        has_fp8_cache: Scales of the cache are read.
+    """
+    parameters = dict(model.named_parameters())
+    record, last, failed = Record(parameters), "", None
+    names = [name for bucket in buckets for name, _, _ in bucket]
+
+    def stream(bucket: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, shape, dtype in bucket:
+            last = name
+            yield name, record.sent(name, shape, dtype)
+
+    try:
+        with record:
+            for bucket in buckets:
+                model.load_weights(stream(bucket))
+    except Exception as error:
+        failed = {**_told(error), "name": last}
+    layers = model.config.num_hidden_layers
+    unread = [name for name in names if name not in record.read]
+    drafted = {name for name in unread if (found := LAYER.match(name)) and int(found[1]) >= layers}
+    elsewhere = _of_other_ranks(model, record.read, unread)
+    spared = [name for name in parameters if name.endswith(CACHE_SCALES) and not has_fp8_cache]
+    written = {name: sum(math.prod(place[1]) for place in parts) for name, parts in record.parts.items()}
+    whole = {name: parameter.numel() for name, parameter in parameters.items()}
+    return {
+        "model": type(model).__name__,
+        "parameters": len(parameters),
+        "sent": len(names),
+        "elsewhere": len(elsewhere),
+        "drafted": len(drafted),
+        "spared": len(spared),
+        "failed": failed,
+        "unknown": [] if failed else [name for name in unread if name not in elsewhere | drafted],
+        "never": [] if failed else [n for n in parameters if n not in written and n not in spared],
+        # What is padded, as a vocabulary, is filled with zeros beside.
+        "partly": [] if failed else [n for n, size in written.items() if size < whole[n] and n not in record.filled],
+        "twice": sorted(
+            f"{name} by {', '.join(sorted(set().union(*by)))}"
+            for name, parts in record.parts.items()
+            for by in parts.values()
+            if len(by) > 1 or written[name] > whole[name]
+        ),
+        "odd": record.odd,
+    }
+
+
+def _of_other_ranks(model: Any, read: set[str], unread: list[str]) -> set[str]:
+    """Return the tensors of experts that other ranks have, by SGLang's table, of names that this rank's have too."""
+    known = {(found[1], name[found.end() :]) for name in read if (found := EXPERT.match(name))}
+    others = set()
+    for name in unread:
+        if not (found := EXPERT.match(name)) or (found[1], name[found.end() :]) not in known:
+            continue
+        experts, number = model.get_submodule(found[1]), int(found[2])
+        is_local = experts._map_global_expert_id_to_local_expert_id(number) != -1
+        if not is_local and number < experts._num_global_routed:
+            others.add(name)
+    return others
+
+
+def main(folder: Path) -> None:
+    """Answer what is asked in a folder."""
+    given = json.loads((folder / "given.json").read_text())
+    provide_gpu(given["device"])
+    import sglang.srt.models.registry  # noqa: F401  once for all engines
+
+    for engine in given["engines"]:
+        _in_child(functools.partial(_engine, folder, given, engine))
+
+
+def _engine(folder: Path, given: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    os.environ.update(engine["environment"])
+    arguments, told = resolve(engine["argv"])
+    (folder / f"{engine['name']}.json").write_text(json.dumps(told))
+    for rank in engine["ranks"] if arguments else []:
+        _in_child(functools.partial(_rank, folder, given, engine, arguments, told, rank))
+
+
+def _rank(folder: Path, given: Any, engine: Any, arguments: Any, resolved: Mapping[str, Any], rank: int) -> None:
+    told: dict[str, Any] = {}
+    OnMeta().__enter__()
+    try:
+        make_groups(arguments, rank, engine["world_size"], rank % given["device"]["count"])
+        model = build(arguments)
+    except Exception as error:
+        # Whatever asks for a driver or a kernel says nothing about the engine.
+        is_here = not isinstance(error, MissingKernelError | ImportError) and "CUDA" not in str(error)
+        told = {"not_built": {**_told(error), "is_refused": is_here and isinstance(error, ValueError | AssertionError)}}
+    else:
+        told = load(model, given["buckets"], "fp8" in str(resolved["kv_cache_dtype"]))
+    (folder / f"{engine['name']}.{rank}.json").write_text(json.dumps(told))
+
+
+def _in_child(work: Callable[[], None]) -> None:
+    """Do something in a fork, and wait for it; what it could not say it has printed."""
+    sys.stdout.flush()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    try:
+        work()
+    except BaseException:
+        logging.getLogger().exception("an engine's rehearsal ended")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
