@@ -1,4 +1,4 @@
-"""Kernels of sparse attention without a GPU: TileLang's are traced, not compiled; cuDNN's and FlashMLA are stood in for.
+"""Kernels of sparse attention without a GPU: TileLang's are traced, not compiled; cuDNN's have stand-ins.
 
 Of a TileLang kernel the real source runs: its own checks, and the table of its arguments, to which ours are held.
 """
