@@ -8,7 +8,7 @@ set -euo pipefail
 venv=${1:?usage: install.sh VENV BASE}
 base=$(cd "${2:?usage: install.sh VENV BASE}" && pwd)
 recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-wanted='^(torch|triton|nvidia-|cuda-|transformer-engine|einops|nvdlfw-inspect|onnx|ml-dtypes)'
+wanted='^(torch|triton|nvidia-|cuda-|transformer-engine|einops|nvdlfw-inspect|onnx|ml-dtypes|tilelang|apache-tvm|cloudpickle|z3)'
 
 [[ -f $venv/.ready ]] && exit
 "$base/bin/python" -m venv --clear "$venv"

@@ -33,7 +33,7 @@ READERS = {
     "megatron.optimizer": OptimizerConfig,
 }
 # Read by our own attention from the same object.
-OURS = {"attention_chunk_tokens"}
+OURS = {"attention_chunk_tokens", "sparse_attention"}
 
 
 @pytest.fixture(autouse=True)

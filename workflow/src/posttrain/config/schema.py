@@ -210,6 +210,11 @@ class Trainer:
     recompute_method: str = _doc("Megatron's method of full recomputation", "uniform", choices=("uniform", "block"))
     recompute_num_layers: int = _doc("Layers per recomputed chunk", 1, minimum=1)
     attention_chunk_tokens: int = _doc("Queries of a sequence whose attention scores exist at a time", 512, minimum=1)
+    sparse_attention: str = _doc(
+        "Kernel of attention to chosen keys on GPUs; auto: Megatron Core's that takes the shapes",
+        "auto",
+        choices=("auto", "tilelang", "cudnn", "masked"),
+    )
     optimizer_cpu_offload: bool = _doc("Keep optimizer state in host memory", False)
     deepep: bool = _doc("DeepEP dispatches tokens to experts (CUDA only)", True)
     save_interval: int = _doc("Steps between checkpoints", 20, minimum=1)

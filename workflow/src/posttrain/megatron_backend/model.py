@@ -5,6 +5,7 @@ A rank holds a list of chunks, runs of consecutive layers: one, or with interlea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, t
 from posttrain.megatron_backend.expert_load import ExpertLoad
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.layer_spec import block_spec
+from posttrain.planner.flags.sparse_kernels import sparse_kernel
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,6 +100,9 @@ def _build_chunk(config: Config, settings: TransformerConfig, number: int) -> Lo
 
 def build_policy(config: Config) -> Policy:
     """Return model, data-parallel wrapper and optimizer of this rank."""
+    if config.model.architecture.index_n_heads:
+        kernel = sparse_kernel(config)
+        log.info("sparse attention: %s, because %s", kernel.name, kernel.reason)
     chunks = build_model(config)
     settings = chunks[0].config
     # As Megatron's own training does: what later chunks exchange waits for nobody, so it travels in one piece.

@@ -146,7 +146,19 @@ class PackedSequences(PackedSeqParams):
         Args:
             own: [T_own, ...], keys, or values, of this rank's tokens.
         """
-        blocks = self.keys.split(own if self.order is None else _gather(own, is_used_alike=False))
+        return self._of_spans(self.gather_row(own))
+
+    def gather_row(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [T, ...] of all ranks, one rank's behind the other's; collective."""
+        return own if self.order is None else _gather(own, is_used_alike=False)
+
+    def key_places(self) -> list[torch.Tensor]:
+        """Return for each block of queries the places [B, S] int64 of its keys in `gather_row`; of padding 0."""
+        count = len(self.position_ids) if self.order is None else len(self.order)
+        return self._of_spans(torch.arange(count, device=self.position_ids.device))
+
+    def _of_spans(self, row: torch.Tensor) -> list[torch.Tensor]:
+        blocks = self.keys.split(row)
         return [blocks[index][:, :end] for index, end in self.spans]
 
 

@@ -13,6 +13,7 @@ from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
 from posttrain.planner.flags.bad_pairs import find_bad_pairs
+from posttrain.planner.flags.sparse_kernels import check_sparse_kernel
 from posttrain.planner.sizing.capacity import check_declared, check_typical
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.layout import propose_layouts
@@ -50,6 +51,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_check_evaluation_share(config),
         *check_declared(config, storage(config), _host_gib(config, phases)),
         *find_bad_pairs(config),
+        *check_sparse_kernel(config),
     ]
 
 

@@ -15,8 +15,9 @@ import torch
 
 from posttrain.config.schema import Config
 from posttrain.planner.flags.environment import capability
+from posttrain.planner.flags.sparse_kernels import sparse_kernel
 from posttrain.planner.sizing.memory import GIB
-from posttrain.rehearsal import compiled, deepep
+from posttrain.rehearsal import compiled, deepep, tile_kernels
 from posttrain.rehearsal.recorder import Recorder
 
 # Of every device, as `envs/rehearsal/runtime.c` has it: an H200's. Kernels that are not started do not depend on it.
@@ -27,6 +28,7 @@ def install(recorder: Recorder, config: Config) -> None:
     """Put all stand-ins in place; before Megatron is imported."""
     _provide_transformer_engine(recorder)
     deepep.provide(recorder)
+    tile_kernels.provide(recorder, sparse_kernel(config).name)
     _provide_triton(recorder)
     _provide_compiler(recorder)
     _provide_devices(recorder, capability(config), int(config.hardware.memory_gib_per_gpu * GIB))

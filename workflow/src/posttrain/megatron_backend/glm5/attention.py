@@ -2,7 +2,8 @@
 
 Megatron's `MLASelfAttention` builds the projections and computes query, key, value and the normalised query latent. Two
 things are ours: the core attention (selected keys, packed rows), and that the indexer is fed with the latent *after*
-its norm, as in the model that was pre-trained.
+its norm, as in the model that was pre-trained. On GPUs long rows are attended to in the latent's space, by a kernel of
+Megatron's that reads the chosen keys alone (`latent_space`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from posttrain.megatron_backend.glm5.indexer import Indexer, gather_sequence
+from posttrain.megatron_backend.glm5.latent_space import kept_places, latent_query_and_key, latent_values
 from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys, Selector, attend_in_chunks
 from posttrain.megatron_backend.latent_attention import LatentAttention
 from posttrain.megatron_backend.packed import PackedSequences
+from posttrain.megatron_backend.sparse_kernels import load_kernel
 
 
 class SparseCoreAttention(MegatronModule):
@@ -38,6 +41,7 @@ class SparseCoreAttention(MegatronModule):
         self.chooser = source_dsa_compute_layer(layer_number, offset, frequency)
         self.indexer = Indexer(config) if self.chooser == layer_number else None
         self.is_shared = frequency > 1
+        self.kernel = load_kernel(config)
 
     def forward(
         self,
@@ -68,6 +72,30 @@ class SparseCoreAttention(MegatronModule):
         blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
         outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
         return sequences.queries.join(outputs).flatten(1)
+
+    def serves_latents(self, sequences: PackedSequences) -> bool:
+        """Tell whether a row is attended to in the latent's space: not where each query sees all keys before it."""
+        return self.kernel is not None and sequences.max_seqlen_q > self.config.dsa_indexer_topk
+
+    def attend_to_latents(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        sequences: PackedSequences,
+        frequencies: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to the chosen latents; arguments as in `forward`, but query [T, N, R + rope] and key [T, R + rope].
+
+        Returns:
+            [T, N, R] of R = kv_lora_rank.
+        """
+        assert self.kernel is not None, "asked only where there is one"
+        selectors = self._selectors(x, q_latent, sequences, frequencies)
+        topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
+        places = kept_places(selectors, sequences, topk, chunk)
+        return self.kernel(query, sequences.gather_row(key), places, self.softmax_scale, self.config.kv_lora_rank)
 
     def _selectors(
         self, x: torch.Tensor, q_latent: torch.Tensor, sequences: PackedSequences, frequencies: torch.Tensor
@@ -110,10 +138,15 @@ class Glm5SelfAttention(LatentAttention):
         assert not asked, f"not supported by packed sparse attention: {asked}"
         assert attention_mask is None, "packed sparse attention makes its own mask"
         assert isinstance(packed_seq_params, PackedSequences), "sequences must be packed"
+        frequencies = self._frequencies(packed_seq_params.max_seqlen_q)
+        if self.core_attention.serves_latents(packed_seq_params):
+            query, key, q_latent = latent_query_and_key(self, hidden_states, packed_seq_params)
+            given = hidden_states, q_latent, packed_seq_params, frequencies
+            latents = self.core_attention.attend_to_latents(query, key, *given)
+            return self.linear_proj(latent_values(self, latents).flatten(1).unsqueeze(1))
         query, key, value, q_latent, _ = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params
         )
-        frequencies = self._frequencies(packed_seq_params.max_seqlen_q)
         context = self.core_attention(query, key, value, hidden_states, q_latent, packed_seq_params, frequencies)
         return self.linear_proj(context.unsqueeze(1))
 

@@ -1,10 +1,16 @@
-"""Linear maps whose weight every tensor-parallel rank holds as a whole."""
+"""Linear maps whose weight every tensor-parallel rank holds as a whole, and weights that are used without a call."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def await_weight(module: torch.nn.Module) -> None:
+    """Wait until a module's weight has its new values, as a call of it would: its hooks do that."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
 
 
 class ReplicatedLinear(torch.nn.Module):

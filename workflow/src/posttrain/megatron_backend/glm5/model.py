@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from posttrain.algorithm.logprobs import VocabularyShard, chunked_logprobs
+from posttrain.megatron_backend.glm5.linear import await_weight
 
 
 class LogprobModel(GPTModel):
@@ -42,7 +43,7 @@ class LogprobModel(GPTModel):
         labels, mask = kwargs["labels"], kwargs.get("loss_mask")
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, *args, **kwargs)
-        self._await_output_weight()
+        await_weight(self.output_layer)
         asked = (torch.ones_like(labels) if mask is None else mask).squeeze(0).nonzero().squeeze(1)
         answers = chunked_logprobs(
             self._enter_vocab_parallel(hidden_states).squeeze(1).index_select(0, asked),
@@ -54,11 +55,6 @@ class LogprobModel(GPTModel):
         )
         result = torch.zeros(2, labels.shape[1], device=labels.device)
         return kwargs["packed_seq_params"].whole(result.index_copy(1, asked, torch.stack(answers)).T).T
-
-    def _await_output_weight(self) -> None:
-        """Wait until the matrix has its new values, as a call of the output layer would: its hooks do that."""
-        for hook in self.output_layer._forward_pre_hooks.values():
-            hook(self.output_layer, ())
 
     def _output_weight(self) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights

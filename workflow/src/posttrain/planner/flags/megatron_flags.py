@@ -13,6 +13,8 @@ from posttrain.config.families import FAMILIES, family_of
 from posttrain.config.schema import Config
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import Flag, flag
+from posttrain.planner.flags.sparse_kernels import KEY as KERNEL
+from posttrain.planner.flags.sparse_kernels import sparse_kernel
 
 ARCHITECTURE, FAMILY = "model.architecture", "the model family"
 
@@ -54,9 +56,10 @@ def indexer_flags(config: Config) -> list[Flag]:
     """Return what is set on the model's settings after they are built.
 
     Megatron's own switch (`experimental_attention_variant="dsa"`) is left off: it selects Megatron's indexer (why ours
-    stays: docs/decisions/024); our layer reads the sizes from the same fields. `attention_chunk_tokens` is ours alone.
+    stays: docs/decisions/024); our layer reads the sizes from the same fields. `attention_chunk_tokens` and
+    `sparse_attention` are ours alone.
     """
-    arch = config.model.architecture
+    arch, kernel = config.model.architecture, sparse_kernel(config)
     sizes = []
     if arch.index_n_heads:
         sizes = [
@@ -74,6 +77,7 @@ def indexer_flags(config: Config) -> list[Flag]:
                 family_of(arch).indexer_interleaved,
                 f"{ARCHITECTURE}.model_type",
             ),
+            flag("sparse_attention", kernel.name, KERNEL, reason=kernel.reason),
         ]
     return [*sizes, _key(config, "attention_chunk_tokens", "trainer.attention_chunk_tokens")]
 
