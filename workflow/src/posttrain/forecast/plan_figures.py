@@ -14,7 +14,11 @@ GROUPS = (
     ("weights", 1, ("weights",)),
     ("gradients", 2, ("gradients",)),
     ("optimizer", 3, ("optimizer",)),
-    ("work of the phase", 4, ("activations", "dispatch", "logprobs", "fragmentation", "sync_bucket", "save_staging")),
+    (
+        "work of the phase",
+        4,
+        ("activations", "dispatch", "logprobs", "kernels", "fragmentation", "sync_bucket", "save_staging"),
+    ),
     ("engine weights", 5, ("engine_weights", "engine_work")),
     ("KV pool", 6, ("kv_pool",)),
     ("reserve", 7, ("reserve",)),

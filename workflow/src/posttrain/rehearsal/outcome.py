@@ -18,6 +18,7 @@ from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
+from posttrain.rehearsal.samples import rehearsed_row
 from posttrain.rehearsal.traces import ACTIVATIONS, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
@@ -34,7 +35,10 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         seconds: It took.
     """
     # Nothing of the trainer sleeps yet.
-    planned, whole = (phase_memory(config, trainer_sleeps=False) for config in (rehearsed, resolved.config))
+    planned, whole = (
+        phase_memory(config, batch=rehearsed_row(config), trainer_sleeps=False)
+        for config in (rehearsed, resolved.config)
+    )
     reserved = next((row.gpu.get("reserve", 0.0) for row in planned), 0.0)
     added = {
         (row.stage, row.phase): _seen(all_layers) - _seen(row) for row, all_layers in zip(planned, whole, strict=True)

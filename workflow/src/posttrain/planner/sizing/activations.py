@@ -20,7 +20,7 @@ With full recomputation a chunk of layers keeps its input alone, p H s, and is c
 chunk's tensors then exist at a time. In a pipeline, stage i of PP holds PP - i micro-batches (1F1B). Where stages of v
 chunks interleave, it holds 2 (PP - i - 1) + (v - 1) PP + 1 of a chunk: on the first stage 1 + (PP - 1) / (PP v) times
 what it holds without.
-Transformer Engine's fused kernels (CUDA) keep at most this: fused SwiGLU keeps 3 F instead of 5 F.
+NVIDIA's GPUs have a table of their own, `activations_cuda`.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
 4 and 5, for the method; Narayanan et al. (arXiv 2104.04473), section 2.2, for 1F1B; the terms themselves are counted
@@ -109,11 +109,11 @@ def stage_activations(
     is_recomputed = config.trainer.recompute_granularity == "full"
     largest = max(sum(sorted(map(row.layer, layers))[-recomputed:]) for layers in chunks)
     gradient = row.p * max(largest_weights(config, stage))
-    has_experts = any(row.is_moe(index) for index in chain(*chunks))
+    routes = any(row.is_moe(index) for index in chain(*chunks))
     return Activations(
         saved=most_in_flight(saved, stages, stage),
         working=(largest if is_recomputed else 0) + row.selection_chunk() + gradient,
-        dispatch=row.dispatch() if has_experts else 0,
+        dispatch=row.dispatch() if routes else 0,
         logprobs=row.logprob_chunk() if stage == stages - 1 else 0,
     )
 
@@ -168,21 +168,24 @@ def saved_bytes(config: Config, layers: range, batch: MicroBatch, expert_imbalan
     return int(saved + (row.last_edge() if layers.stop == config.model.architecture.num_hidden_layers else 0))
 
 
-def _row(config: Config, batch: MicroBatch, expert_imbalance: float) -> _Row:
+def _row(config: Config, batch: MicroBatch, expert_imbalance: float) -> Row:
     sizes = config.parallel
     cuts = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_tensor_parallel_size)
-    return _cached_row(config.model.architecture, config.trainer, cuts, batch, expert_imbalance)
+    return cached_row(config.model.architecture, config.trainer, cuts, batch, expert_imbalance)
 
 
 @lru_cache(maxsize=256)
-def _cached_row(
+def cached_row(
     arch: Architecture, trainer: Trainer, cuts: tuple[int, int, int], batch: MicroBatch, expert_imbalance: float
-) -> _Row:
-    """Many layouts share their rows: neither PP nor EP changes what a layer of one rank keeps."""
-    return _Row(arch, trainer, cuts, batch, expert_imbalance)
+) -> Row:
+    """Return the terms of a micro-batch on one rank, cut by TP, CP and ETP.
+
+    Many layouts share their rows: neither PP nor EP changes what a layer of one rank keeps.
+    """
+    return Row(arch, trainer, cuts, batch, expert_imbalance)
 
 
-class _Row:
+class Row:
     """The terms of the module's table for one micro-batch on one rank."""
 
     def __init__(
@@ -205,18 +208,18 @@ class _Row:
         self.padded = self.padded_keys / context
         self._kinds, self._kind_of = layer_kinds(self.arch)
         self._known: dict[int, float] = {}
-        self._mask_bytes = self.p * self._masked_scores()
+        self.mask_bytes = self.p * self._masked_scores()
 
     def is_moe(self, index: int) -> bool:
         """Tell whether a layer has experts."""
-        return _has_experts(self._kinds[self._kind_of[index]])
+        return has_experts(self._kinds[self._kind_of[index]])
 
     def layer(self, index: int) -> float:
         """Return what a layer keeps without recomputation."""
         kind = self._kind_of[index]
         if kind not in self._known:
             weights = self._kinds[kind]
-            feed_forward = self._experts(weights) if _has_experts(weights) else self._mlp(weights, "dense_mlp")
+            feed_forward = self._experts(weights) if has_experts(weights) else self._mlp(weights, "dense_mlp")
             norm_and_input = self.s * (self._norm(self.hidden) + self.p * self.hidden)
             self._known[kind] = self._attention(weights) + norm_and_input + feed_forward
         return self._known[kind]
@@ -260,7 +263,8 @@ class _Row:
     def _norm(self, width: int) -> float:
         return FP32 * width + FP32 + self.p * width
 
-    def _heads(self) -> int:
+    def heads(self) -> int:
+        """Return the heads of queries."""
         return self.arch.num_attention_heads // self.tp
 
     def _chunk_queries(self) -> float:
@@ -271,11 +275,11 @@ class _Row:
         projections = (
             self._latents() if self.arch.kv_lora_rank else self.s * (self._norm(self.hidden) + self.p * self.hidden)
         )
-        query, key_value, value = self._widths(weights)
+        query, key_value, value = self.widths(weights)
         row = self.t * (query + value) + self.keys * key_value
         block = self.padded * (query + max(query, value)) + self.padded_keys * max(key_value, 2 * (key_value - value))
-        statistics = FP32 * self._heads() * self.padded
-        return projections + self.p * (row + block) + statistics + self._mask_bytes
+        statistics = FP32 * self.heads() * self.padded
+        return projections + self.p * (row + block) + statistics + self.mask_bytes
 
     def _latents(self) -> float:
         arch, p = self.arch, self.p
@@ -285,12 +289,12 @@ class _Row:
         split = self._norm(self.hidden) + p * self.hidden + latents + uncopied_rope
         return self.s * split + self.t * 4 * p * arch.qk_rope_head_dim
 
-    def _widths(self, weights: tuple[Weight, ...]) -> tuple[float, float, float]:
+    def widths(self, weights: tuple[Weight, ...]) -> tuple[float, float, float]:
         """Return the width of the queries, of keys and values, and of the attention's output on this rank."""
         if self.arch.kv_lora_rank:
             per_query = self.arch.qk_nope_head_dim + self.arch.qk_rope_head_dim
-            value = self._heads() * self.arch.v_head_dim
-            return self._heads() * per_query, self._heads() * per_query + value, value
+            value = self.heads() * self.arch.v_head_dim
+            return self.heads() * per_query, self.heads() * per_query + value, value
         matrices = [weight for weight in weights if weight.component == "attention" and len(weight.shape) == 2]
         width = matrices[-1].shape[1] / self.tp
         total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
@@ -328,5 +332,6 @@ class _Row:
         return self.s * self.arch.num_experts_per_tok * gathered * self._imbalance
 
 
-def _has_experts(weights: tuple[Weight, ...]) -> bool:
+def has_experts(weights: Iterable[Weight]) -> bool:
+    """Tell whether the weights of a layer have experts among them."""
     return any(weight.split == "expert" for weight in weights)

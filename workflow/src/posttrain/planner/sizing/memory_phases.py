@@ -18,12 +18,13 @@ engines, and the trainer never sleeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 
 from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
+from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
 from posttrain.planner.sizing.engine import EngineMemory, engine_memory
 from posttrain.planner.sizing.memory import BYTES, GIB, StageMemory, largest_weights, shards, stage_memory
@@ -153,6 +154,7 @@ class _Plan:
         gpu |= self._engine(phase.engines_awake or everything)
         if phase.trainer_awake or everything:
             gpu["weights"] = stage.weights_bytes / GIB
+            gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB if is_measured(self.config) else 0.0
         if phase.optimizer_awake or everything:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
@@ -185,18 +187,24 @@ class _Plan:
         return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.assumptions.engine_work}
 
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
-        config, batch, assumptions = self.config, self.batch, self.assumptions
+        config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
             return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
+        work = self._micro_batch(phase, stage)
+        return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
+
+    def _micro_batch(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
+        config, batch, assumptions = self.config, self.batch, self.assumptions
+        if is_measured(config):
+            return asdict(fullest_moment(config, stage.stage, batch, assumptions, phase.name == "train"))
         chunks = stage_chunks(config)[stage.stage]
         needed = stage_activations(config, stage.stage, chunks, batch, assumptions)
         activations = needed.saved + needed.working
         if phase.name != "train":
             activations = forward_bytes(config, chain(*chunks), batch, assumptions)
-        work = {"activations": activations, "dispatch": needed.dispatch, "logprobs": needed.logprobs}
-        return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
+        return {"activations": activations, "dispatch": needed.dispatch, "logprobs": needed.logprobs}
 
     def _fragments(self, work: float) -> dict[str, float]:
         return {} if self._is_cpu else {"fragmentation": self.assumptions.fragmentation * work / GIB}

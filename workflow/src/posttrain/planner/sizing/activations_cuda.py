@@ -1,0 +1,306 @@
+"""What a micro-batch of BF16 puts on an NVIDIA GPU, under Transformer Engine's modules: the table for those.
+
+Letters as in `activations`; besides, on this rank: F width of an MLP, M of an expert; q, k, v, o widths of queries,
+keys, values and the attention's output; a response tokens of the row, r = min(a, chunk of log-probabilities); V words;
+U tokens that reach its experts, R rows that these compute. E experts in all.
+
+    kept for the backward pass, per layer      its input, 2 s H; of a pipeline's stage its output, too
+    of Transformer Engine, from the first use  32 MiB for cuBLAS, four more where experts are grouped; from the first
+                                               backward pass one gradient that nobody reads, 2 B an element, of each
+                                               different shape of a matrix that is cut (one expert's among them)
+
+Then the peak is the largest of some moments; they do not meet:
+
+    loss, backward           4 V H + 2 V H of the matrix's gradient, (4 + 2) r V of logits, 4 a H of hidden states
+    loss, forward            (4 + 2 + 4 / 16) r V, 2 a H
+    embedding, backward      2 V H, 2 t H
+    a layer, backward        of attention 2 t (q + k + v + o), with norms of queries and keys 2 t (2 q + 2 k + v + o),
+                             4 t heads; masks where keys are selected; 2 s H of each norm, the residual, the gradient;
+      its MLP                10 t F at the activation function's gradient, 2 s H of its output
+      or its experts         2 (2 U H + R (2 H + 3 M)) at the end of the recomputed forward pass, 12 E s of the router,
+                             6 t F and 2 s H of shared experts
+      or selecting keys      `activations`
+    a layer, forward         three rows 2 s H; 6 t F of an MLP, or 2 (U H + R (2 H + 3 M)) and shared experts as above
+
+Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then. Where the embedding
+is the output matrix as well, its gradient 2 V H of the loss lies beside the layers' until the embedding has its own.
+
+Source: counted operation by operation in the rehearsal (`posttrain.rehearsal`) of Transformer Engine and Megatron Core,
+whose places are `pytorch/module/base.py` (`get_dummy_wgrad`), `pytorch/cpp_extensions/gemm.py` (workspaces),
+`core/transformer/moe/`, `core/fusions/`; `tests/rehearsal/test_plan_against_rehearsal.py` holds them against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
+from posttrain.config.derived import stage_chunks
+from posttrain.config.families import chooses_keys, family_of
+from posttrain.config.schema import Architecture, Config, Parallel, Trainer
+from posttrain.planner.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
+from posttrain.planner.sizing.assumptions import Assumptions
+from posttrain.planner.sizing.memory import layer_kinds
+from posttrain.planner.sizing.model_size import Weight
+
+WORKSPACE_BYTES = 32 << 20
+GROUPED_STREAMS = 4
+BF16 = 2
+FP32 = 4
+# Exponentials exist beside their logits for one part in so many of a chunk (`algorithm.logprobs`).
+BLOCKS_PER_CHUNK = 16
+# The router's scores, probabilities and maps, per expert and token.
+ROUTER_BYTES = 12
+
+Layer = tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on one rank when a phase is at its fullest.
+
+    Args:
+        activations: Kept for the backward pass, and of the layer that is computed.
+        dispatch: Rows of the experts and on their way to them and back.
+        logprobs: Logits, and gradients of output matrix and hidden states.
+    """
+
+    activations: float
+    dispatch: float = 0.0
+    logprobs: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.activations + self.dispatch + self.logprobs
+
+
+def is_measured(config: Config) -> bool:
+    """Tell whether the table is that of a configuration."""
+    return config.hardware.compute_capability != "" and config.trainer.params_dtype == "bf16"
+
+
+def kernel_bytes(config: Config, stage: int, has_trained: bool = True) -> int:
+    """Return what Transformer Engine keeps on a rank of a stage.
+
+    Args:
+        config: The resolved configuration.
+        stage: Its number.
+        has_trained: There was a backward pass.
+
+    Example:
+        GLM-5's 4 layers over TP4 EP8: 160 MiB of workspaces, and 0.263 GiB for the gradients of nine shapes.
+    """
+    arch, parallel, kinds = config.model.architecture, config.parallel, _stage_kinds(config, stage)
+    cuts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    groups = any(has_experts(layer_kinds(arch)[0][kind]) for kind in kinds)
+    gradients = BF16 * _cut_elements(arch, kinds, cuts) if has_trained else 0
+    return WORKSPACE_BYTES * (1 + GROUPED_STREAMS * groups) + gradients
+
+
+def fullest_moment(
+    config: Config, stage: int, batch: MicroBatch, assumptions: Assumptions, is_backward: bool
+) -> Moment:
+    """Return what a rank of a stage needs for micro-batches like `batch` where it needs most.
+
+    Args:
+        config: The resolved configuration.
+        stage: Its number.
+        batch: The largest micro-batch.
+        assumptions: Imbalance of the experts.
+        is_backward: With a backward pass; else log-probabilities alone.
+    """
+    moments, kinds = _moments(config, batch, assumptions), _stage_kinds(config, stage)
+    is_first, is_last = stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1
+    if not is_backward:
+        ends = [moments.loss_forward()] if is_last else []
+        return max([*map(moments.layer_forward, kinds), *ends], key=lambda moment: moment.total)
+    kept, found = moments.kept(stage, stage_chunks(config)[stage]), [*map(moments.layer_backward, kinds)]
+    if is_first:
+        found.append(moments.embedding_backward())
+    if is_last:
+        found.append(moments.loss_backward())
+    fullest = max(found, key=lambda moment: moment.total)
+    return Moment(kept + fullest.activations, fullest.dispatch, fullest.logprobs)
+
+
+def _stage_kinds(config: Config, stage: int) -> tuple[int, ...]:
+    """Return which of the model's different layers a stage has."""
+    _, kind_of = layer_kinds(config.model.architecture)
+    return tuple(
+        sorted({kind for layers in stage_chunks(config)[stage] for kind in kind_of[layers.start : layers.stop]})
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cut_elements(arch: Architecture, kinds: tuple[int, ...], cuts: tuple[int, int]) -> int:
+    """Return the elements of one matrix of each different shape, on a rank, of those that are cut."""
+    layers, is_latent = layer_kinds(arch)[0], bool(arch.kv_lora_rank)
+    shapes = {shape for kind in kinds for shape in _shapes(layers[kind], cuts, is_latent)}
+    return sum(height * width for height, width in shapes)
+
+
+def _shapes(layer: Layer, cuts: tuple[int, int], is_latent: bool) -> Iterator[tuple[int, int]]:
+    matrices = [weight for weight in layer if weight.split != "none" and len(weight.shape) == 2]
+    for component, group in groupby(matrices, key=lambda weight: weight.component):
+        members = [*group]
+        *inner, (height, width) = (weight.shape for weight in members)
+        cut = cuts[members[0].split == "expert"]
+        yield height, width // cut
+        heights = [height for height, _ in inner]
+        if component != "attention":
+            heights = [2 * heights[0]]  # gate and up are one matrix
+        elif not is_latent:
+            heights = [heights[0] + 2 * heights[1]]  # and so are queries, keys and values
+        yield from ((height // cut, width) for height, (_, width) in zip(heights, inner, strict=False))
+
+
+def _moments(config: Config, batch: MicroBatch, assumptions: Assumptions) -> _Moments:
+    # The length of the last stage changes nothing of a row.
+    parallel = replace(config.parallel, num_layers_in_last_pipeline_stage=0)
+    return _cached_moments(
+        config.model.architecture,
+        config.trainer,
+        parallel,
+        batch,
+        assumptions.expert_imbalance,
+        config.rollout.max_response_tokens,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cached_moments(
+    arch: Architecture, trainer: Trainer, parallel: Parallel, batch: MicroBatch, imbalance: float, longest_response: int
+) -> _Moments:
+    return _Moments(arch, trainer, parallel, batch, imbalance, longest_response)
+
+
+class _Moments:
+    """The terms of the module's table for one micro-batch on one rank."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        trainer: Trainer,
+        parallel: Parallel,
+        batch: MicroBatch,
+        imbalance: float,
+        longest_response: int,
+    ):
+        self._arch, self._trainer, self._stages = arch, trainer, parallel.pipeline_model_parallel_size
+        cuts = (
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            parallel.expert_tensor_parallel_size,
+        )
+        self._row = row = cached_row(arch, trainer, cuts, batch, imbalance)
+        self._kinds, self._kind_of = layer_kinds(arch)
+        asked = min(batch.tokens, batch.num_sequences * longest_response)
+        self._asked = asked / parallel.context_parallel_size
+        self._words = arch.vocab_size / row.tp
+        self._logits = min(self._asked, trainer.log_probs_chunk_size) * self._words
+        self._thin = BF16 * row.s * row.hidden  # hidden states, of which each tensor-parallel rank has a part
+        self._wide = BF16 * row.t * row.hidden
+        self._matrix = BF16 * self._words * row.hidden
+        self._tied = self._matrix * (arch.tie_word_embeddings and self._stages == 1)
+        self._angles = 2 * FP32 * (arch.qk_rope_head_dim or arch.head_dim) * batch.longest
+        self._expert_cut = parallel.expert_tensor_parallel_size
+        experts, sent = parallel.expert_model_parallel_size, row.s * arch.num_experts_per_tok
+        share = min(1.0, imbalance / experts) if experts > 1 else 1.0
+        self._rows = sent * experts * share * self._expert_cut
+        reached = experts * row.s * (1 - (1 - share) ** arch.num_experts_per_tok)
+        is_spread = trainer.deepep and experts * self._expert_cut > 1
+        self._reached = reached if is_spread else sent + self._rows
+        self._known: dict[tuple[int, bool], tuple[float, float, float]] = {}
+
+    def kept(self, stage: int, chunks: Sequence[range]) -> float:
+        """Return what all micro-batches in flight leave behind."""
+        return self._angles + most_in_flight([self._kept(layers) for layers in chunks], self._stages, stage)
+
+    def _kept(self, layers: range) -> float:
+        trainer, inputs, whole = self._trainer, 0, layers
+        if trainer.recompute_granularity == "full" and trainer.recompute_method == "uniform":
+            inputs, whole = -(-len(layers) // trainer.recompute_num_layers), range(0)
+        elif trainer.recompute_granularity == "full":
+            inputs, whole = min(trainer.recompute_num_layers, len(layers)), layers[trainer.recompute_num_layers :]
+        is_handed_on = layers.stop < self._arch.num_hidden_layers
+        shared = self._row.shared_choice()
+        choices = shared * sum(chooses_keys(self._arch, index) for index in layers) if shared else 0.0
+        return (inputs + is_handed_on) * self._thin + choices + sum(self._saved(self._kind_of[i]) for i in whole)
+
+    def layer_backward(self, kind: int) -> Moment:
+        """Return what a layer adds where its backward pass needs most, with others that are recomputed with it."""
+        attention, activations, dispatch = self._parts(kind, True)
+        # Both norms' outputs, what is added to the second one's, and the gradient that came.
+        first = attention + 4 * self._thin + self._tied
+        if self._trainer.recompute_granularity == "full" and self._trainer.recompute_method == "uniform":
+            first += (self._trainer.recompute_num_layers - 1) * self._saved(kind)
+        choosing = self._choosing(kind)
+        if choosing > activations + dispatch:
+            return Moment(first + choosing)
+        return Moment(first + activations, dispatch)
+
+    def layer_forward(self, kind: int) -> Moment:
+        """Return what a layer takes without a backward pass behind it."""
+        attention, activations, dispatch = self._parts(kind, False)
+        choosing = self._choosing(kind) and self._choosing(kind) + attention
+        if choosing > activations + dispatch:
+            activations, dispatch = choosing, 0.0
+        return Moment(self._angles + 3 * self._thin + activations, dispatch)
+
+    def loss_backward(self) -> Moment:
+        """Return what log-probabilities take while they are differentiated; the last norm's input is there, too."""
+        hidden = 2 * BF16 * self._asked * self._row.hidden
+        return Moment(self._thin, logprobs=hidden + 3 * self._matrix + (FP32 + BF16) * self._logits)
+
+    def loss_forward(self) -> Moment:
+        """Return what log-probabilities take."""
+        exponentials = FP32 / BLOCKS_PER_CHUNK
+        logprobs = BF16 * self._asked * self._row.hidden + (FP32 + BF16 + exponentials) * self._logits
+        return Moment(self._angles + 2 * self._thin, logprobs=logprobs)
+
+    def embedding_backward(self) -> Moment:
+        """Return what the embedding's gradient takes."""
+        return Moment(self._matrix + self._tied + self._wide)
+
+    def _parts(self, kind: int, is_backward: bool) -> tuple[float, float, float]:
+        """Return the bytes of attention, of the MLP or router and shared experts, and of routed rows."""
+        if (kind, is_backward) not in self._known:
+            layer = self._kinds[kind]
+            self._known[kind, is_backward] = self._attention(layer), *self._mlp(layer, is_backward)
+        return self._known[kind, is_backward]
+
+    def _choosing(self, kind: int) -> float:
+        chooses = any(weight.component == "indexer" for weight in self._kinds[kind])
+        return self._row.selection_chunk() if chooses else 0.0
+
+    def _saved(self, kind: int) -> float:
+        """Return what a layer keeps that is not recomputed."""
+        return sum(self._parts(kind, False)) + 4 * self._thin
+
+    def _attention(self, layer: Layer) -> float:
+        row, arch = self._row, self._arch
+        query, key_value, output = row.widths(layer)
+        statistics = FP32 * row.heads() * row.t
+        if not arch.kv_lora_rank:
+            with_norms = arch.use_qk_norm or family_of(arch).always_qk_norm
+            before_norms = query + key_value / 2 if with_norms else 0.0
+            return BF16 * row.t * (before_norms + query + key_value + output) + statistics
+        latents = BF16 * row.s * (arch.q_lora_rank + arch.kv_lora_rank)
+        blocks = BF16 * (row.padded * (query + output) + row.padded_keys * key_value)
+        return blocks + latents + statistics + row.mask_bytes
+
+    def _mlp(self, layer: Layer, is_backward: bool) -> tuple[float, float]:
+        """Return the bytes of an MLP, or of router and shared experts; and those of routed rows."""
+        row, arch = self._row, self._arch
+        if not has_experts(layer):
+            width = BF16 * row.t * arch.intermediate_size / row.tp
+            return (5 * width + self._thin if is_backward else 3 * width), 0.0
+        shared_width = arch.n_shared_experts * arch.moe_intermediate_size / row.tp
+        shared = (3 * BF16 * row.t * shared_width + self._thin) if shared_width else 0.0
+        copies = (1 + is_backward) * self._reached * row.hidden
+        width = arch.moe_intermediate_size / self._expert_cut
+        rows = self._rows * (2 * row.hidden + 3 * width)
+        return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, BF16 * (copies + rows)
