@@ -19,7 +19,7 @@ from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
 from posttrain.rehearsal.samples import rehearsed_row
-from posttrain.rehearsal.traces import ACTIVATIONS, Trace, find_problems
+from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
 UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
@@ -64,7 +64,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
             )
         ],
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
-        "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned)],
+        "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
@@ -79,7 +79,9 @@ def _seen(row: PhaseMemory) -> float:
     return sum(size for part, size in row.gpu.items() if part not in UNSEEN)
 
 
-def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
+def _memory_rows(
+    config: Config, trace: Trace, planned: Sequence[PhaseMemory], left_out: LeftOut
+) -> list[dict[str, Any]]:
     stage = trace.rank // stage_size(config)
     # What is made in a phase gets its name at the end of it.
     kind_of = {where: kind for phase in trace.phases for kind, where, _ in phase["holders"] if kind != ACTIVATIONS}
@@ -98,6 +100,7 @@ def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -
                 "step": phase["step"],
                 "phase": phase["name"],
                 "peak_gib": round(phase["peak"] / GIB, 3),
+                "whole_gib": round(phase["peak"] / GIB + left_out(trace.rank, phase["name"]), 3),
                 "planned_gib": awake and round(awake, 3),
                 "host_gib": round(phase["host_peak"] / GIB, 3),
                 "parts_gib": {kind: round(size / GIB, 3) for kind, size in holders.items()},
