@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from posttrain.config.load import Resolved
@@ -15,6 +16,7 @@ from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inhe
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
+from posttrain.planner.sizing.unseen import unseen_terms
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
@@ -66,6 +68,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
+        "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
         "collectives": _collectives(rehearsed, traces),
@@ -161,6 +164,13 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
     ]
     if findings:
         return Verdict("This would fail on GPUs", findings)
+    counted, most = (sum(term[name] for term in outcome["unseen"]) for name in ("gib", "most"))
+    used = max(row["whole_gib"] for row in outcome["memory"]) + counted
+    if used + most - counted > outcome["capacity_gib"]:
+        detail = (
+            f"{used:.1f} of {outcome['capacity_gib']} GiB, of which up to {most - counted:.1f} more are not seen here"
+        )
+        findings = [Finding("warning", "It may fit, and may not", detail, "fewer tokens, more nodes or another layout")]
     shown = (
         f"{outcome['layers']} of {outcome['of_layers']} layers"
         if outcome["layers"] < outcome["of_layers"]
