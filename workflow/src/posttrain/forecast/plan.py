@@ -33,6 +33,7 @@ from posttrain.planner.sizing.model_size import (
     parameters_by_component,
 )
 from posttrain.planner.sizing.node_copy import node_copies
+from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
 from posttrain.planner.timing import duration
 from posttrain.planner.timing.step_time import split_part
 
@@ -140,17 +141,20 @@ def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
 
 def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:
     stages, capacity = memory.stage_memory(config), capacity_gib(config)
-    on_host = host_gib_by_phase(config, phases)
+    on_host, uncertainty = host_gib_by_phase(config, phases), uncertainty_gib(config)
     return {
         "memory_gib_by_stage": [round(stage.total_gib, 4) for stage in stages],
         "stages": [stage.as_dict() for stage in stages],
         "capacity_gib": capacity,
+        "unseen": [dataclasses.asdict(term) for term in unseen_terms(config)],
+        "uncertainty_gib": round(uncertainty, 4),
         "phases": [
             {
                 "phase": item.phase,
                 "stage": item.stage,
                 "gpu_gib": round(item.gpu_gib, 4),
                 "fits": item.gpu_gib <= capacity,
+                "surely_fits": item.gpu_gib + uncertainty <= capacity,
                 "gpu": {part: round(gib, 4) for part, gib in item.gpu.items()},
                 "host_gib": round(item.host_gib, 4),
                 "host": {part: round(gib, 4) for part, gib in item.host.items()},

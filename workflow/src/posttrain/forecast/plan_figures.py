@@ -21,7 +21,7 @@ GROUPS = (
     ),
     ("engine weights", 5, ("engine_weights", "engine_work")),
     ("KV pool", 6, ("kv_pool",)),
-    ("reserve", 7, ("reserve",)),
+    ("reserve", 7, ("reserve", "fragmentation")),
 )
 READERS = {
     "megatron.model": "MLATransformerConfig",
@@ -49,6 +49,7 @@ class Bar:
     segments: tuple[Segment, ...]
     gib: float
     fits: bool
+    surely_fits: bool
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _bar(item: Mapping[str, Any], longest: float) -> Bar:
     segments = tuple(
         Segment(round(100 * gib / longest, 3), color, f"{label}: {gib:.3g} GiB") for label, color, gib in amounts if gib
     )
-    return Bar(item["phase"], segments, item["gpu_gib"], item["fits"])
+    return Bar(item["phase"], segments, item["gpu_gib"], item["fits"], item["surely_fits"])
 
 
 def joined(what: str, numbers: Sequence[int]) -> str:

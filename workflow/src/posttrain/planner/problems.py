@@ -27,6 +27,7 @@ from posttrain.planner.sizing.memory_phases import (
     phase_memory,
 )
 from posttrain.planner.sizing.storage import storage
+from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
 from posttrain.planner.timing.duration import Bandwidths
 from posttrain.planner.timing.step_time import (
     evaluation_interval,
@@ -60,6 +61,7 @@ def find_warnings(config: Config) -> list[Problem]:
     return [
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
         *_check_sleep(config),
+        *_check_margin(config),
         *_check_node_names(config),
     ]
 
@@ -121,6 +123,16 @@ def _check_sleep(config: Config) -> Iterator[Problem]:
         found = f"{fraction}: {awake:.1f} GiB per rank that trains while engines keep their memory, as they do today"
         remedy = "give engines less, or the job more nodes; the plan's phases count on engines that sleep"
         yield Problem("engine.mem_fraction_static", found, _limit(config), remedy)
+
+
+def _check_margin(config: Config) -> Iterator[Problem]:
+    """Yield that a rank ends closer to the limit than what nobody sees may differ from what is counted for it."""
+    fullest, limit = max(phase_memory(config), key=lambda item: item.gpu_gib), capacity_gib(config)
+    uncertain = uncertainty_gib(config)
+    if fullest.gpu_gib <= limit < fullest.gpu_gib + uncertain:
+        terms = ", ".join(term.name for term in unseen_terms(config))
+        allowed = f"{_limit(config)}; up to {uncertain:.1f} GiB more have been seen of {terms}"
+        yield Problem("trainer.max_tokens_per_gpu", _amount(fullest), allowed, "leave room; it may fit, and may not")
 
 
 def _check_evaluation_share(config: Config) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from posttrain.config.load import Resolved
@@ -15,11 +16,12 @@ from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inhe
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
+from posttrain.planner.sizing.unseen import unseen_terms
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
 from posttrain.rehearsal.samples import rehearsed_row
-from posttrain.rehearsal.traces import ACTIVATIONS, Trace, find_problems
+from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
 UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
@@ -64,8 +66,9 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
             )
         ],
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
-        "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned)],
+        "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
+        "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
         "collectives": _collectives(rehearsed, traces),
@@ -79,7 +82,9 @@ def _seen(row: PhaseMemory) -> float:
     return sum(size for part, size in row.gpu.items() if part not in UNSEEN)
 
 
-def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
+def _memory_rows(
+    config: Config, trace: Trace, planned: Sequence[PhaseMemory], left_out: LeftOut
+) -> list[dict[str, Any]]:
     stage = trace.rank // stage_size(config)
     # What is made in a phase gets its name at the end of it.
     kind_of = {where: kind for phase in trace.phases for kind, where, _ in phase["holders"] if kind != ACTIVATIONS}
@@ -98,6 +103,7 @@ def _memory_rows(config: Config, trace: Trace, planned: Sequence[PhaseMemory]) -
                 "step": phase["step"],
                 "phase": phase["name"],
                 "peak_gib": round(phase["peak"] / GIB, 3),
+                "whole_gib": round(phase["peak"] / GIB + left_out(trace.rank, phase["name"]), 3),
                 "planned_gib": awake and round(awake, 3),
                 "host_gib": round(phase["host_peak"] / GIB, 3),
                 "parts_gib": {kind: round(size / GIB, 3) for kind, size in holders.items()},
@@ -158,6 +164,13 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
     ]
     if findings:
         return Verdict("This would fail on GPUs", findings)
+    counted, most = (sum(term[name] for term in outcome["unseen"]) for name in ("gib", "most"))
+    used = max(row["whole_gib"] for row in outcome["memory"]) + counted
+    if used + most - counted > outcome["capacity_gib"]:
+        detail = (
+            f"{used:.1f} of {outcome['capacity_gib']} GiB, of which up to {most - counted:.1f} more are not seen here"
+        )
+        findings = [Finding("warning", "It may fit, and may not", detail, "fewer tokens, more nodes or another layout")]
     shown = (
         f"{outcome['layers']} of {outcome['of_layers']} layers"
         if outcome["layers"] < outcome["of_layers"]

@@ -13,7 +13,7 @@ class Assumptions:
     """Unmeasured figures; GiB per GPU where no other unit is named.
 
     Args:
-        cuda_context: CUDA context, loaded kernels and cuBLAS workspaces of one process.
+        cuda_context: CUDA context and loaded kernels of one process; this and the next two: `sizing.unseen`.
         nccl: Buffers of the communicators: TP, PP, CP, EP, data parallel and the world.
         deepep: Send and receive buffers of DeepEP, when the trainer uses it.
         engine_work: Activations, CUDA graphs and communicators of an engine, beyond its static share.

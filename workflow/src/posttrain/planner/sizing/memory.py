@@ -41,8 +41,9 @@ ROUTER_BUFFER_BYTES = 4 + 4
 # An offloaded shard: FP32 master copy, two moments, and the pinned copy of the gradient that the CPU's Adam reads.
 OFFLOADED_BYTES = 12 + 4
 NOT_MODELLED = (
-    "trainer memory: fragmentation beyond the stated reserve, kernels' workspaces, rows of very unequal sequences, "
-    "which attention pads to the longest",
+    "trainer memory: fragmentation beyond the stated reserve; rows of very unequal sequences, which attention pads to "
+    "the longest; while trainer and engine are compared and while weights are sent, a copy of a rank's weights and a "
+    "whole tensor in BF16 and FP32",
 )
 
 

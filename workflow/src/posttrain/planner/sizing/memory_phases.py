@@ -4,9 +4,11 @@ Trainer and engines share the GPUs. Who is awake comes from the table of `sizing
 in host memory, gradients apart, which are dropped. Per phase and rank:
 
     engines awake     engine weights, KV pool, the engine's own work
-    trainer awake     weights; without backward one layer's activations (old_logprobs, mismatch)
+    trainer awake     weights, what kernels keep; without backward one layer's activations (old_logprobs, mismatch)
     optimizer awake   gradient buffer, optimizer state (unless offloaded)
-    train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits
+    train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
+                      on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
+    always            contexts, communicators and buffers that no tracker sees (`unseen`)
     weight_sync       a bucket of weights, gathered and in the engines' precision
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
@@ -29,6 +31,7 @@ from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
 from posttrain.planner.sizing.engine import EngineMemory, engine_memory
 from posttrain.planner.sizing.memory import BYTES, GIB, StageMemory, largest_weights, shards, stage_memory
 from posttrain.planner.sizing.phases import ASLEEP, PHASES, Phase
+from posttrain.planner.sizing.unseen import unseen_terms
 
 MIB = 1 << 20
 # Master weights and moments: FP32.
@@ -165,15 +168,9 @@ class _Plan:
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 
     def _reserve(self) -> float:
-        assumptions = self.assumptions
         if self._is_cpu:
-            return assumptions.cpu_process
-        # Trainer and engine are processes of their own, each with a context.
-        return (
-            (1 + uses_engines(self.config)) * assumptions.cuda_context
-            + assumptions.nccl
-            + (assumptions.deepep if self.config.trainer.deepep else 0.0)
-        )
+            return self.assumptions.cpu_process
+        return sum(term.gib for term in unseen_terms(self.config, self.assumptions))
 
     def _engine(self, is_awake: bool) -> dict[str, float]:
         if not is_awake or not uses_engines(self.config):

@@ -1,0 +1,112 @@
+"""The table of NVIDIA's GPUs: its terms by hand, and peaks that a rehearsal has shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, fullest_moment, is_measured, kernel_bytes
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.memory import GIB
+from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain.rehearsal.members import shallow
+from posttrain.rehearsal.outcome import UNSEEN
+from posttrain.rehearsal.samples import rehearsed_row
+
+CONFIG = Path(__file__).parents[4] / "config"
+# What a rank of a stage held at most in the second step of a rehearsal, GiB.
+PEAKS = {
+    ("qwen3_0.6b", 1): {(0, "old_logprobs"): 2.215, (0, "train"): 3.064},
+    ("qwen3_4b", 1): {(0, "old_logprobs"): 2.903, (0, "train"): 4.078},
+    ("moonlight", 1): {(0, "old_logprobs"): 3.957, (0, "train"): 4.389},
+    ("glm5_4layer", 1): {(0, "old_logprobs"): 30.735, (0, "train"): 32.084},
+    ("qwen3_30b_a3b", 2): {(0, "old_logprobs"): 3.116, (0, "train"): 3.461},
+    ("glm4.5_air", 4): {
+        (0, "old_logprobs"): 6.672,
+        (0, "train"): 7.510,
+        (1, "old_logprobs"): 8.653,
+        (1, "train"): 9.413,
+    },
+    ("glm5_20layer", 6): {(0, "train"): 14.654, (1, "train"): 22.291, (2, "train"): 25.304},
+}
+
+
+def config_of(model, nodes=1, **words):
+    return resolve({"site": "local", "model": model, "nodes": nodes, **words}, CONFIG).config
+
+
+@pytest.mark.parametrize(("model", "nodes"), PEAKS, ids=str)
+def test_peaks_of_a_rehearsal(model, nodes):
+    config = shallow(config_of(model, nodes))
+    rows = phase_memory(config, batch=rehearsed_row(config), trainer_sleeps=False)
+    planned = {
+        (row.stage, row.phase): sum(size for part, size in row.gpu.items() if part not in UNSEEN) for row in rows
+    }
+    for place, gib in PEAKS[model, nodes].items():
+        assert planned[place] == pytest.approx(gib, rel=0.01), place
+
+
+def test_the_table_is_that_of_bf16_on_nvidias_gpus():
+    config = config_of("qwen3_4b")
+    assert is_measured(config)
+    fp32 = dataclasses.replace(config.trainer, params_dtype="fp32")
+    assert not is_measured(dataclasses.replace(config, trainer=fp32))
+    assert not is_measured(config_of("qwen3_4b", hardware="mi300x", set="rollout.fp8=false"))
+    assert not is_measured(config_of("tiny", hardware="cpu"))
+
+
+def test_what_transformer_engine_keeps_by_hand():
+    """TP4, each matrix once: queries and keys from their latents, output, three MLPs of gate and up, and down."""
+    attention = 4096 * 2048 + 7168 * 512 + 6144 * 4096
+    dense, shared, expert = 3 * 3072 * 6144, 3 * 512 * 6144, 3 * 2048 * 6144
+    config = config_of("glm5_4layer")
+    assert kernel_bytes(config, 0) == 5 * WORKSPACE_BYTES + 2 * (attention + dense + shared + expert)
+    assert kernel_bytes(config, 0, has_trained=False) == 5 * WORKSPACE_BYTES
+    # Without experts no groups; queries, keys and values are one matrix, of TP2.
+    joined, output, mlp = (4096 + 2 * 1024) // 2 * 2560, 2560 * 2048, 3 * 9728 // 2 * 2560
+    assert kernel_bytes(config_of("qwen3_4b"), 0) == WORKSPACE_BYTES + 2 * (joined + output + mlp)
+
+
+def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
+    """17 responses of 100 tokens, of whose log-probabilities 1,024 are computed at a time; 154,880 words over TP4."""
+    config = config_of("glm5_4layer")
+    batch = rehearsed_row(config)
+    assert (batch.tokens, batch.num_sequences) == (17 * 120, 17)
+    moment, words = fullest_moment(config, 0, batch, ASSUMPTIONS, True), 154880 // 4
+    assert moment.logprobs == 6 * words * 6144 + 6 * words * 1024 + 4 * 1700 * 6144
+    # The inputs of four layers and of the last norm, over TP4, and cosines and sines of 64 angles.
+    assert moment.activations == 5 * 2 * 510 * 6144 + 2 * 4 * 64 * 120
+    assert moment.dispatch == 0
+
+
+def test_a_dense_layer_is_fullest_at_its_activations_gradient():
+    """Qwen3-4B in full, TP2 and 20,480 tokens: 16 of 32 heads of 128, 4 of 8 of keys, half of 9,728."""
+    config = config_of("qwen3_4b")
+    tokens, thin, query, key = 20480, 2 * 10240 * 2560, 16 * 128, 4 * 128
+    moment = fullest_moment(config, 0, rehearsed_row(config), ASSUMPTIONS, True)
+    attention = 2 * tokens * (3 * query + 3 * key) + 4 * 16 * tokens
+    tied = 2 * 151936 // 2 * 2560
+    kept = 36 * thin + 2 * 4 * 128 * tokens
+    assert moment.activations == kept + attention + 10 * tokens * 9728 // 2 + 5 * thin + tied
+    assert moment.logprobs == 0
+
+
+def test_the_busiest_ranks_rows_are_the_fullest_moment_of_experts():
+    """GLM-4.5-Air, EP16: 5,120 tokens of each rank send 8 rows, 1.5 times the mean to the busiest."""
+    config = config_of("glm4.5_air", 4)
+    moment = fullest_moment(config, 1, rehearsed_row(config), ASSUMPTIONS, True)
+    rows, reached = 5120 * 8 * 1.5, 16 * 5120 * (1 - (1 - 1.5 / 16) ** 8)
+    assert moment.dispatch == pytest.approx(2 * (2 * reached * 4096 + rows * (2 * 4096 + 3 * 1408)))
+    forward = fullest_moment(config, 0, rehearsed_row(config), ASSUMPTIONS, False)
+    assert moment.dispatch - forward.dispatch == pytest.approx(2 * reached * 4096)
+    assert moment.dispatch / GIB == pytest.approx(2.1, abs=0.01)
+
+
+def test_what_is_not_recomputed_is_kept():
+    config = config_of("qwen3_4b")
+    kept = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, recompute_granularity="none"))
+    one, all_of_it = (fullest_moment(each, 0, rehearsed_row(each), ASSUMPTIONS, True) for each in (config, kept))
+    assert all_of_it.activations > 10 * one.activations
