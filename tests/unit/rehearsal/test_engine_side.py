@@ -144,7 +144,7 @@ def test_sglang_takes_every_tensor_once(resolved: Resolve, faults: Any, model: s
 def test_sglang_tells_what_is_renamed_missing_misshapen_and_doubled(resolved: Resolve, faults: Any) -> None:
     config = resolved("glm5_4layer").config
     sent = dict(sent_tensors(config))
-    gate, norm = "model.layers.2.mlp.gate.weight", "model.layers.1.input_layernorm.weight"
+    gate, norm = "model.layers.3.mlp.gate.weight", "model.layers.1.input_layernorm.weight"
     renamed = "model.layers.3.mlp.experts.200.up.weight"
     sent[renamed] = sent.pop("model.layers.3.mlp.experts.200.up_proj.weight")
     sent["model.layers.3.mlp.experts.200.up.weight_scale_inv"] = sent.pop(

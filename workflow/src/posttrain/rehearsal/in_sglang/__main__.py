@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
     """Return SGLang's arguments, resolved, and what is to be told.
 
     Returns:
-        Its arguments, None where it refused; "refused" with its words, and "asked", "resolved": field -> value.
+        Its arguments, None where it refused; and "refused" with its words, or "changed": [flag, or "" where nobody
+        asked, field, asked, resolved], "kv_cache_dtype", "version".
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -57,10 +59,16 @@ def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
     options = {option: action.dest for action in parser._actions for option in action.option_strings}
     asked = {options[word]: word for word in argv if word in options}
     resolved, raw = arguments.resolved_dict(), arguments._raw_input
-    changed = {name: value for name, value in resolved.items() if value != raw.get(name) and not name.startswith("_")}
+    left_out = ("tokenizer_path",)  # the model's, which is a temporary folder here
+    names = [name for name in resolved if not name.startswith("_") and name not in left_out]
+    changed = {name: resolved[name] for name in names if resolved[name] != raw.get(name)}
     return arguments, {
         "refused": "",
-        "changed": [[asked.get(name, ""), name, _short(raw.get(name)), _short(changed[name])] for name in changed],
+        "changed": [
+            [asked.get(name, ""), name, _short(raw.get(name)), _short(changed[name])]
+            for name in sorted(changed, key=lambda name: name not in asked)
+        ],
+        "version": version("sglang"),
         "kv_cache_dtype": resolved["kv_cache_dtype"],
     }
 
