@@ -78,6 +78,9 @@ env-chromium: ## the browser in which pages are measured (Debian, as root)
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
 endif
+ifneq (,$(findstring rehearsal,$(REQUIRE)))
+test: env-rehearsal
+endif
 ifneq (,$(findstring network,$(REQUIRE)))
 test: env-network
 endif

@@ -5,7 +5,6 @@ A patch's head says what is wrong, what is to be found, what is set for it, and 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
-from tests.support.requirements import require
+from tests.support.rehearsals import require_rehearsal
 from tests.support.workflow_runs import ROOT
 
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.start import VARIABLE, rehearse
+from posttrain.rehearsal.start import rehearse
 
 FAULTS = sorted((ROOT / "tests" / "rehearsal_faults").glob("*.patch"))
 LAYOUT = {
@@ -31,8 +30,7 @@ LINK = re.compile(rf"https://github\.com/({PROJECTS})/(issues|pull)/\d+")
 
 
 def rehearsed(changes: str, library: Path | None = None) -> dict[str, Any]:
-    home = Path(os.environ.get(VARIABLE) or ROOT / ".envs" / "rehearsal")
-    require("rehearsal", "" if (home / ".ready").exists() else "`make env-rehearsal` was not run")
+    require_rehearsal()
     layout = LAYOUT | dict(word.split("=") for word in changes.split())
     words = " ".join(f"{key}={value}" for key, value in layout.items())
     resolved = resolve({"site": "local", "model": "tiny", "hardware": "h100", "set": words}, CONFIG_DIR)

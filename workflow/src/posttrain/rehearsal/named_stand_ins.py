@@ -7,7 +7,7 @@ STAND_INS = {
     "Triton": "kernels are not started: their outputs exist, without values",
     "TileLang": "kernels of sparse attention are traced from their source, whose checks run, and not compiled: "
     "nothing tells whether registers and shared memory suffice",
-    "FlashMLA and cuDNN": "where sparse attention runs on them, Megatron's code that calls them runs, and outputs exist",
+    "FlashMLA and cuDNN": "where sparse attention runs on them, Megatron's calls of them run, and outputs exist",
     "torch.compile": "what is to be compiled is taken for one kernel without temporaries",
     "process groups": "large tensors are not sent; lengths, counts, shapes, objects and small sums are, between the "
     "ranks that are rehearsed, and those that are not say what one that is says",
