@@ -1,4 +1,4 @@
-"""Every recipe that is published here, and the demos on GPUs, are rehearsed and have no problem of the trainer's own."""
+"""Every published recipe, and the demos on GPUs, are rehearsed and have no problem of the trainer's own."""
 
 from __future__ import annotations
 
