@@ -78,6 +78,9 @@ env-chromium: ## the browser in which pages are measured (Debian, as root)
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
 endif
+ifneq (,$(findstring rehearsal,$(REQUIRE)))
+test test-faults: env-rehearsal
+endif
 ifneq (,$(findstring network,$(REQUIRE)))
 test: env-network
 endif
@@ -89,9 +92,6 @@ test: env-strace
 endif
 ifneq (,$(findstring chromium,$(REQUIRE)))
 test: env-chromium
-endif
-ifneq (,$(findstring rehearsal,$(REQUIRE)))
-test test-faults: env-rehearsal
 endif
 test: env env-reasoning-gym lint  ## everything that proves a change; REQUIRE=sglang installs SGLang and turns its skips into failures
 	pytest tests -m 'not faults' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

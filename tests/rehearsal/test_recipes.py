@@ -1,4 +1,4 @@
-"""What the project offers runs through a rehearsal without a problem: two recipes at every change, all as a part."""
+"""What the project offers, and the demos on GPUs, run through a rehearsal without a problem of the trainer's own."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from typing import Any
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
 from tests.support.rehearsals import rehearsed
+from tests.support.workflow_runs import ROOT
 
-RECIPES = sorted(path.stem.rpartition("_")[::2] for path in (CONFIG_DIR / "nodes").glob("*.yaml"))
-DEMOS = ("tiny", "tiny_qwen3")
-OFFLOAD = "trainer.optimizer_cpu_offload=true trainer.params_dtype=bf16"
+from posttrain.planner.resolve import resolve
+from posttrain.rehearsal.members import members
 
-
-def test_two_ranks_of_a_demo_model_run_through() -> None:
-    words = "parallel.tensor_model_parallel_size=1 parallel.expert_model_parallel_size=2"
-    is_clean(rehearsed(model="tiny", hardware="h100", set=words))
-
-
-def test_a_model_that_people_train_on_one_gpu_runs_through() -> None:
-    is_clean(rehearsed(model="qwen3_0.6b"))
+# A few parameters on one node: rehearsed at every change, where the environment is there.
+FAST = ("qwen3_0.6b_1", "tiny_1")
+DEMOS = ("tiny_1", "tiny_qwen3_1")
+RECIPES = sorted({path.stem for path in (ROOT / "config" / "nodes").glob("*.yaml")} | {*FAST, *DEMOS})
+OFFLOAD = "trainer.optimizer_cpu_offload=true trainer.params_dtype=bf16 parallel.tensor_model_parallel_size=1"
 
 
-@pytest.mark.faults("rehearsal")
-@pytest.mark.parametrize("model", DEMOS)
-def test_a_demo_model_runs_through(model: str) -> None:
-    is_clean(rehearsed(model=model, hardware="h100"))
+def request_of(recipe: str) -> dict[str, Any]:
+    model, _, nodes = recipe.rpartition("_")
+    on_gpus = {"hardware": "h100"} if recipe in DEMOS else {}
+    return {"site": "local", "model": model, "nodes": int(nodes), **on_gpus}
+
+
+def test_every_recipe_is_named() -> None:
+    models = {path.stem for path in (ROOT / "config" / "models").glob("*.yaml")}
+    assert {recipe.rpartition("_")[0] for recipe in RECIPES} == models
+    assert {*FAST} <= {*RECIPES}
+
+
+@pytest.mark.parametrize(
+    "recipe", [name if name in FAST else pytest.param(name, marks=pytest.mark.faults("rehearsal")) for name in RECIPES]
+)
+def test_a_recipe_runs_through(recipe: str) -> None:
+    is_clean(**request_of(recipe))
 
 
 @pytest.mark.faults("rehearsal")
 def test_an_optimizer_in_host_memory_runs_through() -> None:
-    is_clean(rehearsed(model="tiny", hardware="h100", set=f"{OFFLOAD} parallel.tensor_model_parallel_size=1"))
+    is_clean(**request_of("tiny_1"), set=OFFLOAD)
 
 
-@pytest.mark.faults("rehearsal")
-@pytest.mark.parametrize(("model", "nodes"), RECIPES)
-def test_a_recipe_runs_through(model: str, nodes: str) -> None:
-    is_clean(rehearsed(model=model, nodes=int(nodes)))
-
-
-def is_clean(found: dict[str, Any]) -> None:
+def is_clean(**request: Any) -> None:
+    found = rehearsed(**request)
     assert found["problems"] == []
-    assert len(found["ranks"]) > 0
+    assert found["ranks"] == members(resolve(request, CONFIG_DIR).config)
     phases = {row["phase"] for row in found["memory"] if row["step"] == 2}
     assert {"old_logprobs", "train", "weight_sync", "save"} <= phases

@@ -28,6 +28,7 @@ WORDS = [
         "run=1e3",
     ),
     *("run=True", "run=False", "run=null", "run=a=b", "run=a: b", "run=a #b", "run={", "fork=old@4", "gc=delete"),
+    "quick=1",
     *("set=optimizer.lr=1e-4 site.node_names=[a,b]", "set='a.b=c' d=e", "optimizer={lr: 1e-4, betas: {a: 1}}", "run=ü"),
 ]
 

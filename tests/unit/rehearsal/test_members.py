@@ -2,7 +2,7 @@ import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.members import members, shallow
+from posttrain.rehearsal.members import members, shallow, stages_of
 
 
 def config_of(model, **more):
@@ -19,6 +19,12 @@ def config_of(model, **more):
 )
 def test_every_kind_of_group_has_two_members(model, nodes, expected):
     assert members(config_of(model, nodes=nodes)) == expected
+
+
+def test_a_quick_rehearsal_has_the_first_a_middle_and_the_last_stage():
+    config = config_of("glm5", nodes=16)
+    assert members(config, quick=True) == [stage * 32 + place for stage in (0, 1, 3) for place in (0, 1, 4, 8)]
+    assert stages_of(config_of("glm5_4layer"), quick=True) == [0]
 
 
 def test_few_layers_keep_every_kind_in_every_stage():

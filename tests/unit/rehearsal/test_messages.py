@@ -37,6 +37,15 @@ def test_what_is_said_arrives():
     assert said_by_two(("allgather_", b"ab"), ("allgather_", b"cd")) == {0: [b"ab", b"cd"], 1: [b"ab", b"cd"]}
 
 
+@pytest.mark.parametrize(("me", "origin", "sent"), [(12, 8, "4>8"), (4, 8, "12>8"), (4, 0, "0>4"), (0, 12, "12>0")])
+def test_a_stage_that_is_not_there_sends_what_its_neighbour_sends(me, origin, sent):
+    """Stages of four ranks, of which the third is not rehearsed."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    talk = [Messages(host, int(rank), [0, 4, 12], of_stage=4) for rank in (sent.partition(">")[0], me)]
+    talk[0].send(int(sent.partition(">")[2]), "send", "there", b"shapes")
+    assert talk[1].receive(origin, "here") == b"shapes"
+
+
 def test_who_gives_more_than_the_other_is_named():
     found = said_by_two(("allgather_", b"ab"), ("allgather_", b"cde"))
     assert found[0] == "rank 0 gives 2 bytes to allgather_ at train_step.py:0, rank 1 of the same group gives 3"

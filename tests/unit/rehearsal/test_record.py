@@ -18,7 +18,9 @@ def paths(tmp_path, monkeypatch):
 
 def keep(paths, **content):
     file_of(paths).parent.mkdir(parents=True, exist_ok=True)
-    file_of(paths).write_text(json.dumps({"digest": digest(paths.resolved), "problems": []} | content))
+    file_of(paths).write_text(
+        json.dumps({"digest": digest(paths.resolved), "problems": [], "stages": [0], "of_stages": 1} | content)
+    )
 
 
 def test_without_gpus_there_is_nothing_to_rehearse():
@@ -47,6 +49,11 @@ def test_what_ran_through_is_rehearsed(paths):
     assert "exactly this code and configuration: ran through" in told["words"]
     keep(paths, problems=[{}, {}])
     assert describe_rehearsal(paths)["state"] == "rehearsed: 2 problems found"
+
+
+def test_a_quick_one_is_told(paths):
+    keep(paths, stages=[0, 1, 3], of_stages=4)
+    assert "configuration, three stages of each pipeline: ran through" in describe_rehearsal(paths)["words"]
 
 
 def test_another_configuration_is_not_rehearsed(paths):

@@ -89,6 +89,7 @@ REQUEST_SCHEMA: dict[str, dict[str, Any]] = {
     "run": {"description": "Name of the run", "type": "string", "pattern": f"^{RUN_NAME}$"},
     "fork": {"description": "RUN@STEP: the state to begin with", "type": "string", "pattern": f"^{FORK}$"},
     "set": {"description": "Values: KEY=VALUE KEY=VALUE", "type": "string"},
+    "quick": {"description": "Whether `rehearse` takes three stages of each pipeline", "enum": [0, 1]},
     "gc": {"description": "Whether the rule gc deletes", "enum": ["show", "delete"]},
 }
 CHOICE_FOLDERS = {"model": "models", "recipe": "recipes", "nodes": "nodes", "hardware": "hardware", "site": "sites"}

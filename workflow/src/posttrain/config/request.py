@@ -18,7 +18,20 @@ from posttrain.config.fields import did_you_mean
 from posttrain.errors import Problem
 
 # What `--config` and workflow.yaml may hold besides sections.
-WORKFLOW_KEYS = ("model", "recipe", "nodes", "hardware", "site", "suites", "configs", "run", "fork", "set", "gc")
+WORKFLOW_KEYS = (
+    "model",
+    "recipe",
+    "nodes",
+    "hardware",
+    "site",
+    "suites",
+    "configs",
+    "run",
+    "fork",
+    "set",
+    "gc",
+    "quick",
+)
 SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
 # Sections of which a file is chosen by name.
 CHOSEN = ("model", "hardware", "site")
@@ -84,6 +97,8 @@ def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("nodes", repr(nodes), "a whole number of at least 1", "give the number of nodes")
     if names.get("gc", "show") not in ("show", "delete"):
         yield Problem("gc", repr(names["gc"]), "show, delete", "show deletes nothing")
+    if names.get("quick") not in (None, 0, 1, True, False):
+        yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses three stages of each pipeline")
     if run is not None and (not re.fullmatch(RUN_NAME, str(run)) or run in RESERVED_NAMES):
         allowed = f"a letter, then letters, digits, '.', '_' or '-'; at most 100; not {' or '.join(RESERVED_NAMES)}"
         yield Problem("run", repr(run), allowed, "choose another name")

@@ -29,17 +29,18 @@ def main() -> None:
     gang = os.getpid()
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
-    from posttrain.rehearsal.members import members, shallow
+    from posttrain.rehearsal.members import is_quick, members, shallow, stage_size
     from posttrain.rehearsal.recorder import Recorder
 
-    recorder, whole = Recorder(), read_resolved(resolved).config
+    asked, recorder = read_resolved(resolved), Recorder()
+    whole = asked.config
     stand_ins.install(recorder, whole)
     import torch.distributed as dist
 
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
 
     config = shallow(whole)
-    ranks = members(config)
+    ranks = members(config, is_quick(asked))
     # Who does not know it reads and leaves no messages.
     secret = secrets.token_hex(16)
     port_file = folder / "port"
@@ -48,7 +49,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             die_with_parent(gang)
-            _be(rank, ranks, config, recorder, folder, port_file, secret)
+            _be(rank, ranks, config, recorder, folder, port_file, secret, stage_size(config))
         children[child] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port_file.with_suffix(".partial").write_text(str(store.port))
@@ -65,7 +66,9 @@ def main() -> None:
         print(f"rank {rank} ended, {len(children)} to go", flush=True)
 
 
-def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path, secret: str) -> None:
+def _be(
+    rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path, secret: str, of_stage: int
+) -> None:
     """Be a rank, write what happened, and end."""
     import torch
     import torch.distributed as dist
@@ -78,7 +81,7 @@ def _be(rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, p
         time.sleep(0.05)
     met = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
     store = dist.PrefixStore(secret, met)
-    started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks)
+    started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks, of_stage)
     try:
         rehearse(config, rank, recorder, messages)
     except BaseException as raised:

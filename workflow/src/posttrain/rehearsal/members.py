@@ -1,17 +1,32 @@
-"""Which ranks are rehearsed: whole pipelines, so many that every kind of process group has two members."""
+"""Which ranks are rehearsed: whole pipelines, so many that every kind of process group has two members.
+
+A quick rehearsal leaves out stages that are like a middle one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from posttrain.config.derived import world_size
+from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 
 # So many layers are rehearsed in little time.
 WHOLE_LAYERS = 6
 
 
-def members(config: Config) -> list[int]:
+def is_quick(resolved: Resolved) -> bool:
+    """Tell whether quick=1 asks for few stages."""
+    return bool(resolved.request.get("quick"))
+
+
+def stages_of(config: Config, quick: bool = False) -> list[int]:
+    """Return the stages that are rehearsed: all, or the first, the one behind it, and the last."""
+    count = config.parallel.pipeline_model_parallel_size
+    return sorted({0, 1, count - 1} & {*range(count)}) if quick else [*range(count)]
+
+
+def members(config: Config, quick: bool = False) -> list[int]:
     """Return the ranks, in order.
 
     Ranks of a stage are numbered tensor, context, data; experts' ranks tensor, expert, data (Megatron Core's order
@@ -20,9 +35,9 @@ def members(config: Config) -> list[int]:
     Example:
         GLM-5 on 16 nodes (TP4 CP2 DP4 PP4, EP32): of each stage of 32 the ranks 0, 1, 4 and 8.
     """
-    of_stage, stages = stage_size(config), config.parallel.pipeline_model_parallel_size
+    of_stage, stages = stage_size(config), stages_of(config, quick)
     columns = [place for place in _strides(config) if place < of_stage]
-    return sorted(stage * of_stage + place for stage in range(stages) for place in {0, *columns})
+    return sorted(stage * of_stage + place for stage in stages for place in {0, *columns})
 
 
 def stage_size(config: Config) -> int:

@@ -30,10 +30,11 @@ class Messages:
         store: Where all ranks leave their messages.
         rank: This one.
         members: All that are rehearsed.
+        of_stage: Ranks of a pipeline stage; stages that are not rehearsed send what those beside them send.
     """
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int]):
-        self._store, self._rank, self.members = store, rank, list(members)
+    def __init__(self, store: Store, rank: int, members: Sequence[int], of_stage: int = 1):
+        self._store, self._rank, self.members, self._of_stage = store, rank, list(members), of_stage
         self._store.set_timeout(LOOK)
         self._counts: Counter[str] = Counter()
 
@@ -66,10 +67,22 @@ class Messages:
         Raises:
             HangError: It sends none.
         """
-        key = f"{origin}>{self._rank}"
-        number = self._counts[key]
-        self._counts[key] += 1
-        return self._heard(f"{key}/{number}", origin, "send", place)
+        number = self._counts[f"{origin}>{self._rank}"]
+        self._counts[f"{origin}>{self._rank}"] += 1
+        origin, to = self._in_place_of(origin)
+        return self._heard(f"{origin}>{to}/{number}", origin, "send", place)
+
+    def _in_place_of(self, origin: int) -> tuple[int, int]:
+        """Return who sends the same to whom: where a stage is not rehearsed, the nearest behind it, to its neighbour.
+
+        Example:
+            Stages 0, 1 and 3 of one rank each: what 3 waits for from 2 is as what 1 sends 2; what 1 waits for from 2 is
+            as what 3 sends it.
+        """
+        to, away = self._rank, self._of_stage if origin > self._rank else -self._of_stage
+        while origin not in self.members:
+            origin, to = origin + away, to + away
+        return origin, to
 
     def end(self) -> None:
         """This rank says nothing any more."""

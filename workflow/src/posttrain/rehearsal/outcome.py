@@ -17,7 +17,7 @@ from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
 from posttrain.planner.sizing.unseen import unseen_terms
-from posttrain.rehearsal.members import stage_size
+from posttrain.rehearsal.members import is_quick, stage_size, stages_of
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
 from posttrain.rehearsal.samples import rehearsed_row
@@ -57,6 +57,8 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "seconds": round(seconds, 1),
         "layers": rehearsed.model.architecture.num_hidden_layers,
         "of_layers": resolved.config.model.architecture.num_hidden_layers,
+        "stages": stages_of(resolved.config, is_quick(resolved)),
+        "of_stages": resolved.config.parallel.pipeline_model_parallel_size,
         "ranks": [trace.rank for trace in traces],
         "problems": [
             problem.as_dict()
@@ -176,6 +178,9 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
         if outcome["layers"] < outcome["of_layers"]
         else "all layers"
     )
+    if len(outcome["stages"]) < outcome["of_stages"]:
+        stages = ", ".join(map(str, outcome["stages"]))
+        shown += f" and stages {stages} of {outcome['of_stages']} (quick=1; the others are like stage 1)"
     return Verdict(f"Two steps of {len(outcome['ranks'])} ranks ran through, with {shown}", findings)
 
 

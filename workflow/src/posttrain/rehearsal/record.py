@@ -45,13 +45,14 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     try:
         known = read_json(file)
         is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
+        quickly = ", three stages of each pipeline" if len(known["stages"]) < known["of_stages"] else ""
     except (OSError, ValueError, KeyError, TypeError):
         return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
     if not is_current:
         words = f"{page}, of another code or configuration; `posttrain rehearse` makes it anew"
         return _described("rehearsed otherwise", words, page)
     found = f"{counted(num_problems, 'problem')} found" if num_problems else ""
-    words = f"{page}, of exactly this code and configuration: {found or 'ran through'}"
+    words = f"{page}, of exactly this code and configuration{quickly}: {found or 'ran through'}"
     return _described(f"rehearsed: {found}" if found else "rehearsed", words, page)
 
 

@@ -17,7 +17,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
-from posttrain.rehearsal.members import members, shallow
+from posttrain.rehearsal.members import is_quick, members, shallow
 from posttrain.rehearsal.outcome import outcome
 from posttrain.rehearsal.traces import read_traces
 
@@ -52,7 +52,7 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         traces = read_traces(folder)
     if not traces:
         raise RuntimeError("no rank of the rehearsal has left a trace; what it printed stands above")
-    missing = {*members(resolved.config)} - {trace.rank for trace in traces}
+    missing = {*members(resolved.config, is_quick(resolved))} - {trace.rank for trace in traces}
     if missing and not any(trace.error for trace in traces):
         # Nothing may be said of ranks that somebody, or the system for want of memory, has killed.
         raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} of the rehearsal were killed: run it again")

@@ -96,7 +96,7 @@ def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
 
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    real = dist.new_group
+    real: Any = dist.new_group
 
     def new_group(ranks: Any, **kwargs: Any) -> Any:
         return real(ranks, backend="fake", group_desc=kwargs.get("group_desc"))
