@@ -153,7 +153,8 @@ def test_stages_are_cut_as_evenly_as_they_can_be(resolved):
 
 
 def test_rates_are_shares_of_the_hardwares_own(resolved):
-    h200, b200 = (Rates.of(resolved("glm5", hardware=name).config.hardware) for name in ("h200", "b200"))
+    configs = (resolved("glm5", hardware=name).config for name in ("h200", "b200"))
+    h200, b200 = (Rates.of(config.hardware, config.model.architecture) for config in configs)
     assert (h200.flops, h200.node_link, h200.network) == (0.4 * 989.5e12, 2 / 3 * 450e9, 0.8 * 50e9)
     assert b200.flops / h200.flops == pytest.approx(2250 / 989.5)
     assert b200.node_link == 2 * h200.node_link
