@@ -30,15 +30,18 @@ from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.sizing.activations import MicroBatch
 from posttrain.planner.sizing.memory import BYTES, StageMemory, shards
 from posttrain.planner.sizing.model_size import count_active_parameters
-from posttrain.planner.timing import attainable
 
 # Forward, its recomputation, backward: each sends the same bytes.
 PASSES = 3
 
 
+# Guessed shares of a machine's peaks, in `config/hardware`, that a layout's work reaches.
+COMPUTE_SHARE, NODE_LINK_SHARE, NETWORK_SHARE = 0.4, 2 / 3, 0.8
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Rates per GPU; only their ratios matter here.
+    """Guessed rates per GPU; only their ratios matter here.
 
     Args:
         flops: Matrix products, operations per second.
@@ -55,13 +58,12 @@ class Rates:
     latency_seconds: float = 5.0e-5
 
     @classmethod
-    def of(cls, hardware: Hardware, arch: Architecture) -> Rates:
-        """Return the rates of a machine for a model: experts, where it has any, are most of what is multiplied."""
-        width = arch.moe_intermediate_size
+    def of(cls, hardware: Hardware) -> Rates:
+        """Return the rates of a machine."""
         return cls(
-            flops=attainable.experts(hardware, width) if arch.n_routed_experts else attainable.gemm(hardware),
-            node_link=attainable.link(hardware, hardware.gpus_per_node),
-            network=attainable.link(hardware, hardware.gpus_per_node + 1),
+            flops=COMPUTE_SHARE * hardware.bf16_tflops * 1e12,
+            node_link=NODE_LINK_SHARE * hardware.gpu_link_gb_per_s * 1e9,
+            network=NETWORK_SHARE * hardware.network_gb_per_s * 1e9 / hardware.gpus_per_node,
         )
 
 
@@ -89,15 +91,14 @@ def layout_cost(config: Config, stages: list[StageMemory], batch: MicroBatch, ra
         config: The configuration with the layout.
         stages: What its ranks hold.
         batch: The fullest micro-batch.
-        rates: By default those of the hardware.
+        rates: Guessed rates; by default those of the hardware.
     """
-    parallel, counts, arch = config.parallel, layers_per_stage(config), config.model.architecture
-    rates = rates or Rates.of(config.hardware, arch)
+    parallel, counts, rates = config.parallel, layers_per_stage(config), rates or Rates.of(config.hardware)
     samples = config.training.global_batch_size // data_parallel_size(config)
     together = min(samples, max(1, batch.tokens // batch.longest))
     multiple, tokens = micro_batch_multiple(config), together * batch.longest
     micro_batches = -(-samples // (together * multiple)) * multiple
-    active = _active_per_layer(arch)
+    active = _active_per_layer(config.model.architecture)
     cut = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     compute = max(8 * active * tokens / cut / rates.flops, rates.launch_seconds)
     turns = micro_batches + (len(counts) - 1) / parallel.virtual_pipeline_model_parallel_size
