@@ -36,6 +36,11 @@ def test_projections_that_sglang_fuses_wait_for_each_other():
     assert names(make_buckets(stream, 100)) == [["a.bias"], ["b.bias"], [query, key]]
 
 
+def test_without_a_latent_of_queries_keys_wait_for_nobody():
+    stream = [(f"{LAYER}q_proj.weight", tensor(40)), (f"{LAYER}kv_a_proj_with_mqa.weight", tensor(40))]
+    assert names(make_buckets(stream, 100, has_query_latent=False)) == [[name for name, _ in stream]]
+
+
 def test_a_quantised_weight_travels_with_its_scales():
     codes = torch.zeros(60, 1).to(torch.float8_e4m3fn)
     stream = [("a.weight", codes), ("b.bias", tensor(60)), ("a.weight_scale_inv", tensor(4))]

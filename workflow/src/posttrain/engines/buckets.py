@@ -2,8 +2,8 @@
 
 An engine loads a bucket in one call, and some tensors must arrive in the same call: a quantised weight with
 its scales, and the two projections that read the same input (`q_a_proj`, `kv_a_proj_with_mqa`), which SGLang
-keeps as one fused matrix and loads only when it has both. Such a bundle is never cut. It waits until its last
-tensor comes, wherever in the stream that is.
+keeps as one fused matrix and loads only when it has both; where queries have no latent, the second comes alone.
+Such a bundle is never cut. It waits until its last tensor comes, wherever in the stream that is.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ FUSED_WITH_QUERY = (".kv_a_proj_with_mqa.", ".q_a_proj.")
 NamedTensor = tuple[str, torch.Tensor]
 
 
-def make_buckets(named_tensors: Iterable[NamedTensor], limit_bytes: int) -> Iterator[list[NamedTensor]]:
+def make_buckets(
+    named_tensors: Iterable[NamedTensor], limit_bytes: int, has_query_latent: bool = True
+) -> Iterator[list[NamedTensor]]:
     """Cut a stream of tensors into buckets.
 
     Args:
         named_tensors: Hub names and tensors as they are to be served, in any order; read as the buckets are
             asked for.
         limit_bytes: Size of a bucket. Tensors that belong together and are larger form a bucket of their own.
+        has_query_latent: The model has a `q_a_proj` beside each `kv_a_proj_with_mqa`.
 
     Yields:
         Buckets in the order of the stream, each tensor once.
@@ -39,7 +42,7 @@ def make_buckets(named_tensors: Iterable[NamedTensor], limit_bytes: int) -> Iter
     """
     assert limit_bytes > 0, limit_bytes
     bucket: list[NamedTensor] = []
-    for bundle in _bundles(named_tensors):
+    for bundle in _bundles(named_tensors, has_query_latent):
         if bucket and _size(bucket) + _size(bundle) > limit_bytes:
             yield bucket
             bucket = []
@@ -55,15 +58,15 @@ def make_buckets(named_tensors: Iterable[NamedTensor], limit_bytes: int) -> Iter
         yield bucket
 
 
-def _bundles(named_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+def _bundles(named_tensors: Iterable[NamedTensor], has_query_latent: bool) -> Iterator[list[NamedTensor]]:
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in named_tensors:
         bundle = waiting.setdefault(_bundle_of(name), {})
         bundle[name] = tensor
-        if not _missing(bundle):
+        if not _missing(bundle, has_query_latent):
             yield list(waiting.pop(_bundle_of(name)).items())
     if waiting:
-        missing = sorted(name for bundle in waiting.values() for name in _missing(bundle))
+        missing = sorted(name for bundle in waiting.values() for name in _missing(bundle, has_query_latent))
         raise ValueError(f"the update ends without {', '.join(missing[:10])} ({len(missing)} missing)")
 
 
@@ -72,12 +75,12 @@ def _bundle_of(name: str) -> str:
     return _weight_of(name).replace(*FUSED_WITH_QUERY)
 
 
-def _missing(bundle: dict[str, torch.Tensor]) -> set[str]:
+def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str]:
     """Return the names that must still come before the bundle can be sent."""
     wanted = set()
     for name, tensor in bundle.items():
         for one, other in (FUSED_WITH_QUERY, FUSED_WITH_QUERY[::-1]):
-            if one in name and name.endswith(WEIGHT_SUFFIX):
+            if has_query_latent and one in name and name.endswith(WEIGHT_SUFFIX):
                 wanted.add(name.replace(one, other))
         if tensor.dtype == torch.float8_e4m3fn and not any(name + suffix in bundle for suffix in SCALE_SUFFIXES):
             wanted.add(name + SCALE_SUFFIX)

@@ -69,8 +69,7 @@ class WeightPublisher:
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
             shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
         else:
-            buckets = make_buckets(self._served_tensors(), self._bucket_bytes)
-            self._runner.run(self._client.update_weights(version, buckets))
+            self._runner.run(self._client.update_weights(version, self._buckets()))
 
     def _write_folder(self, version: int) -> Path:
         """Write a checkpoint in Hub layout that the engines can load; what a dead attempt left there is deleted."""
@@ -82,7 +81,7 @@ class WeightPublisher:
                     shutil.copy(path, partial)
             weight_map: dict[str, str] = {}
             specs: dict[str, TensorSpec] = {}
-            for number, bucket in enumerate(make_buckets(self._served_tensors(), self._bucket_bytes), start=1):
+            for number, bucket in enumerate(self._buckets(), start=1):
                 file = f"model-{number:05d}.safetensors"
                 save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, partial / file)
                 weight_map |= {name: file for name, _ in bucket}
@@ -91,6 +90,10 @@ class WeightPublisher:
                 }
             write_index(partial, weight_map, specs)
         return folder
+
+    def _buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        has_query_latent = self._config.model.architecture.q_lora_rank > 0
+        return make_buckets(self._served_tensors(), self._bucket_bytes, has_query_latent)
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
