@@ -12,9 +12,10 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -101,21 +102,20 @@ def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 24
     return outputs
 
 
-# Kernels that add up in one order on every CPU of today: with others, rounding is another and passes a bound by chance.
-SAME_SUMS = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2"}
-
-
-def run_gangs(program: str, order: dict[str, object], timeout: float = 600) -> str:
+def run_gangs(
+    program: str, order: dict[str, object], timeout: float = 600, environment: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Run a program of `tests/support` that forks gangs of ranks; returns what it printed.
 
     Args:
         program: Its module's name.
         order: Its only argument, as JSON.
         timeout: Seconds for all gangs.
+        environment: Variables of theirs.
     """
     done = subprocess.run(
         [sys.executable, "-m", f"tests.support.{program}", json.dumps(order)],
-        cwd=CONFIG_DIR.parent, env=os.environ | SAME_SUMS | {"OMP_NUM_THREADS": "1"},
+        cwd=CONFIG_DIR.parent, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"

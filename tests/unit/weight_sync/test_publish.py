@@ -75,10 +75,10 @@ class Engine:
         return web.json_response({"success": True, "weight_version": self.version})
 
 
-def publish(engine, folder, tensors, mtp_steps):
+def publish(engine, folder, tensors, mtp_steps, architecture=TINY):
     """Send the tensors under version 4 to one engine."""
     config = resolve({"model": "tiny", "site": "local", "set": "rollout.fp8=false"}, CONFIG).config
-    model = dataclasses.replace(config.model, architecture=TINY)
+    model = dataclasses.replace(config.model, architecture=architecture)
     # Refused of the embedded engine, which does not draft; what is sent does not depend on the kind.
     config = dataclasses.replace(config, model=model, engine=dataclasses.replace(config.engine, mtp_steps=mtp_steps))
     with asyncio.Runner() as runner:
@@ -104,6 +104,14 @@ def test_an_engine_that_drafts_gets_the_mtp_layer_once(folder, trained, version,
     expected = random_tensors(TINY, 1) if with_mtp else trained
     assert sorted(engine.names) == sorted(expected)
     assert engine.version == "4"
+
+
+def test_a_model_whose_queries_have_no_latent_is_sent_whole(folder, trained):
+    tensors = {name: tensor for name, tensor in trained.items() if ".q_a_" not in name}
+    assert len(tensors) < len(trained)
+    engine = Engine("3")
+    publish(engine, folder, tensors, 0, dataclasses.replace(TINY, q_lora_rank=0))
+    assert sorted(engine.names) == sorted(tensors)
 
 
 def rounded(tensor, largest):
