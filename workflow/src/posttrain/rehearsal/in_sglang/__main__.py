@@ -101,7 +101,7 @@ def make_groups(arguments: Any, rank: int, world_size: int, gpu: int) -> None:
     def new_group(ranks: Any, **kwargs: Any) -> Any:
         return real(ranks, backend="fake", group_desc=kwargs.get("group_desc"))
 
-    dist.new_group = new_group
+    dist.new_group = new_group  # type: ignore[assignment]
     make = parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(make)
 
