@@ -311,6 +311,10 @@ def test_phases_add_up_to_the_step(plan_of):
     assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save"], "no node evaluates it"
     parts = [row["per_step"] for row in step["phases"] if row["per_step"] is not None]
     assert sum(parts) == pytest.approx(step["seconds"], abs=0.01)
+    causes = step["causes"]
+    assert sum(row["seconds"] for row in causes) == pytest.approx(seconds["step_train"], abs=0.01)
+    assert sum(row["share"] for row in causes) == pytest.approx(1, abs=0.001)
+    assert 0 < step["mfu"] < 1
     assert sum(row["share"] or 0 for row in rows.values()) == pytest.approx(1, abs=1e-3)
     assert rows["save"]["once"] == seconds["step_save"]
     assert rows["save"]["per_step"] == pytest.approx(0, abs=0.01), "it is written during a rollout"
@@ -359,6 +363,9 @@ def test_time_on_page_and_table(plan_of, resolved, capsys):
         assert row["phase"] in printed
         assert row["phase"].replace("_", " ") in page
         assert row["note"] in page
+    for place, row in enumerate(plan["step"]["causes"]):
+        assert row["cause"] in page
+        assert (row["cause"] in printed) or place > 2, "the table has the three that cost most"
 
 
 def test_without_gpus_no_time_is_told(plan_of, resolved, capsys):

@@ -11,6 +11,7 @@ from posttrain.config.rules import check_consistency
 from posttrain.config.schema import Parallel, PrefillDecode
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing import attainable
 from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
