@@ -10,11 +10,13 @@ base=$(cd "${2:?usage: install.sh VENV BASE}" && pwd)
 recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 wanted='^(torch|triton|nvidia-|cuda-|transformer-engine|einops|nvdlfw-inspect|onnx|ml-dtypes|tilelang|apache-tvm|cloudpickle|z3)'
 
-[[ -f $venv/.ready ]] && exit
+pins=$(grep -E "$wanted" "$recipe/../gpu/trainer.txt")
+# Other pins than those that it was made of make it anew.
+[[ -f $venv/.ready && $(<"$venv/.ready") == "$pins" ]] && exit
 "$base/bin/python" -m venv --clear "$venv"
 # The versions are those of the GPU image. No dependency resolution: they are the whole set.
 "$venv/bin/python" -m pip --quiet --no-input install --no-deps --requirement \
-    <(grep -E "$wanted" "$recipe/../gpu/trainer.txt")
+    <(printf '%s\n' "$pins")
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 behind=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$behind')" >"$site/behind.pth"
@@ -22,4 +24,4 @@ mkdir -p "$venv/fake"
 # Triton brings the headers of CUDA's runtime.
 gcc -shared -fPIC -I "$site/triton/backends/nvidia/include" -o "$venv/fake/libfakecuda.so" "$recipe/runtime.c"
 gcc -shared -fPIC -o "$venv/fake/libcuda.so.1" "$recipe/driver.c"
-touch "$venv/.ready"
+printf '%s\n' "$pins" >"$venv/.ready"

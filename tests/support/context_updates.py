@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,15 @@ def make_groups(vocab_size: int) -> list[SampleGroup]:
 def main() -> None:
     request = json.loads(sys.argv[1])
     sys.path.insert(0, request["root"])
+    from tests.support.chosen_keys import reference_kernel
     from tests.support.family_updates import lay_out
 
     found = {}
     for layout, parallel in request["layouts"].items():
         config = small_batches(parallel, request["ranks"])
         lay_out(config)
-        found[layout] = updated(config, Path(request["checkpoint"]))
+        kernel = reference_kernel if request.get("by_kernel") else None
+        found[layout] = updated(config, Path(request["checkpoint"]), kernel)
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.barrier()
@@ -69,9 +72,10 @@ def small_batches(parallel: dict[str, int], num_ranks: int) -> Config:
     return dataclasses.replace(config, **changed)
 
 
-def updated(config: Config, checkpoint: Path) -> dict[str, object]:
-    """Make two updates as the trainer does, of which the second has other micro-batches."""
+def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, object]:
+    """Make two updates as the trainer does, of which the second has other micro-batches; sparse layers by a kernel."""
     from megatron.core import parallel_state
+    from tests.support.chosen_keys import attend_by
     from tests.support.megatron_layouts import flat, gathered_logprobs, update_on
 
     from posttrain.algorithm.policy_gradient import PolicyGradient
@@ -81,6 +85,8 @@ def updated(config: Config, checkpoint: Path) -> dict[str, object]:
     from posttrain.training.batch import make_updates
 
     policy = build_policy(config)
+    if kernel:
+        attend_by(kernel, policy.chunks)
     weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     weights.transform(lambda name, _: tensors[name].float())

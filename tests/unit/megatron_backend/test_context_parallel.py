@@ -27,9 +27,15 @@ def one(checkpoint) -> dict[str, dict]:
     return json.loads(json.dumps(context_updates.updated(config, checkpoint[0])))
 
 
-def updates_of(checkpoint, *names: str) -> dict[str, dict]:
+def updates_of(checkpoint, *names: str, by_kernel: bool = False) -> dict[str, dict]:
     layouts = {name: LAYOUTS[name] for name in names}
-    request = {"root": str(ROOT), "checkpoint": str(checkpoint[0]), "ranks": 4, "layouts": layouts}
+    request = {
+        "root": str(ROOT),
+        "checkpoint": str(checkpoint[0]),
+        "ranks": 4,
+        "layouts": layouts,
+        "by_kernel": by_kernel,
+    }
     outputs = run_ranks(ROOT / "tests/support/context_updates.py", 4, json.dumps(request), timeout=500)
     return json.loads(outputs[0].splitlines()[-1])
 
@@ -53,6 +59,12 @@ def test_updates_are_those_of_one_rank(one, checkpoint) -> None:
     four = updates_of(checkpoint, name)[name]
     assert (one["shortest"], four["shortest"], four["empty"]) == (2, 4, 1)
     check(one, four)
+
+
+def test_updates_in_the_space_of_latents_are_those_of_one_rank(one, checkpoint) -> None:
+    """One rank attends under a mask, the four by a kernel that reads chosen keys, whose gradients they add up."""
+    name = "context and tensor"
+    check(one, updates_of(checkpoint, name, by_kernel=True)[name])
 
 
 @pytest.mark.faults("slow")

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from tests.support.chosen_keys import attend_by, reference_kernel
 from tests.support.megatron_single import test_config
 from tests.support.packed_rows import gradients_by_hub_name, run_packed
 from tests.support.tiny_checkpoint import TRAINED
@@ -14,14 +15,6 @@ from posttrain.megatron_backend import sparse_kernels
 from posttrain.megatron_backend.glm5.latent_space import places_of_mask
 
 pytestmark = pytest.mark.usefixtures("policy")
-
-
-def reference_kernel(query, key, places, scale, width):
-    """Compute what Megatron's kernels do; its operands are gathered, [T, K, R + rope]."""
-    chosen = key[places.clamp_min(0)]
-    scores = torch.einsum("tnr,tkr->tnk", query, chosen) * scale
-    weights = scores.masked_fill((places < 0)[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("tnk,tkr->tnr", weights, chosen[..., :width])
 
 
 @pytest.fixture
@@ -46,8 +39,7 @@ def test_logits_equal_transformers(with_kernel, reference, sequences):
 def test_gradients_are_those_of_masked_attention(make_policy, sequences):
     policy = make_policy(test_config(TRAINED))
     masked = gradients(policy, sequences)
-    for layer in policy.chunks[0].decoder.layers:
-        layer.self_attention.core_attention.kernel = reference_kernel
+    attend_by(reference_kernel, policy.chunks)
     of_kernel = gradients(policy, sequences)
     for name, expected in masked.items():
         assert (of_kernel[name] - expected).norm() <= 1e-5 * expected.norm() + 1e-9, name
