@@ -1,0 +1,49 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.load import Resolved
+from posttrain.forecast.plan import build_plan
+from posttrain.planner.problems import find_problems, find_warnings
+from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
+
+CONFIG = Path(__file__).parents[4] / "config"
+
+
+def config_of(model, **words):
+    return resolve({"site": "local", "model": model, **words}, CONFIG).config
+
+
+def test_the_terms_are_what_the_plan_reserves():
+    for model, count in (("glm5_4layer", 3), ("qwen3_4b", 2)):
+        config = config_of(model)
+        terms = unseen_terms(config)
+        assert len(terms) == count, "who has no experts has no buffers for them"
+        assert all(term.least <= term.gib <= term.most and "#" in term.source for term in terms)
+        assert phase_memory(config)[0].gpu["reserve"] == pytest.approx(sum(term.gib for term in terms))
+    assert unseen_terms(config_of("tiny", hardware="cpu")) == []
+
+
+def test_nothing_is_said_to_fit_within_what_is_not_known():
+    config = config_of("qwen3_4b")
+    for room, is_sure in ((0.1, False), (uncertainty_gib(config) + 0.1, True)):
+        # Less memory is a smaller pool: the rollout's need shrinks with it.
+        sizes = (with_memory(config, tenths / 10) for tenths in range(10, 2000))
+        tight = next(made for made in sizes if made.hardware.memory_gib_per_gpu - most(made) >= room)
+        assert find_problems(tight) == []
+        is_named = "leave room; it may fit, and may not" in [found.remedy for found in find_warnings(tight)]
+        assert is_named != is_sure
+        phases = build_plan(Resolved(tight, {}, "run"))["trainer"]["phases"]
+        assert all(phase["fits"] for phase in phases)
+        assert all(phase["surely_fits"] for phase in phases) == is_sure
+
+
+def with_memory(config, gib):
+    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, memory_gib_per_gpu=gib))
+
+
+def most(config):
+    return max(row.gpu_gib for row in phase_memory(config))
