@@ -11,7 +11,6 @@ from posttrain.config.rules import check_consistency
 from posttrain.config.schema import Parallel, PrefillDecode
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing import attainable
 from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
@@ -20,6 +19,7 @@ from posttrain.planner.sizing.layout_choice import choose_layout, nearest_nodes
 from posttrain.planner.sizing.layout_cost import Rates, layout_cost
 from posttrain.planner.sizing.memory import stage_memory
 from posttrain.planner.sizing.memory_phases import capacity_gib
+from posttrain.planner.timing import attainable
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))

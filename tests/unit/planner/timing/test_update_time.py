@@ -7,7 +7,7 @@ import pytest
 from benchmarks.published import MODELS, machine_of
 
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing import attainable
+from posttrain.planner.timing import attainable
 from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.update_time import Trainer, forward_causes, layer_elements, mfu, train_causes
 

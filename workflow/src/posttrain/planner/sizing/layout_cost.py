@@ -27,10 +27,10 @@ from functools import lru_cache
 
 from posttrain.config.derived import data_parallel_size, layers_per_stage, micro_batch_multiple
 from posttrain.config.schema import Architecture, Config, Hardware
-from posttrain.planner.sizing import attainable
 from posttrain.planner.sizing.activations import MicroBatch
 from posttrain.planner.sizing.memory import BYTES, StageMemory, shards
 from posttrain.planner.sizing.model_size import count_active_parameters
+from posttrain.planner.timing import attainable
 
 # Forward, its recomputation, backward: each sends the same bytes.
 PASSES = 3

@@ -35,9 +35,9 @@ from dataclasses import dataclass, replace
 
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
-from posttrain.planner.sizing import attainable
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.model_size import decoder_weights
+from posttrain.planner.timing import attainable
 from posttrain.planner.timing.flops import head_widths, sequence_flops
 
 # Bytes of a weight in BF16, of a gradient in FP32.
