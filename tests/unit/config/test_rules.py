@@ -131,6 +131,8 @@ VIOLATIONS = (
     ("glm5_4layer", "trainer.optimizer_cpu_offload=true trainer.params_dtype=fp32", ["trainer.params_dtype"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
     ("tiny", "quantize.keep_last_layers=60", ["quantize.keep_last_layers"]),
+    ("glm4.5_air", "quantize.keep_first_layers=0", ["quantize.keep_first_layers"]),
+    ("qwen3_4b", "model.architecture.intermediate_size=9664", ["quantize.keep_first_layers"]),
     ("tiny", "quantize.keep_modules=['indexer(']", ["quantize.keep_modules"]),
     ("tiny", "stage.copy=slices", ["stage.copy"]),
 )

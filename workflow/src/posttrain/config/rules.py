@@ -11,6 +11,7 @@ from posttrain.config.derived import stage_chunks, uses_engines
 from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
 from posttrain.config.families import check_architecture
 from posttrain.config.fields import did_you_mean
+from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.launch_rules import LAUNCH_RULES
 from posttrain.config.layout_rules import LAYOUT_RULES
 from posttrain.config.optimizer_rules import OPTIMIZER_RULES
@@ -266,6 +267,19 @@ def _quantize(config: Config) -> Problems:
         yield Problem("serving.calibration", ", ".join(config.serving.calibration), allowed, remedy)
 
 
+def _merged_matrices(config: Config) -> Problems:
+    """SGLang has gate and up of an MLP in one matrix and lets no block have rows of both (`Fp8LinearMethod`)."""
+    arch, quantize = config.model.architecture, config.quantize
+    if not (config.rollout.fp8 and config.engine.kind == "sglang" and quantize.strategy == "block"):
+        return
+    num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
+    if quantize.keep_first_layers >= num_dense or quantize.keep_modules or arch.intermediate_size % FP8_BLOCK == 0:
+        return
+    allowed = f"{num_dense} or more: their MLPs are {arch.intermediate_size} wide, no multiple of {FP8_BLOCK}"
+    remedy = f"set quantize.keep_first_layers={num_dense}, or another quantize.strategy"
+    yield Problem("quantize.keep_first_layers", str(quantize.keep_first_layers), allowed, remedy)
+
+
 def _serving_rows(config: Config) -> Problems:
     """Rows of what is quantised are whole groups; where modules are kept, only the job can tell which are."""
     group, quantize = SERVING_GROUPS.get(config.serving.format), config.quantize
@@ -326,6 +340,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _hardware,
     _formats,
     _quantize,
+    _merged_matrices,
     _serving_rows,
     _engine_experts,
     _names,

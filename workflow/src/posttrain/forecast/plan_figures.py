@@ -21,7 +21,7 @@ GROUPS = (
     ),
     ("engine weights", 5, ("engine_weights", "engine_work")),
     ("KV pool", 6, ("kv_pool",)),
-    ("reserve", 7, ("reserve", "fragmentation")),
+    ("reserve", 7, ("reserve",)),
 )
 READERS = {
     "megatron.model": "MLATransformerConfig",

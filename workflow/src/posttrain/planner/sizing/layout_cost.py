@@ -30,7 +30,6 @@ from posttrain.config.schema import Architecture, Config, Hardware
 from posttrain.planner.sizing.activations import MicroBatch
 from posttrain.planner.sizing.memory import BYTES, StageMemory, shards
 from posttrain.planner.sizing.model_size import count_active_parameters
-from posttrain.planner.timing import attainable
 
 # Forward, its recomputation, backward: each sends the same bytes.
 PASSES = 3

@@ -137,7 +137,7 @@ def build(arguments: Any) -> Any:
         return loader._initialize_model(known, how, quantization)
 
 
-def load(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> dict[str, Any]:
+def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> dict[str, Any]:
     """Send all buckets to a model, and return what became of them.
 
     Args:
@@ -233,7 +233,7 @@ def _rank(folder: Path, given: Any, engine: Any, arguments: Any, resolved: Mappi
         is_here = not isinstance(error, MissingKernelError | ImportError) and "CUDA" not in str(error)
         told = {"not_built": {**_told(error), "is_refused": is_here and isinstance(error, ValueError | AssertionError)}}
     else:
-        told = load(model, given["buckets"], "fp8" in str(resolved["kv_cache_dtype"]))
+        told = receive(model, given["buckets"], "fp8" in str(resolved["kv_cache_dtype"]))
     (folder / f"{engine['name']}.{rank}.json").write_text(json.dumps(told))
 
 
