@@ -61,6 +61,7 @@ def test_updates_are_those_of_one_rank(one, checkpoint) -> None:
     check(one, four)
 
 
+@pytest.mark.faults("slow")
 def test_updates_in_the_space_of_latents_are_those_of_one_rank(one, checkpoint) -> None:
     """One rank attends under a mask, the four by a kernel that reads chosen keys, whose gradients they add up."""
     name = "context and tensor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -99,17 +100,23 @@ def layers_per_stage(config: Config) -> list[int]:
     return [(layers - last) // (stages - 1)] * (stages - 1) + [last]
 
 
-def stage_chunks(config: Config) -> list[list[range]]:
+def stage_chunks(config: Config) -> tuple[tuple[range, ...], ...]:
     """Return the decoder layers of each pipeline stage, first to last, by chunks of consecutive layers.
 
     Example:
         8 layers on 2 stages of 2 chunks: 0 to 1 and 4 to 5 on the first, 2 to 3 and 6 to 7 on the last.
     """
-    chunks = config.parallel.virtual_pipeline_model_parallel_size
-    sizes = [layers // chunks for layers in layers_per_stage(config)]
+    return _chunks(tuple(layers_per_stage(config)), config.parallel.virtual_pipeline_model_parallel_size)
+
+
+@lru_cache(maxsize=1024)
+def _chunks(of_stages: tuple[int, ...], chunks: int) -> tuple[tuple[range, ...], ...]:
+    sizes = [layers // chunks for layers in of_stages]
     ends = list(accumulate(sizes))
     turns = [turn * ends[-1] for turn in range(chunks)]
-    return [[range(turn + end - size, turn + end) for turn in turns] for size, end in zip(sizes, ends, strict=True)]
+    return tuple(
+        tuple(range(turn + end - size, turn + end) for turn in turns) for size, end in zip(sizes, ends, strict=True)
+    )
 
 
 def micro_batch_multiple(config: Config) -> int:

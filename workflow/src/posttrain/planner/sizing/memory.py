@@ -165,16 +165,18 @@ def _cuts(config: Config) -> tuple[int, int, int]:
 def _memory_of(config: Config, stage: int, num_layers: int, of_chunks: Sequence[Mapping[str, int]]) -> StageMemory:
     cost, offloaded = BYTES[config.trainer.params_dtype], config.trainer.optimizer_cpu_offload
     dense_shards, expert_shards = shards(config)
-    elements: Counter[str] = sum(map(Counter, of_chunks), Counter())
+    frozen, buffers, parameters = (
+        sum(chunk[part] for chunk in of_chunks) for part in ("frozen", "buffers", "parameters")
+    )
     # Each chunk has buffers of its own.
     dense = sum(_round_up(chunk["dense"], math.lcm(dense_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
     expert = sum(_round_up(chunk["expert"], math.lcm(expert_shards, BUFFER_ALIGNMENT)) for chunk in of_chunks)
     in_shards = dense // dense_shards + expert // expert_shards
-    weights = (dense + expert + elements["frozen"]) * cost.weight + elements["buffers"] * ROUTER_BUFFER_BYTES
+    weights = (dense + expert + frozen) * cost.weight + buffers * ROUTER_BUFFER_BYTES
     return StageMemory(
         stage=stage,
         num_layers=num_layers,
-        parameters_per_rank=elements["parameters"],
+        parameters_per_rank=parameters,
         weights_bytes=weights,
         gradients_bytes=(dense + expert) * cost.gradient,
         optimizer_bytes=in_shards * (OFFLOADED_BYTES if offloaded else cost.optimizer),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from posttrain.config.derived import stage_chunks, uses_engines
@@ -153,7 +154,7 @@ class _Plan:
         everything = self._is_cpu
         if not uses_engines(self.config):
             phase = replace(phase, engines_awake=False, trainer_awake=True, optimizer_awake=True)
-        gpu = {"reserve": self._reserve()}
+        gpu = {"reserve": self._reserve}
         gpu |= self._engine(phase.engines_awake or everything)
         if phase.trainer_awake or everything:
             gpu["weights"] = stage.weights_bytes / GIB
@@ -167,6 +168,7 @@ class _Plan:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
 
+    @cached_property
     def _reserve(self) -> float:
         if self._is_cpu:
             return self.assumptions.cpu_process
