@@ -28,7 +28,7 @@ WORDS = [
         "run=1e3",
     ),
     *("run=True", "run=False", "run=null", "run=a=b", "run=a: b", "run=a #b", "run={", "fork=old@4", "gc=delete"),
-    "quick=1",
+    *("quick=1", "lengths=a/b.txt", "expert_imbalance=2", "expert_imbalance=1.5"),
     *("set=optimizer.lr=1e-4 site.node_names=[a,b]", "set='a.b=c' d=e", "optimizer={lr: 1e-4, betas: {a: 1}}", "run=ü"),
 ]
 

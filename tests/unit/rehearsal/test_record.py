@@ -18,9 +18,8 @@ def paths(tmp_path, monkeypatch):
 
 def keep(paths, **content):
     file_of(paths).parent.mkdir(parents=True, exist_ok=True)
-    file_of(paths).write_text(
-        json.dumps({"digest": digest(paths.resolved), "problems": [], "stages": [0], "of_stages": 1} | content)
-    )
+    known = {"problems": [], "stages": [0], "of_stages": 1, "assumed": {"lengths": "", "expert_imbalance": 1.5}}
+    file_of(paths).write_text(json.dumps({"digest": digest(paths.resolved), **known, **content}))
 
 
 def test_without_gpus_there_is_nothing_to_rehearse():
@@ -54,6 +53,11 @@ def test_what_ran_through_is_rehearsed(paths):
 def test_a_quick_one_is_told(paths):
     keep(paths, stages=[0, 1, 3], of_stages=4)
     assert "configuration, three stages of each pipeline: ran through" in describe_rehearsal(paths)["words"]
+
+
+def test_own_lengths_are_told(paths):
+    keep(paths, assumed={"lengths": "/data/lengths.txt", "expert_imbalance": 1.5})
+    assert "configuration, lengths of /data/lengths.txt: ran through" in describe_rehearsal(paths)["words"]
 
 
 def test_another_configuration_is_not_rehearsed(paths):

@@ -90,6 +90,12 @@ REQUEST_SCHEMA: dict[str, dict[str, Any]] = {
     "fork": {"description": "RUN@STEP: the state to begin with", "type": "string", "pattern": f"^{FORK}$"},
     "set": {"description": "Values: KEY=VALUE KEY=VALUE", "type": "string"},
     "quick": {"description": "Whether `rehearse` takes three stages of each pipeline", "enum": [0, 1]},
+    "lengths": {"description": "A file from whose lengths `rehearse` draws samples", "type": "string"},
+    "expert_imbalance": {
+        "description": "Rows at the busiest rank's experts over the mean, for `rehearse`",
+        "type": "number",
+        "minimum": 1,
+    },
     "gc": {"description": "Whether the rule gc deletes", "enum": ["show", "delete"]},
 }
 CHOICE_FOLDERS = {"model": "models", "recipe": "recipes", "nodes": "nodes", "hardware": "hardware", "site": "sites"}

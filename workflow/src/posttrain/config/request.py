@@ -31,6 +31,8 @@ WORKFLOW_KEYS = (
     "set",
     "gc",
     "quick",
+    "lengths",
+    "expert_imbalance",
 )
 SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
 # Sections of which a file is chosen by name.
@@ -99,6 +101,12 @@ def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("gc", repr(names["gc"]), "show, delete", "show deletes nothing")
     if names.get("quick") not in (None, 0, 1, True, False):
         yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses three stages of each pipeline")
+    imbalance = names.get("expert_imbalance")
+    if imbalance is not None and (
+        isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or imbalance < 1
+    ):
+        allowed = "a number of at least 1: rows at the busiest rank's experts over the mean"
+        yield Problem("expert_imbalance", repr(imbalance), allowed, "expert_imbalance=2 rehearses twice the mean")
     if run is not None and (not re.fullmatch(RUN_NAME, str(run)) or run in RESERVED_NAMES):
         allowed = f"a letter, then letters, digits, '.', '_' or '-'; at most 100; not {' or '.join(RESERVED_NAMES)}"
         yield Problem("run", repr(run), allowed, "choose another name")

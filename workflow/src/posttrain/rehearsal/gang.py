@@ -29,6 +29,7 @@ def main() -> None:
     gang = os.getpid()
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
+    from posttrain.rehearsal.drawn import drawn_of
     from posttrain.rehearsal.members import is_quick, members, shallow, stage_size
     from posttrain.rehearsal.recorder import Recorder
 
@@ -39,7 +40,7 @@ def main() -> None:
 
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
 
-    config = shallow(whole)
+    config, drawn = shallow(whole), drawn_of(asked)
     ranks = members(config, is_quick(asked))
     # Who does not know it reads and leaves no messages.
     secret = secrets.token_hex(16)
@@ -49,7 +50,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             die_with_parent(gang)
-            _be(rank, ranks, config, recorder, folder, port_file, secret, stage_size(config))
+            _be(rank, ranks, config, drawn, recorder, folder, port_file, secret, stage_size(config))
         children[child] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port_file.with_suffix(".partial").write_text(str(store.port))
@@ -67,7 +68,15 @@ def main() -> None:
 
 
 def _be(
-    rank: int, ranks: list[int], config: Any, recorder: Any, folder: Path, port_file: Path, secret: str, of_stage: int
+    rank: int,
+    ranks: list[int],
+    config: Any,
+    drawn: Any,
+    recorder: Any,
+    folder: Path,
+    port_file: Path,
+    secret: str,
+    of_stage: int,
 ) -> None:
     """Be a rank, write what happened, and end."""
     import torch
@@ -83,7 +92,7 @@ def _be(
     store = dist.PrefixStore(secret, met)
     started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks, of_stage)
     try:
-        rehearse(config, rank, recorder, messages)
+        rehearse(config, drawn, rank, recorder, messages)
     except BaseException as raised:
         error = {"type": type(raised).__name__, "message": str(raised), "trace": traceback.format_exc()}
     phases = [dataclasses.asdict(phase) for phase in recorder.phases]

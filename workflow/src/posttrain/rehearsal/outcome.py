@@ -13,10 +13,10 @@ from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
 from posttrain.observability.verdict import Finding, Verdict
 from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inherited_by_all
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
 from posttrain.planner.sizing.unseen import unseen_terms
+from posttrain.rehearsal.drawn import drawn_of
 from posttrain.rehearsal.members import is_quick, stage_size, stages_of
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
@@ -37,8 +37,9 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         seconds: It took.
     """
     # Nothing of the trainer sleeps yet.
+    drawn = drawn_of(resolved)
     planned, whole = (
-        phase_memory(config, batch=rehearsed_row(config), trainer_sleeps=False)
+        phase_memory(config, drawn.assumptions, rehearsed_row(config), trainer_sleeps=False)
         for config in (rehearsed, resolved.config)
     )
     reserved = next((row.gpu.get("reserve", 0.0) for row in planned), 0.0)
@@ -72,7 +73,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "reserved_gib": round(reserved, 2),
         "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
-        "assumed": {"expert_imbalance": ASSUMPTIONS.expert_imbalance},
+        "assumed": {"expert_imbalance": drawn.assumptions.expert_imbalance, "lengths": drawn.lengths_file},
         "collectives": _collectives(rehearsed, traces),
         "waits": _waits(traces),
         "environment": _environment(resolved.config),

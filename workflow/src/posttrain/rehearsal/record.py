@@ -46,6 +46,7 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
         known = read_json(file)
         is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
         quickly = ", three stages of each pipeline" if len(known["stages"]) < known["of_stages"] else ""
+        quickly += f", lengths of {known['assumed']['lengths']}" if known["assumed"]["lengths"] else ""
     except (OSError, ValueError, KeyError, TypeError):
         return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
     if not is_current:

@@ -9,18 +9,27 @@ from posttrain.config.derived import data_parallel_size, micro_batch_multiple
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.types import Prompt, Sample, SampleGroup
 
 
-def shortened(config: Config) -> Config:
+def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
     """Return the configuration for a few micro-batches a step: as many as fill the pipeline.
 
     What a run compares now and then is compared in each step, so the fullest rows are, too, beside the whole state.
+
+    Args:
+        config: The resolved configuration.
+        drawn: Shorter samples are more in a row.
     """
     stages = config.parallel.pipeline_model_parallel_size
-    rows = max(2, stages, micro_batch_multiple(config))
-    count = data_parallel_size(config) * rows * fullest_micro_batch(config, ASSUMPTIONS).num_sequences
+    rows, fullest = max(2, stages, micro_batch_multiple(config)), fullest_micro_batch(config, ASSUMPTIONS)
+    per_row = fullest.num_sequences
+    if drawn.lengths:
+        mean = sum(map(sum, drawn.lengths)) / len(drawn.lengths)
+        per_row = max(per_row, round(fullest.tokens / mean))
+    count = data_parallel_size(config) * rows * per_row
     return replace(
         config,
         rollout=replace(config.rollout, rollout_batch_size=1, num_samples_per_prompt=count),
@@ -40,27 +49,35 @@ def rehearsed_row(config: Config) -> MicroBatch:
 class MadeUpRollouts:
     """A `RolloutSource`: the second step has the longest samples that there can be, the first shorter ones.
 
-    Only then all of the optimizer's state is there, which the first update makes.
+    Only then all of the optimizer's state is there, which the first update makes. Of given lengths the first step has
+    the shorter half of a draw, the second the longer.
 
     Args:
         config: From `shortened`.
+        drawn: Given lengths, if there are any.
     """
 
-    def __init__(self, config: Config):
-        self._config, self._longest = config, rehearsed_row(config).longest
+    def __init__(self, config: Config, drawn: Drawn = AS_PLANNED):
+        self._config, self._drawn, self._longest = config, drawn, rehearsed_row(config).longest
 
     def wait_ready(self) -> None:
         """There are no engines."""
 
     def collect(self, step: int) -> RolloutResult:
         """Return one group; every second sample is right, so that there is something to learn."""
-        source = random.Random(step)
-        response = self._config.rollout.max_response_tokens
-        samples = []
-        for index in range(self._config.rollout.num_samples_per_prompt):
-            share = 1 if step else source.uniform(0.1, 0.9)
-            length = max(2, int(self._longest * share))
-            answer = min(response, length - 1)
-            prompt = (1,) * (length - answer)
-            samples.append(Sample(0, index, prompt, (1,) * answer, (-1.0,) * answer, "stop", 0, float(index % 2)))
+        samples = [
+            Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
+            for index, (prompt, response) in enumerate(self._lengths(step))
+        ]
         return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
+
+    def _lengths(self, step: int) -> list[Length]:
+        count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens
+        if self._drawn.lengths:
+            of_both = sorted(random.Random(0).choices(self._drawn.lengths, k=2 * count), key=sum)
+            half = of_both[count:] if step else of_both[:count]
+            random.Random(step).shuffle(half)
+            return half
+        source = random.Random(step)
+        wholes = [max(2, int(self._longest * (1 if step else source.uniform(0.1, 0.9)))) for _ in range(count)]
+        return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]

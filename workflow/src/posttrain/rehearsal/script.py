@@ -15,9 +15,10 @@ import torch
 
 from posttrain.config.derived import uses_engines, world_size
 from posttrain.config.schema import Config
-from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.rehearsal.device import SimulatedDevice
 from posttrain.rehearsal.distributed import Groups, join
+from posttrain.rehearsal.drawn import Drawn
 from posttrain.rehearsal.members import stage_size
 from posttrain.rehearsal.messages import Messages
 from posttrain.rehearsal.recorder import Recorder
@@ -27,11 +28,12 @@ aten = torch.ops.aten
 STEPS = 2
 
 
-def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) -> None:
+def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages) -> None:
     """Be a rank: see the head of this file.
 
     Args:
         config: The resolved configuration.
+        drawn: Distributions of lengths and of the experts' loads.
         rank: Which one.
         recorder: Learns what is done.
         messages: To the other ranks that are rehearsed.
@@ -42,10 +44,10 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
     from posttrain.megatron_backend.simulated import tell_of_late_gradients
     from posttrain.training import loop
 
-    small = shortened(config)
+    small = shortened(config, drawn)
     groups = Groups(recorder, messages)
     join(rank, world_size(config), config.hardware.gpus_per_node, recorder.created, groups.of_host)
-    device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, rank))
+    device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, drawn.assumptions, rank))
     recorder.values = device.mirror
     _follow_phases(recorder)
     _follow_counts(recorder)
@@ -58,7 +60,7 @@ def rehearse(config: Config, rank: int, recorder: Recorder, messages: Messages) 
             policy = build_policy(small)
         _label(recorder, policy)
         with recorder.phase("open"):
-            run, weights = _run_of(small, policy, rank, messages.members)
+            run, weights = _run_of(small, drawn, policy, rank, messages.members)
         recorder.reductions = reductions(recorder, policy, weights)
         for step in range(STEPS):
             recorder.step = step + 1
@@ -76,10 +78,12 @@ class Unknown:
 
     Args:
         config: The resolved configuration.
+        assumptions: With the imbalance.
         rank: This one.
     """
 
-    def __init__(self, config: Config, rank: int):
+    def __init__(self, config: Config, assumptions: Assumptions, rank: int):
+        self._imbalance = assumptions.expert_imbalance
         self._arch, self._parallel = config.model.architecture, config.parallel
         self._place = rank % stage_size(config)
         self._drawn = lru_cache(self._draw)
@@ -104,7 +108,7 @@ class Unknown:
         likelihood = torch.ones(self._arch.n_routed_experts)
         mine = slice(number * experts, (number + 1) * experts)
         if self._parallel.expert_model_parallel_size > 1:
-            likelihood[mine] = ASSUMPTIONS.expert_imbalance if self._place == 0 else 1.0
+            likelihood[mine] = self._imbalance if self._place == 0 else 1.0
             if self._place and experts > 1:
                 likelihood[mine.start] = 0.0
         source = torch.Generator().manual_seed(self._place)
@@ -123,7 +127,7 @@ class _Metrics:
         self.steps.append(metrics)
 
 
-def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
+def _run_of(config: Config, drawn: Drawn, policy: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.training.assembly import objective_of
@@ -145,7 +149,7 @@ def _run_of(config: Config, policy: Any, rank: int, there: Sequence[int]) -> tup
         config=config,
         policy=policy,
         objective=objective_of(config),
-        source=MadeUpRollouts(config),
+        source=MadeUpRollouts(config, drawn),
         comparison=EngineComparison(config, policy, weights) if has_engines else None,
         publisher=WeightPublisher(config, weights, None, asyncio.Runner(), Path(), Path()) if has_engines else None,
         state=cast(Any, _NoState()),

@@ -17,6 +17,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
+from posttrain.rehearsal.drawn import drawn_of
 from posttrain.rehearsal.members import is_quick, members, shallow
 from posttrain.rehearsal.outcome import outcome
 from posttrain.rehearsal.traces import read_traces
@@ -35,7 +36,8 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         library: A folder in front of this library, for tests of one that has a fault.
 
     Raises:
-        ConfigError: There are no GPUs of NVIDIA's to rehearse for, or no environment to do it in.
+        ConfigError: There are no GPUs of NVIDIA's to rehearse for, no environment to do it in, or lengths that there
+            cannot be.
         RuntimeError: No rank has begun.
     """
     if resolved.config.hardware.device != "cuda":
@@ -45,6 +47,7 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         found = f"none for {resolved.config.hardware.name}"
         remedy = "set it; a GPU that is not NVIDIA's cannot be rehearsed: its kernels and libraries are others"
         raise ConfigError([Problem("hardware.compute_capability", found, "that of an NVIDIA GPU, such as 9.0", remedy)])
+    drawn_of(resolved)  # what cannot be drawn from is told before ranks start
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
