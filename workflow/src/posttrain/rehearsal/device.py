@@ -21,6 +21,11 @@ from posttrain.rehearsal.compiled import require_same_type
 from posttrain.rehearsal.recorder import Recorder
 
 aten = torch.ops.aten
+# Questions about a tensor, which start no kernel; code asks for devices more often than it does all else.
+ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
+    torch.ops.prim.device.default: lambda tensor: tensor.fake_device,
+    aten.is_pinned.default: lambda tensor: False,
+}
 
 # Larger tensors have no mirror, and larger tensors on the host no values either.
 MIRROR_BYTES = 1 << 24
@@ -89,6 +94,8 @@ class SimulatedDevice(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKED and isinstance(args[0], FakeTensor):
+            return ASKED[func](args[0])
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -129,7 +136,8 @@ class SimulatedDevice(TorchDispatchMode):
         if func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             return self._to_host(args[0], mirrored)
         out = self._shaped(func, types, args, kwargs)
-        self._recorder.operation(func, args, kwargs, out)
+        if func not in UNINITIALISED:
+            self._recorder.operation(func, args, kwargs, out)
         self._noted(func, out)
         if mirrored is not None:
             self._keep(func, out, mirrored)

@@ -1,0 +1,22 @@
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from posttrain.rehearsal.device import SimulatedDevice
+from posttrain.rehearsal.recorder import Recorder
+
+
+def test_what_asks_about_a_tensor_or_makes_an_empty_one_is_no_kernel() -> None:
+    recorder = Recorder()
+    device = SimulatedDevice(recorder, lambda func, args: None, lambda func, args: NotImplemented)
+    # torch without CUDA makes none itself.
+    left = FakeTensor(device.fake, torch.empty(4, 4, device="meta"), torch.device("cuda"))
+    with device, recorder.phase("x"):
+        right = torch.empty_like(left)
+        assert left.device.type == "cuda"
+        assert not left.is_pinned()
+        assert left.view(16).shape == (16,)
+        made = left + right
+    phase = recorder.phases[-1]
+    assert made.device.type == "cuda"
+    assert phase.kernels == 1
+    assert phase.moved == 3 * 16 * 4
