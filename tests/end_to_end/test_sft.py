@@ -28,6 +28,7 @@ SFT = FAST | {
 }
 
 
+@pytest.mark.faults("slow")
 def test_a_killed_run_ends_with_the_same_bits_and_no_engine_is_started(store: Path, tmp_path: Path) -> None:
     straight, killed = (WorkflowFolder(tmp_path / name, store, dict(SFT)) for name in ("straight", "killed"))
     straight.run("train_grpo")

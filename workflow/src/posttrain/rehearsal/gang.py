@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import secrets
 import signal
@@ -33,6 +34,8 @@ def main() -> None:
     from posttrain.rehearsal.members import is_quick, members, shallow, stage_size
     from posttrain.rehearsal.recorder import Recorder
 
+    # Its advice is for whoever changes the trainer.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     asked, recorder = read_resolved(resolved), Recorder()
     whole = asked.config
     stand_ins.install(recorder, whole)

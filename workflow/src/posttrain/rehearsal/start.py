@@ -28,17 +28,12 @@ VARIABLE = "POSTTRAIN_REHEARSAL_ENV"
 ASKED_PREFIXES = ("NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
-def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
-    """Run two steps of some ranks, and return what was found.
-
-    Args:
-        resolved: The configuration.
-        library: A folder in front of this library, for tests of one that has a fault.
+def require_rehearsable(resolved: Resolved) -> None:
+    """Check what can be known before ranks start.
 
     Raises:
         ConfigError: There are no GPUs of NVIDIA's to rehearse for, no environment to do it in, or lengths that there
             cannot be.
-        RuntimeError: No rank has begun.
     """
     if resolved.config.hardware.device != "cuda":
         found = f"{resolved.config.hardware.name}, which has no GPUs"
@@ -47,7 +42,21 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
         found = f"none for {resolved.config.hardware.name}"
         remedy = "set it; a GPU that is not NVIDIA's cannot be rehearsed: its kernels and libraries are others"
         raise ConfigError([Problem("hardware.compute_capability", found, "that of an NVIDIA GPU, such as 9.0", remedy)])
-    drawn_of(resolved)  # what cannot be drawn from is told before ranks start
+    drawn_of(resolved)
+    home()
+
+
+def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
+    """Run two steps of some ranks, and return what was found.
+
+    Args:
+        resolved: The configuration, which `require_rehearsable` takes.
+        library: A folder in front of this library, for tests of one that has a fault.
+
+    Raises:
+        ConfigError: There is no environment to do it in.
+        RuntimeError: No rank has begun.
+    """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

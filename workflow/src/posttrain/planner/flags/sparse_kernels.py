@@ -20,6 +20,7 @@ from posttrain.errors import Problem
 from posttrain.planner.flags.environment import capability
 
 TILELANG, CUDNN, MASKED = "tilelang", "cudnn", "masked"
+FUSED = (TILELANG, CUDNN)
 KEY = "trainer.sparse_attention"
 # `fused_sparse_mla_absorbed` and `_supports_flash_mla_value_layout`.
 LATENT, POSITIONS = 512, 64

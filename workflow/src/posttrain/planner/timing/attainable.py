@@ -36,9 +36,9 @@ ATTENTION_TFLOPS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     # A mask of one's own takes torch to kernels made for earlier GPUs; nobody has published theirs on an H100, taken is
     # FlashAttention-2, which is made for those, too, without a mask.
     "masked": ((309, 350, 362, 368, 370, 370), (214, 260, 291, 310, 318, 322)),
-    # Forward: up to 640 TFLOPS on an H800 (deepseek-ai/FlashMLA, README, sparse prefill). Backward: cuDNN's above, of
-    # dense attention; nobody has published a sparse one.
-    "sparse": ((640,) * 6, (305, 408, 465, 499, 518, 516)),
+    # Of chosen keys, 64 heads: TileLang's, close to 600 TFLOPS on an H800 and about 115 on an H200
+    # (tile-ai/tilelang 00a1cee, examples/deepseek_v32/README.md). Nobody has published cuDNN's.
+    "sparse": ((600,) * 6, (115,) * 6),
 }
 ATTENTION_BACKWARD = 2.5
 

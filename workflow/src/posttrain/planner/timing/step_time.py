@@ -33,6 +33,7 @@ from posttrain.config.derived import (
 from posttrain.config.schema import Config, Parallel
 from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
+from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
 from posttrain.planner.sizing.memory import BYTES
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
@@ -204,7 +205,7 @@ def trainer_of(config: Config) -> Trainer:
 
 
 def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: Parallel) -> Trainer:
-    work, updates = workload(config), num_updates_per_step(config)
+    work, updates, topk = workload(config), num_updates_per_step(config), config.model.architecture.index_topk
     trainer = Trainer(
         arch=config.model.architecture,
         hardware=config.hardware,
@@ -215,6 +216,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
         num_updates=updates,
+        kernel="sparse" if work.mean_tokens > topk and sparse_kernel(config).name in FUSED else None,
         recompute=config.trainer.recompute_granularity == "full",
     )
     budget = config.trainer.max_tokens_per_gpu * trainer.context

@@ -69,7 +69,8 @@ class Trainer:
         num_micro_batches: Of a pipeline per update.
         num_updates: Per step.
         recompute: Full recomputation.
-        kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: this trainer's own.
+        kernel: Of attention, one of `attainable.ATTENTION_TFLOPS`; None: torch's.
+        is_indexer_fused: Keys are chosen by a kernel in BF16; else by this trainer's own indexer.
         trains_all: False: only adapters, which cost nothing here.
         overlaps: Gradients and weights travel while others compute.
         imbalance: Rows of the busiest rank's experts over the mean.
@@ -87,6 +88,7 @@ class Trainer:
     num_updates: int = 1
     recompute: bool = True
     kernel: str | None = None
+    is_indexer_fused: bool = False
     trains_all: bool = True
     overlaps: bool = True
     imbalance: float = ASSUMPTIONS.expert_imbalance
@@ -194,12 +196,12 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     """Return the seconds of attention, forward and backward, and of the indexer's scores."""
     arch, hardware = trainer.arch, trainer.hardware
     is_sparse = bool(arch.index_n_heads) and length > arch.index_topk
-    # Ours multiplies every query with every key before it and masks; kernels for few keys multiply latents.
+    # Torch multiplies every query with every key before it and masks; kernels for chosen keys multiply latents, and
+    # those that are missing in front of a sequence's first queries, too.
     kernel = trainer.kernel or ("masked" if is_sparse else "fused")
     pairs = on_rank * (length + 1) / 2
     if kernel == "sparse":
-        kept = min(length, arch.index_topk)
-        attended = on_rank * (kept - kept * (kept - 1) / (2 * length))
+        attended = on_rank * arch.index_topk
         width = 2 * arch.kv_lora_rank + arch.qk_rope_head_dim
     else:
         attended = pairs
@@ -208,8 +210,8 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     forward, backward = attainable.attention(hardware, kernel, length)
     scores = 0.0
     if is_sparse:
-        rate = attainable.gemm(hardware) if kernel == "sparse" else attainable.fp32_gemm(hardware)
-        heads = 0 if kernel == "sparse" else HEAD_SCORE_BYTES * arch.index_n_heads
+        rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
+        heads = 0 if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads
         per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
         per_pair += (heads + SCORE_BYTES) / attainable.memory(hardware)
         scores = pairs * per_pair * num_indexers(arch) / arch.num_hidden_layers
