@@ -43,8 +43,8 @@ from posttrain.planner.timing.flops import head_widths, sequence_flops
 # Bytes of a weight in BF16, of a gradient in FP32.
 P, GRADIENT = 2, 4
 # Kernels of a layer, forward and backward: what a rehearsal of `glm5_4layer` on one node counts, two micro-batches
-# through four layers (3,408 for log-probabilities, 16,241 for training, which has two forward passes).
-KERNELS = (3408 / 8, (16241 - 2 * 3408) / 8)
+# through four layers (1,254 for log-probabilities, 3,871 for training, which has two forward passes).
+KERNELS = (1254 / 8, (3871 - 2 * 1254) / 8)
 # Of FP32 scores of an indexer head: written by the product, read and written by the scale and by the ReLU, read by the
 # sum; and of their sum by the choice of keys (`megatron_backend/glm5/sparse_attention.py`, `index_scores`,
 # `select_topk`).
