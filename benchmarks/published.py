@@ -37,7 +37,8 @@ from posttrain.planner.timing.update_time import Trainer
 PRIME_RL, NEMO_RL, VLLM = "prime-rl v0.6.0", "NVIDIA-NeMo/RL", "vLLM on 8 B200"
 TOOLS = "tools, and the prefill of what they return: a rollout of this task decodes a third of its time"
 OF_H100 = (
-    "what a GB200 attains of its peaks, and how fast its host starts kernels: taken is an H100's; 128 took longer than 64"
+    "what a GB200 attains of its peaks, and how fast its host starts kernels: taken is an H100's; why 128 took "
+    "longer than 64"
 )
 FIXED_COST = (
     "a fixed time per step, whatever the number of GPUs: moving weights into the engines, sleeping and waking, "
