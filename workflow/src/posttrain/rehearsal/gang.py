@@ -86,13 +86,18 @@ def _be(
     import torch.distributed as dist
 
     from posttrain.rehearsal.messages import Messages
-    from posttrain.rehearsal.script import rehearse
+    from posttrain.rehearsal.script import STEPS, rehearse
 
     torch.set_num_threads(1)
     while not port_file.exists():
         time.sleep(0.05)
     met = dist.TCPStore("127.0.0.1", int(port_file.read_text()), timeout=timedelta(seconds=60))
     store = dist.PrefixStore(secret, met)
+    if rank == ranks[0]:
+        # All ranks do the same things at about the same time.
+        recorder.announce = lambda phase: print(
+            f"rank {rank}: {f'step {phase.step} of {STEPS}, ' if phase.step else ''}{phase.name}", flush=True
+        )
     started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks, of_stage)
     try:
         rehearse(config, drawn, rank, recorder, messages)

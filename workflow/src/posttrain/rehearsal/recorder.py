@@ -74,6 +74,8 @@ class Recorder:
         # What made the buffers whose gradients grew after they had been given away to be added up.
         self.late: list[str] = []
         self.values: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
+        # Hears of each phase that begins.
+        self.announce: Callable[[Phase], None] = lambda phase: None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -81,6 +83,7 @@ class Recorder:
         before, self._phase = self._phase, Phase(name, self.step, peak=self._bytes, host_peak=self._host_bytes)
         self._phase.holders, self._snapped = self._held(), self._bytes
         self.phases.append(self._phase)
+        self.announce(self._phase)
         try:
             yield self._phase
         finally:
