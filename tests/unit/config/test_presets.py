@@ -12,9 +12,10 @@ from posttrain.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG_DIR = ROOT / "config"
 PRESETS = read_yaml(CONFIG_DIR / "algorithms.yaml")
-# What version 0.1 called these runs, printed by its `resolve`.
+# What version 0.1 called these runs, printed by its `resolve`; but for GLM-4.5-Air, whose dense layer keeps its
+# precision since no engine took it in FP8.
 NAMES = {
-    "glm4.5_air": "glm4.5_air-e4d953ec",
+    "glm4.5_air": "glm4.5_air-2aefd277",
     "glm5.1": "glm5.1-06346fae",
     "glm5": "glm5-62e2cddc",
     "glm5_20layer": "glm5_20layer-0fc5bb4c",

@@ -14,7 +14,7 @@ from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
 from posttrain.rehearsal.members import shallow
 from posttrain.rehearsal.outcome import UNSEEN
-from posttrain.rehearsal.samples import rehearsed_row
+from posttrain.rehearsal.drawn import rehearsed_row
 
 CONFIG = Path(__file__).parents[4] / "config"
 # What a rank of a stage held at most in the second step of a rehearsal, GiB.

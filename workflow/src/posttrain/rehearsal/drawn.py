@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem, raise_if_any
-from posttrain.planner.sizing.activations import fullest_micro_batch
+from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
 
 # Of a prompt and of its response, in tokens.
@@ -53,6 +53,13 @@ def drawn_of(resolved: Resolved) -> Drawn:
     rows = {number: line.split() for number, line in enumerate(lines, 1) if line.strip()}
     raise_if_any([*_problems(resolved.config, rows)])
     return Drawn(tuple((int(prompt), int(response)) for prompt, response in rows.values()), str(path), assumptions)
+
+
+def rehearsed_row(config: Config) -> MicroBatch:
+    """Return the fullest row of a rehearsal: of samples that are equally long."""
+    fullest = fullest_micro_batch(config, ASSUMPTIONS)
+    length = fullest.tokens // fullest.num_sequences
+    return MicroBatch(fullest.num_sequences * length, fullest.num_sequences, length)
 
 
 def _problems(config: Config, rows: dict[int, list[str]]) -> Iterator[Problem]:

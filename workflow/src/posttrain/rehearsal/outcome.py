@@ -16,11 +16,10 @@ from posttrain.planner.flags.bad_pairs import environments, find_bad_pairs, inhe
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import PhaseMemory, phase_memory
 from posttrain.planner.sizing.unseen import unseen_terms
-from posttrain.rehearsal.drawn import drawn_of
+from posttrain.rehearsal.drawn import drawn_of, rehearsed_row
 from posttrain.rehearsal.members import is_quick, stage_size, stages_of
 from posttrain.rehearsal.named_stand_ins import STAND_INS
 from posttrain.rehearsal.record import digest
-from posttrain.rehearsal.samples import rehearsed_row
 from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.

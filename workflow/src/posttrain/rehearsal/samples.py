@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple
 from posttrain.config.schema import Config
-from posttrain.planner.sizing.activations import MicroBatch, fullest_micro_batch
+from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
-from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length
+from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.types import Prompt, Sample, SampleGroup
 
@@ -37,13 +37,6 @@ def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
         trainer=replace(config.trainer, mismatch_interval=min(1, config.trainer.mismatch_interval)),
         evaluation=replace(config.evaluation, interval=0),
     )
-
-
-def rehearsed_row(config: Config) -> MicroBatch:
-    """Return the fullest row of a rehearsal: of samples that are equally long."""
-    fullest = fullest_micro_batch(config, ASSUMPTIONS)
-    length = fullest.tokens // fullest.num_sequences
-    return MicroBatch(fullest.num_sequences * length, fullest.num_sequences, length)
 
 
 class MadeUpRollouts:
