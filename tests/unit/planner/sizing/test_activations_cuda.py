@@ -12,9 +12,9 @@ from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, fullest_m
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
+from posttrain.rehearsal.drawn import rehearsed_row
 from posttrain.rehearsal.members import shallow
 from posttrain.rehearsal.outcome import UNSEEN
-from posttrain.rehearsal.drawn import rehearsed_row
 
 CONFIG = Path(__file__).parents[4] / "config"
 # What a rank of a stage held at most in the second step of a rehearsal, GiB.
