@@ -102,6 +102,7 @@ def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) 
     assert "Nothing to be done" in finish(workflow)
 
 
+@pytest.mark.faults("training")
 def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
     """The supervisor restarts what died; when it dies itself, all of its processes go and Snakemake says so."""
     with bystander():

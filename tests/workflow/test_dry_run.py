@@ -31,6 +31,7 @@ def test_jobs_of_a_branch(name: str, tmp_path: Path) -> None:
     assert [path.parent.name for path in files] == ["configs"], "a dry run writes what it has resolved, and no more"
 
 
+@pytest.mark.faults("slow")
 def test_combinations_that_are_refused() -> None:
     compare(GOLDEN / "refused.json", json.dumps(refused_branches(), indent=2) + "\n")
 

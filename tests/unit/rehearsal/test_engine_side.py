@@ -134,12 +134,16 @@ def faults() -> Callable[..., list[dict[str, Any]]]:
     return find
 
 
+WHOLE_PROOF = pytest.mark.faults("rehearsal")
+
+
 @pytest.mark.sglang
-@pytest.mark.parametrize("model", ["qwen3_4b", "glm5_4layer"])
+@pytest.mark.parametrize("model", [pytest.param("qwen3_4b", marks=WHOLE_PROOF), "glm5_4layer"])
 def test_sglang_takes_every_tensor_once(resolved: Resolve, faults: Any, model: str) -> None:
     assert faults(resolved(model).config) == []
 
 
+@WHOLE_PROOF
 @pytest.mark.sglang
 def test_sglang_tells_what_is_renamed_missing_misshapen_and_doubled(resolved: Resolve, faults: Any) -> None:
     config = resolved("glm5_4layer").config
