@@ -58,6 +58,8 @@ def test_a_quick_one_is_told(paths):
 def test_own_lengths_are_told(paths):
     keep(paths, assumed={"lengths": "/data/lengths.txt", "expert_imbalance": 1.5})
     assert "configuration, lengths of /data/lengths.txt: ran through" in describe_rehearsal(paths)["words"]
+    keep(paths, assumed={"lengths": "", "expert_imbalance": 3.0})
+    assert "configuration, expert_imbalance=3: ran through" in describe_rehearsal(paths)["words"]
 
 
 def test_another_configuration_is_not_rehearsed(paths):

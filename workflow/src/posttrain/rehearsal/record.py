@@ -10,6 +10,7 @@ from pathlib import Path
 import posttrain
 from posttrain.artifacts import Paths, read_json
 from posttrain.config.load import Resolved, digest8
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.readable import counted
 
 
@@ -46,7 +47,9 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
         known = read_json(file)
         is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
         quickly = ", three stages of each pipeline" if len(known["stages"]) < known["of_stages"] else ""
-        quickly += f", lengths of {known['assumed']['lengths']}" if known["assumed"]["lengths"] else ""
+        lengths, imbalance = known["assumed"]["lengths"], known["assumed"]["expert_imbalance"]
+        quickly += f", lengths of {lengths}" if lengths else ""
+        quickly += f", expert_imbalance={imbalance:g}" if imbalance != ASSUMPTIONS.expert_imbalance else ""
     except (OSError, ValueError, KeyError, TypeError):
         return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
     if not is_current:
