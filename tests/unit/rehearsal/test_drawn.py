@@ -74,7 +74,7 @@ def test_a_file_that_is_not_there(resolved: Resolve) -> None:
         drawn_of(resolved("qwen3_4b", lengths="/nowhere"))
 
 
-@pytest.mark.parametrize("value", [0.5, "much", True])
+@pytest.mark.parametrize("value", [0.5, "much", True, float("nan"), float("inf")])
 def test_an_imbalance_that_there_cannot_be(resolved: Resolve, value: object) -> None:
     with pytest.raises(ConfigError, match="expert_imbalance"):
         resolved("qwen3_30b_a3b", expert_imbalance=value)

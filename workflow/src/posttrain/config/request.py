@@ -8,6 +8,7 @@ are names (`model: glm5`) and sections of the configuration (`optimizer: {lr: 1e
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,9 +103,8 @@ def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
     if names.get("quick") not in (None, 0, 1, True, False):
         yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses three stages of each pipeline")
     imbalance = names.get("expert_imbalance")
-    if imbalance is not None and (
-        isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or imbalance < 1
-    ):
+    is_number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
+    if imbalance is not None and not (is_number and 1 <= imbalance < math.inf):
         allowed = "a number of at least 1: rows at the busiest rank's experts over the mean"
         yield Problem("expert_imbalance", repr(imbalance), allowed, "expert_imbalance=2 rehearses twice the mean")
     if run is not None and (not re.fullmatch(RUN_NAME, str(run)) or run in RESERVED_NAMES):
