@@ -48,4 +48,7 @@ def is_clean(**request: Any) -> None:
     assert found["problems"] == []
     assert found["ranks"] == members(resolve(request, CONFIG_DIR).config)
     phases = {row["phase"] for row in found["memory"] if row["step"] == 2}
-    assert {"old_logprobs", "train", "weight_sync", "save"} <= phases
+    assert {"old_logprobs", "train", "weight_sync", "save", "resume"} <= phases
+    fullest = {name: max(row["peak_gib"] for row in found["memory"] if row["phase"] == name) for name in phases}
+    assert fullest.pop("resume") <= max(fullest.values()), "what ran can go on"
+    assert max(row["moved_gb"] for row in found["memory"] if row["phase"] == "save") > 0, "tensors go to the host"

@@ -39,14 +39,14 @@ def test_both_steps_are_drawn_from_the_lengths_and_the_second_is_longer(resolved
             for g in MadeUpRollouts(config, drawn).collect(step).groups
             for s in g.samples
         ]
-        for step in (0, 1)
+        for step in (1, 2)
     ]
     assert {*steps[0], *steps[1]} == {*drawn.lengths}
     assert len(steps[0]) == len(steps[1]) == config.training.global_batch_size
     assert max(map(sum, steps[0])) <= min(map(sum, steps[1]))
     # As many tokens as rows of the longest samples have, so that there are as many micro-batches.
     longest = shortened(found.config)
-    tokens = [sum(s.num_tokens for g in MadeUpRollouts(longest).collect(1).groups for s in g.samples)]
+    tokens = [sum(s.num_tokens for g in MadeUpRollouts(longest).collect(2).groups for s in g.samples)]
     assert sum(map(sum, steps[0] + steps[1])) / 2 == pytest.approx(tokens[0], rel=0.2)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.rehearsal import distributed
-from posttrain.rehearsal.messages import HangError, Messages
+from posttrain.rehearsal.messages import HangError, Messages, from_bytes, to_bytes
 
 
 def said_by_two(first, second):
@@ -49,6 +49,12 @@ def test_a_stage_that_is_not_there_sends_what_its_neighbour_sends(me, origin, se
 def test_who_gives_more_than_the_other_is_named():
     found = said_by_two(("allgather_", b"ab"), ("allgather_", b"cde"))
     assert found[0] == "rank 0 gives 2 bytes to allgather_ at train_step.py:0, rank 1 of the same group gives 3"
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor([[1.5, -2.0]]), torch.zeros(0, 3)])
+def test_bytes_become_the_tensor_that_they_were(tensor):
+    assert torch.equal(from_bytes(to_bytes(tensor), torch.empty_like(tensor)), tensor)
+    assert from_bytes(b"1", tensor) is None
 
 
 def test_values_that_nobody_knows_have_no_size():

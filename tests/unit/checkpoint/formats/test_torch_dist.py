@@ -16,9 +16,11 @@ from tests.support.tiny_checkpoint import (
 from posttrain.artifacts import part_receipt_of, partial_of
 from posttrain.checkpoint.formats.torch_dist import (
     Conversion,
+    planned_metadata,
     split_placements,
     verify_torch_dist,
 )
+from posttrain.checkpoint.formats.torch_dist_format import read_metadata
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key, optional_copies, to_megatron
 from posttrain.errors import CheckpointError
@@ -48,6 +50,10 @@ def test_every_tensor_is_there_and_equal(tmp_path, arch):
     folder = convert(tmp_path, tmp_path / "torch_dist", arch)
     assert TorchDistReader(folder).keys == sorted(by_key(arch))
     assert verify_torch_dist(tmp_path, folder, arch) == len(tensors)
+    # Before there is a folder, it is known what will be in it.
+    planned, written = planned_metadata(arch), read_metadata(folder)
+    assert planned.state_dict_metadata == written.state_dict_metadata
+    assert planned.storage_data.keys() == written.storage_data.keys()
 
 
 def test_experts_are_stacked_with_gate_above_up(tmp_path):

@@ -93,7 +93,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # Without a word of its own a rank has nothing to add, whatever the others' largest logit is.
         largest = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
         total, product, chosen = (torch.zeros_like(largest) for _ in range(3))
-        for rows, logits in _chunks(hidden, words, temperature, chunk_size):
+        for rows, logits in logit_chunks(hidden, words, temperature, chunk_size):
             largest[rows] = logits.amax(-1)
             logits.sub_(largest[rows, None])
             chosen[rows] = logits.gather(1, _column(targets[rows], shard)).squeeze(1)
@@ -121,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad = grad / temperature
         mine = grad * _is_mine(targets, shard)
-        for rows, logits in _chunks(hidden, words, temperature, chunk_size):
+        for rows, logits in logit_chunks(hidden, words, temperature, chunk_size):
             logits.sub_(largest[rows, None]).exp_().mul_(-(grad[rows] / total[rows])[:, None])
             column = _column(targets[rows], shard)
             logits.scatter_(1, column, logits.gather(1, column) + mine[rows, None])
@@ -133,10 +133,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(
+def logit_chunks(
     hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the logits of each chunk [t, V] fp32, over the temperature, all in the same memory."""
+    """Yield the rows of each chunk, and its logits [t, V] fp32, over the temperature, all in the same memory."""
     if not len(hidden) or not len(words):
         return
     room = hidden.new_empty(min(chunk_size, len(hidden)), len(words), dtype=torch.float32)

@@ -20,7 +20,7 @@ which names them in a form that checkpoints no longer take.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +64,12 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has made no step the tensors that a load fills."""
     for part in _parts(optimizer):
-        part.load_state_dict(part.state_dict())
+        if make := _own_state_of(part):
+            for group in part.optimizer.param_groups:
+                for weight in group["params"]:
+                    make(weight, store_param_remainders=False)
+        else:
+            part.load_state_dict(part.state_dict())
 
 
 def restore_state(optimizer: MegatronOptimizer, steps: int) -> None:
@@ -75,6 +80,10 @@ def restore_state(optimizer: MegatronOptimizer, steps: int) -> None:
         steps: `count_steps` when it was saved.
     """
     for part in _parts(optimizer):
+        if _own_state_of(part):  # what was filled is the state itself
+            for group in part.optimizer.param_groups:
+                group["step"] = steps
+            continue
         settings = part.state_dict()
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = steps
@@ -82,7 +91,7 @@ def restore_state(optimizer: MegatronOptimizer, steps: int) -> None:
             {MAIN_WEIGHT.get(name, name): values for name, values in _state_of(part, weight).items()}
             for weight, _ in _runs(part)
         ]
-        # Loading may allocate anew (Transformer Engine does): Megatron copies the values to where they belong.
+        # Loading may allocate anew: Megatron copies the values to where they belong.
         kind = {"param_state": dict(enumerate(filled)), "param_state_sharding_type": "fully_sharded_model_space"}
         part.load_state_dict({**settings, **kind})
 
@@ -126,6 +135,14 @@ def _in_one_row(
 def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the optimizers of dense weights and of experts; a stage may have only one of them."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _own_state_of(part: DistributedOptimizer) -> Callable[..., None] | None:
+    """Return how Transformer Engine's optimizer on the GPU makes a weight's state; None for other optimizers.
+
+    It would have all moments twice while it loads a state (`FusedAdam.load_state_dict`).
+    """
+    return getattr(part.optimizer, "initialize_state", None)
 
 
 def _runs(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Any]]:

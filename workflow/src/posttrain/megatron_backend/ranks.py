@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from posttrain.megatron_backend.plain_data import gather_tensors
+
 
 def seed_random_state(seed: int) -> None:
     """Set all random state of this process, Megatron's for each parallel group included."""
@@ -19,9 +21,9 @@ def data_parallel_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 
 
-def speaks_for_its_samples() -> bool:
-    """Tell whether this rank speaks for the ranks that hold the same samples."""
-    return parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+def gather_over_data_parallel(mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return what each data-parallel rank has given, see `gather_tensors`; collective."""
+    return gather_tensors(mine, parallel_state.get_data_parallel_group())
 
 
 def sum_over_data_parallel(values: torch.Tensor) -> None:

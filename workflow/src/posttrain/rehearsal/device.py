@@ -27,7 +27,7 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror, and larger tensors on the host no values either.
+# Larger tensors have no mirror, and larger tensors on the host no values either; of pinned ones only vectors have them.
 MIRROR_BYTES = 1 << 24
 HOST_BYTES = 1 << 26
 VECTOR_BYTES = 1 << 20
@@ -110,7 +110,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute on the host, where memory is that of this process: large tensors have no values there either."""
-        if func in UNINITIALISED and func is aten.empty.memory_format and _bytes_of(args[0], kwargs) > HOST_BYTES:
+        most = VECTOR_BYTES if kwargs.get("pin_memory") else HOST_BYTES
+        if func is aten.empty.memory_format and _bytes_of(args[0], kwargs) > most:
             kwargs = {**kwargs, "pin_memory": False}
             with self.fake:
                 return self._noted(func, func(*args, **kwargs))

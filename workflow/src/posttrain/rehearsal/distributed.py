@@ -62,7 +62,7 @@ class Groups:
         if name != "barrier" and group.group_name not in self.of_host:
             _require_nccl_takes(tensors)
         is_small = name in ("broadcast_", "allreduce_") and size <= SMALL
-        if tensors and (not tensors[0].is_floating_point() or is_small):
+        if name == "barrier" or (tensors and (not tensors[0].is_floating_point() or is_small)):
             self._deliver(name, group.group_name, ranks, args)
         work = FakeWork().boxed()
         returns = func._schema.returns
@@ -73,7 +73,9 @@ class Groups:
     def _deliver(self, name: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> None:
         """Let values arrive."""
         where = place()
-        if name == "send":
+        if name == "barrier":
+            self._messages.all_said(group, ranks, name, where, b"")
+        elif name == "send":
             self._messages.send(ranks[args[2]], name, where, self._bytes(args[0][0]))
         elif name == "recv_":
             self._set(args[0][0], self._messages.receive(ranks[args[2]], where))

@@ -42,9 +42,11 @@ def main() -> None:
     import torch.distributed as dist
 
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
+    from posttrain.rehearsal import disk
 
     config, drawn = shallow(whole), drawn_of(asked)
     ranks = members(config, is_quick(asked))
+    disk.converted(config.model.architecture, folder / "torch_dist")
     # Who does not know it reads and leaves no messages.
     secret = secrets.token_hex(16)
     port_file = folder / "port"
@@ -100,7 +102,7 @@ def _be(
         )
     started, error, messages = time.perf_counter(), None, Messages(store, rank, ranks, of_stage)
     try:
-        rehearse(config, drawn, rank, recorder, messages)
+        rehearse(config, drawn, rank, recorder, messages, folder)
     except BaseException as raised:
         error = {"type": type(raised).__name__, "message": str(raised), "trace": traceback.format_exc()}
     phases = [dataclasses.asdict(phase) for phase in recorder.phases]

@@ -127,4 +127,6 @@ def from_bytes(content: bytes, like: torch.Tensor) -> torch.Tensor | None:
     """Return `to_bytes`'s tensor, of another one's type and shape."""
     if len(content) != like.numel() * like.element_size():
         return None
+    if not content:
+        return torch.empty_like(like, device="cpu")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(like.dtype).view(like.shape)

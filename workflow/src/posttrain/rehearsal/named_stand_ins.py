@@ -13,11 +13,15 @@ STAND_INS = {
     "ranks that are rehearsed, and those that are not say what one that is says",
     "router": "which experts a token goes to is drawn: rank 0 of a stage gets more than its share, one expert of each "
     "other rank nothing",
+    "repetitions": "keys are chosen once for each length of sequences, log-probabilities computed for the first chunk "
+    "of a row, and both are counted each time",
     "values": "vectors of numbers that nobody knows are 1",
     "devices": "all have the architecture and memory that `hardware` names, and an H200's 132 multiprocessors",
     "pinned memory": "no page of the host is pinned",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
     "rollouts": "no engine is asked: a step has as many rows as stages, short ones, then full ones",
-    "weights": "nothing is loaded or saved; one layer of each kind is compared and sent to engines",
+    "weights": "one layer of each kind is compared and sent to engines",
+    "disks": "tensors are planned, copied to the host and back, and no byte of them is read or written; ranks do not "
+    "agree on who writes what, and a checkpoint is written at once, not beside a rollout",
 }

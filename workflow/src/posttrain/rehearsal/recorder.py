@@ -101,6 +101,39 @@ class Recorder:
         """Most bytes that were alive at a time in the present phase."""
         return self._phase.peak
 
+    @contextmanager
+    def counts(self) -> Iterator[Phase]:
+        """Note what happens in the block, in the present phase and apart: of memory what it takes beside the rest."""
+        outer, base, held, snapped = self._phase, self._bytes, self._held(), self._snapped
+        inner = self._phase = Phase(outer.name, self.step, peak=base, host_peak=self._host_bytes)
+        self._snapped = base
+        try:
+            yield inner
+        finally:
+            if self._bytes == inner.peak > self._snapped:
+                inner.holders = self._held()
+            self._phase, self._snapped = outer, snapped
+            inner.peak -= base
+            inner.holders = {key: size - held.get(key, 0) for key, size in inner.holders.items()}
+            self._add_counts(inner, base, held)
+
+    def repeat(self, counts: Phase) -> None:
+        """What `counts` has noted happens once more."""
+        self._add_counts(counts, self._bytes, None)
+
+    def _add_counts(self, counts: Phase, base: int, held: dict[tuple[str, str], int] | None) -> None:
+        phase = self._phase
+        phase.flops += counts.flops
+        phase.moved += counts.moved
+        phase.kernels += counts.kernels
+        for where, times in counts.waits.items():
+            phase.waits[where] = phase.waits.get(where, 0) + times
+        phase.host_peak = max(phase.host_peak, counts.host_peak)
+        if base + counts.peak > phase.peak:
+            phase.peak, held = base + counts.peak, self._held() if held is None else held
+            phase.holders = {key: held.get(key, 0) + counts.holders.get(key, 0) for key in {**held, **counts.holders}}
+            self._snapped = phase.peak
+
     def label(self, key: int, kind: str) -> None:
         """Say what a storage is for."""
         if key in self._live:
@@ -123,6 +156,12 @@ class Recorder:
             self._inside[key] = made
         else:
             self._add(key, made)
+
+    def begin_anew(self) -> None:
+        """What follows happens in a new process: what is alive was another's."""
+        self._live.clear()
+        self._host.clear()
+        self._bytes = self._host_bytes = self._snapped = 0
 
     def _add(self, key: int, made: tuple[int, str, str]) -> None:
         self._live[key] = made

@@ -13,11 +13,16 @@ from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.types import Prompt, Sample, SampleGroup
 
+# Lengths of the first step's samples, as parts of the longest.
+SHORTER = (0.13, 0.36, 0.71)
+# A step that no rehearsal comes to.
+NEVER = 100
+
 
 def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
     """Return the configuration for a few micro-batches a step: as many as fill the pipeline.
 
-    What a run compares now and then is compared in each step, so the fullest rows are, too, beside the whole state.
+    What a run compares now and then is compared in the second step, with the fullest rows and beside the whole state.
 
     Args:
         config: The resolved configuration.
@@ -33,8 +38,10 @@ def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
     return replace(
         config,
         rollout=replace(config.rollout, rollout_batch_size=1, num_samples_per_prompt=count),
-        training=replace(config.training, global_batch_size=count, num_steps=100),
-        trainer=replace(config.trainer, mismatch_interval=min(1, config.trainer.mismatch_interval)),
+        training=replace(config.training, global_batch_size=count, num_steps=NEVER),
+        trainer=replace(
+            config.trainer, mismatch_interval=min(2, config.trainer.mismatch_interval), save_interval=NEVER
+        ),
         evaluation=replace(config.evaluation, interval=0),
     )
 
@@ -57,7 +64,7 @@ class MadeUpRollouts:
         """There are no engines."""
 
     def collect(self, step: int) -> RolloutResult:
-        """Return one group; every second sample is right, so that there is something to learn."""
+        """Return one group of a step, from 1; every second sample is right, so that there is something to learn."""
         samples = [
             Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
             for index, (prompt, response) in enumerate(self._lengths(step))
@@ -68,9 +75,12 @@ class MadeUpRollouts:
         count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens
         if self._drawn.lengths:
             of_both = sorted(random.Random(0).choices(self._drawn.lengths, k=2 * count), key=sum)
-            half = of_both[count:] if step else of_both[:count]
+            half = of_both[count:] if step > 1 else of_both[:count]
             random.Random(step).shuffle(half)
             return half
-        source = random.Random(step)
-        wholes = [max(2, int(self._longest * (1 if step else source.uniform(0.1, 0.9)))) for _ in range(count)]
+        wholes = [max(2, self._longest)] * count
+        if step == 1:
+            # Few lengths: what depends on them alone is computed once for each (`repeats`).
+            shorter = [max(2, int(self._longest * share)) for share in SHORTER]
+            wholes = random.Random(step).choices(shorter, k=count)
         return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]

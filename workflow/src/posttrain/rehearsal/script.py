@@ -1,10 +1,9 @@
-"""What a rank does in a rehearsal: it builds, loads nothing, and makes two steps of `training.loop`, in their order."""
+"""What a rank does in a rehearsal: it builds, loads, makes two steps of `training.loop`, saves, and resumes."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 STEPS = 2
 
 
-def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages) -> None:
+def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages, files: Path) -> None:
     """Be a rank: see the head of this file.
 
     Args:
@@ -37,11 +36,12 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
         rank: Which one.
         recorder: Learns what is done.
         messages: To the other ranks that are rehearsed.
+        files: Of all of them; has `torch_dist`, from `disk.converted`.
     """
-    from posttrain.megatron_backend import checkpoint
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.simulated import tell_of_late_gradients
+    from posttrain.rehearsal import disk, repeats
     from posttrain.training import loop
 
     small = shortened(config, drawn)
@@ -54,20 +54,30 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     tell_of_late_gradients(
         lambda buffer: recorder.late.append(recorder.place_of(buffer.grad_data.untyped_storage()._cdata))
     )
+    disk.provide(device.fake)
+    repeats.provide(recorder)
     with device:
         with recorder.phase("build"):
             initialize(small)
             policy = build_policy(small)
         _label(recorder, policy)
         with recorder.phase("open"):
-            run, weights = _run_of(small, drawn, policy, rank, messages.members)
+            state = disk.saved_state(policy, files / "torch_dist", files / "checkpoints", 0)
+            run, weights = _run_of(small, drawn, policy, state, rank, messages.members)
         recorder.reductions = reductions(recorder, policy, weights)
-        for step in range(STEPS):
-            recorder.step = step + 1
+        with recorder.phase("load"):
+            run.resume()
+        for step in range(1, STEPS + 1):
+            recorder.step = step
             loop.train_step(run, step)
             _label(recorder, policy)
-        with recorder.phase("save"), tempfile.TemporaryDirectory() as folder:
-            checkpoint.prepare_save(policy, STEPS, Path(folder))
+        with recorder.phase("save"):
+            state.begin_save(STEPS)
+        recorder.begin_anew()
+        with recorder.phase("resume"):
+            again = build_policy(small)
+            _label(recorder, again)
+            disk.saved_state(again, files / "torch_dist", files / "checkpoints", STEPS).restore()
 
 
 class Unknown:
@@ -127,7 +137,7 @@ class _Metrics:
         self.steps.append(metrics)
 
 
-def _run_of(config: Config, drawn: Drawn, policy: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
+def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.training.assembly import objective_of
@@ -152,21 +162,11 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, rank: int, there: Sequenc
         source=MadeUpRollouts(config, drawn),
         comparison=EngineComparison(config, policy, weights) if has_engines else None,
         publisher=WeightPublisher(config, weights, None, asyncio.Runner(), Path(), Path()) if has_engines else None,
-        state=cast(Any, _NoState()),
+        state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
     )
     return run, weights
-
-
-class _NoState:
-    """Nothing is saved."""
-
-    def finish_save(self, clock: Any) -> None:
-        """Nothing is being written."""
-
-    def begin_save(self, finished: int) -> None:
-        """Nothing is written."""
 
 
 def one_of_each_kind(names: Sequence[str]) -> set[str]:

@@ -22,6 +22,7 @@ BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
 ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 16
 THEIRS, OPTIMIZER = ("transformer_engine/", "megatron/core/"), "megatron/core/optimizer/distrib_optimizer.py"
 OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
+BETWEEN_STEPS = ((2, "rollout"), (2, "save"))
 LeftOut = Callable[[int, str], float]
 # Megatron adds up gradients there, once for each bucket and update.
 GRADIENTS = "param_and_grad_buffer.py"
@@ -273,10 +274,10 @@ def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
-    """Find what of one step is still alive when the next begins, and is neither weight, gradient nor state."""
+    """Find what of a step is still alive when the next begins, or a save, and is neither weight, gradient nor state."""
     for trace in traces:
         for phase in trace.phases:
-            if (phase["step"], phase["name"]) != (2, "rollout"):
+            if (phase["step"], phase["name"]) not in BETWEEN_STEPS:
                 continue
             weights = sum(size for kind, _, size in phase["holders"] if kind == "weights")
             ours = [row for row in phase["holders"] if row[0] == ACTIVATIONS and _is_ours(row[1])]

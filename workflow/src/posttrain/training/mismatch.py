@@ -14,8 +14,8 @@ from posttrain.algorithm.mismatch import Mismatch, compare_logprobs
 from posttrain.config.derived import mismatch_limits
 from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
-from posttrain.megatron_backend.plain_data import gather_tensors
-from posttrain.megatron_backend.ranks import speaks_for_its_samples
+from posttrain.megatron_backend.plain_data import gather_plain
+from posttrain.megatron_backend.ranks import gather_over_data_parallel
 from posttrain.megatron_backend.train_step import compute_logprobs
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.rank_progress import leave_last_words
@@ -77,15 +77,31 @@ class EngineComparison:
 
 
 def _compare(updates: Sequence[Update], logprobs: Sequence[Sequence[torch.Tensor]]) -> Mismatch:
-    """Compare log-probabilities with those of the engine over all response tokens of all ranks."""
+    """Compare log-probabilities with those of the engine over all response tokens of all ranks.
+
+    Raises:
+        ValueError: They are not finite; on every rank alike.
+    """
     own, engine = [torch.empty(0)], [torch.empty(0)]
-    # Ranks with the same samples hold the same values: one of them reports.
-    for update, rows in zip(updates, logprobs, strict=True) if speaks_for_its_samples() else ():
-        for batch, row in zip(update.batches, rows, strict=False):
+    for update, rows in zip(updates, logprobs, strict=True):
+        for batch, row in zip(update.batches, rows, strict=False):  # earlier stages of a pipeline have none
             for index, values in batch.response_values(row.cpu()).items():
                 own.append(values)
                 engine.append(torch.tensor(update.samples[index].rollout_logprobs))
-    return compare_logprobs(*(torch.cat(gather_tensors(torch.cat(values))) for values in (own, engine)))
+    # Tokens go to the ranks with the same place in the model, and what these find goes to all.
+    of_all = [torch.cat(gather_over_data_parallel(torch.cat(values))) for values in (own, engine)]
+    found, wrong = None, ""
+    if len(of_all[0]):
+        try:
+            found = compare_logprobs(*of_all)
+        except ValueError as error:
+            wrong = str(error)
+    for numbers, told in gather_plain((found, wrong)):
+        if told:
+            raise ValueError(told)
+        if numbers:
+            return Mismatch(**numbers)
+    raise ValueError("no rank has log-probabilities")
 
 
 def share_of_limit(config: Config, own: Mismatch, served: Mismatch | None) -> float:

@@ -211,6 +211,17 @@ def _require_cover(folder: Path, by_tensor: Mapping[str, Sequence[dict[str, Any]
         raise CheckpointError(f"{folder}: the parts do not make up the model:\n  " + "\n  ".join(wrong[:20]))
 
 
+def planned_metadata(arch: Architecture) -> Metadata:
+    """Return which tensors a converted model has, and in which chunks; where these lie is known when they are."""
+    nowhere = {"file": "nowhere", "start": 0, "length": 0}
+    return _metadata(
+        {
+            key: [_chunk_row(placement, box) | nowhere for placement in placements for box in placement.boxes]
+            for key, placements in by_key(arch).items()
+        }
+    )
+
+
 def _metadata(by_tensor: Mapping[str, Sequence[dict[str, Any]]]) -> Metadata:
     tensors: dict[str, STORAGE_TYPES] = {}
     places = {}

@@ -91,12 +91,14 @@ def kept_places(
         [T, K] int32, rising; behind the last key -1.
     """
     blocks = zip(selectors, sequences.key_places(), sequences.queries.blocks, strict=True)
-    parts = [_of_block(select, places, size[1], topk, chunk_tokens) for select, places, size in blocks]
+    parts = [places_of_block(select, places, size[1], topk, chunk_tokens) for select, places, size in blocks]
     return sequences.queries.join(parts)
 
 
-def _of_block(select: Selector | None, places: torch.Tensor, num_queries: int, topk: int, chunk: int) -> torch.Tensor:
-    """Return [B, C, K] of the last queries of sequences whose keys lie at `places` [B, S]."""
+def places_of_block(
+    select: Selector | None, places: torch.Tensor, num_queries: int, topk: int, chunk: int
+) -> torch.Tensor:
+    """Return [B, C, K] of the last queries of sequences whose keys lie at `places` [B, S]; see `kept_places`."""
     longest, parts = places.shape[1], []
     for first in range(longest - num_queries, longest, chunk):
         end = min(first + chunk, longest)
