@@ -21,7 +21,7 @@ def provide(recorder: Recorder) -> None:
     from posttrain.megatron_backend.glm5 import latent_space
 
     latent_space.places_of_block = once(latent_space.places_of_block, recorder)
-    logprobs.logit_chunks = first_of_alike(logprobs.logit_chunks, recorder)
+    logprobs.logit_chunks = first_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
 
 
 def once(function: Callable[..., torch.Tensor], recorder: Recorder) -> Callable[..., torch.Tensor]:
