@@ -49,6 +49,7 @@ PLACES = {
     ("config/command_line.py", "yaml.load"): "BaseLoader makes texts, lists and mappings only",
     ("checkpoint/formats/torch_dist_format.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_format.py", "torch.load"): "weights_only",
+    ("rehearsal/disk.py", "FormatUnpickler(file).load"): "the list of the format's classes",
     ("checkpoint/formats/torch_dist_reader.py", "torch.load"): "weights_only",
     ("megatron_backend/checkpoint.py", "strategy.load"): "SafeLoad",
     (
