@@ -114,6 +114,8 @@ def _joined(folder: Path) -> Metadata:
 
 
 def _noted(transforms: Any, stream: Any, data: torch.Tensor, item: Any, name: str, serialization: Any) -> WriteResult:
+    if data.device.type != "cpu":
+        raise AssertionError("Tensor must be on CPU device")  # in torch's words
     return WriteResult(item.index, data.nbytes, _StorageInfo(name, 0, data.nbytes))
 
 

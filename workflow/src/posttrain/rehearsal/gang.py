@@ -8,6 +8,7 @@ writes `{rank}.json` into the folder: what the rank did, and what ended it.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -51,6 +52,9 @@ def main() -> None:
     secret = secrets.token_hex(16)
     port_file = folder / "port"
     children: dict[int, int] = {}
+    # What all ranks share is looked at by none of their collections, and stays shared.
+    gc.collect()
+    gc.freeze()
     for rank in ranks:
         child = os.fork()
         if child == 0:

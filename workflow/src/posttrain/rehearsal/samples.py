@@ -13,8 +13,8 @@ from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.types import Prompt, Sample, SampleGroup
 
-# Lengths of the first step's samples, as parts of the longest.
-SHORTER = (0.13, 0.36, 0.71)
+# Lengths of the first step's samples, as parts of the longest. Few: each new length of a row takes time.
+SHORTER = (0.3, 0.6)
 # A step that no rehearsal comes to.
 NEVER = 100
 
@@ -80,7 +80,6 @@ class MadeUpRollouts:
             return half
         wholes = [max(2, self._longest)] * count
         if step == 1:
-            # Few lengths: what depends on them alone is computed once for each (`repeats`).
             shorter = [max(2, int(self._longest * share)) for share in SHORTER]
             wholes = random.Random(step).choices(shorter, k=count)
         return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]
