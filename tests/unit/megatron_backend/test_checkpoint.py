@@ -92,6 +92,44 @@ def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
     assert sum(".exp_avg_sq." in name and bool(values.any()) for name, values in loaded.items()) > 30
 
 
+def test_an_optimizer_that_makes_its_own_state_is_filled_where_it_is(make_policy, tmp_path, monkeypatch):
+    """As Transformer Engine's is; handed a state, it would make all of it once more."""
+    policy = make_policy(test_config(TRAINED))
+
+    def own_state(inner, weight, store_param_remainders):
+        inner.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        inner.state[weight]["step"] = torch.tensor(7.0)
+
+    inner = [part.optimizer for part in policy.optimizer.chained_optimizers]
+    for optimizer in inner:
+        monkeypatch.setattr(optimizer, "initialize_state", partial(own_state, optimizer), raising=False)
+    allocate_state(policy.optimizer)
+    tensors = [
+        tensor
+        for optimizer in inner
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        for tensor in (weight.data, optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"])
+    ]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    written = [tensor.clone() for tensor in tensors]
+    groups = [group for optimizer in inner for group in optimizer.param_groups]
+    for group in groups:
+        group["step"] = 7  # there it counts
+    prepare_save(policy, 6, tmp_path)()
+    for tensor in tensors:
+        tensor.zero_()
+    for group in groups:
+        del group["step"]
+    for optimizer in inner:
+        monkeypatch.setattr(optimizer, "load_state_dict", None)
+        monkeypatch.setattr(optimizer, "initialize_state", lambda weight, store_param_remainders: None)
+    assert load_training_state(policy, tmp_path) == 6
+    assert all(map(torch.equal, tensors, written))
+    assert {group["step"] for group in groups} == {7}
+
+
 @pytest.mark.parametrize("kind", ["saved", "converted"])
 @pytest.mark.parametrize(
     ("plant", "reason"),
