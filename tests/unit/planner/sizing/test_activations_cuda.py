@@ -38,6 +38,17 @@ PEAKS = {
         (2, "old_logprobs"): 24.119,
         (2, "train"): 25.304,
     },
+    # Keys are chosen, and attended to in the latents' space.
+    ("glm5", 16): {
+        (0, "old_logprobs"): 14.512,
+        (0, "train"): 15.340,
+        (1, "old_logprobs"): 17.493,
+        (1, "train"): 18.202,
+        (3, "old_logprobs"): 19.155,
+        (3, "train"): 19.396,
+    },
+    # Two ranks share a row.
+    ("deepseek_v3", 16): {(0, "train"): 11.268, (1, "train"): 15.703, (3, "train"): 16.456},
 }
 
 

@@ -146,7 +146,7 @@ def _lists(recorder: Recorder) -> dict[str, Any]:
 
 def _attention(recorder: Recorder) -> dict[str, Any]:
     def fused_attn_fwd(*given: Any) -> list[torch.Tensor]:
-        (boundaries, _), (q, k, v) = given[14:16], given[16:19]
+        boundaries, (q, k, v) = given[14:16], given[16:19]
         require_same_device(q, k, v)
         require_same_type(q, k, v)
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -155,15 +155,33 @@ def _attention(recorder: Recorder) -> dict[str, Any]:
         return [out, statistics, torch.empty(2, dtype=torch.int64, device=q.device)]
 
     def fused_attn_bwd(*given: Any) -> list[Any]:
-        boundaries, (q, k, v) = given[17], given[19:22]
+        boundaries, (q, k, v) = given[17:19], given[19:22]
         recorder.kernel(5 * _causal_operations(recorder, boundaries, q, v) // 2, 2 * num_bytes(q, k, v, q))
         return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None]
 
-    return {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd}
+    def reordered(x: torch.Tensor, boundaries: torch.Tensor, *sizes: int) -> torch.Tensor:
+        require_same_device(x, boundaries)
+        recorder.kernel(0, 2 * num_bytes(x))
+        return torch.empty_like(x)
+
+    def copied(into: torch.Tensor, part: torch.Tensor, *boundaries: torch.Tensor) -> None:
+        require_same_device(into, part, *boundaries)
+        recorder.kernel(0, 2 * num_bytes(part))
+
+    orders = dict.fromkeys(("thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"), reordered)
+    copies = {"thd_copy_valid_tokens_from_per_split_to_rank_local": copied}
+    return {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd} | orders | copies
 
 
-def _causal_operations(recorder: Recorder, boundaries: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
-    """Return the operations of causal attention inside each sequence of a row: half of all pairs, two products."""
-    known = recorder.values(boundaries)
-    squares = q.shape[0] ** 2 if known is None else int((known.diff().long() ** 2).sum())
-    return squares * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+def _causal_operations(recorder: Recorder, boundaries: Any, q: torch.Tensor, v: torch.Tensor) -> int:
+    """Return the operations of two products for each pair of a query and a key that it sees, inside each sequence.
+
+    The last query of a sequence sees all of its keys; of x queries and y keys x (2 y - x) / 2 pairs are left.
+    """
+    queries, keys = (recorder.values(places) for places in boundaries)
+    if queries is None or keys is None:
+        pairs = q.shape[0] ** 2
+    else:
+        num_queries, num_keys = queries.diff().long(), keys.diff().long()
+        pairs = int((num_queries * (2 * num_keys - num_queries)).sum())
+    return pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])

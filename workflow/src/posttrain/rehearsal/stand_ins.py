@@ -33,6 +33,7 @@ def install(recorder: Recorder, config: Config) -> None:
     _provide_compiler(recorder)
     _provide_devices(recorder, capability(config), int(config.hardware.memory_gib_per_gpu * GIB))
     _provide_biases()
+    _provide_numbers()
     from posttrain.megatron_backend.simulated import without_random_state
 
     without_random_state()
@@ -127,6 +128,12 @@ def _provide_biases() -> None:
     from torch.nn.attention.bias import CausalBias
 
     CausalBias.__new__ = lambda kind, *_: torch.Tensor._make_subclass(kind, torch.empty(0))  # type: ignore
+
+
+def _provide_numbers() -> None:
+    """Let numbers that are to be pinned be made: torch asks the driver for that where no mode hears of it."""
+    make = torch.tensor
+    torch.tensor = lambda *given, pin_memory=False, **options: make(*given, **options)  # type: ignore[assignment]
 
 
 def _convert(module: Any, change: Any, recurse: bool = True) -> Any:

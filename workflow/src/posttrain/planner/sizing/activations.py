@@ -239,7 +239,11 @@ class Row:
         running count of ties, 16 bytes, and masks of one (`select_topk`).
         """
         per_score = 2 * FP32 * self.arch.index_n_heads + 2 * FP32 + INT64 + 4
-        return self._is_selected() * per_score * self._chunk_queries() * self._batch.longest
+        return per_score * self.scored_pairs()
+
+    def scored_pairs(self) -> float:
+        """Return the pairs of a query and a key that are scored at a time."""
+        return self.is_selected() * self._chunk_queries() * self._batch.longest
 
     def shared_choice(self) -> float:
         """Return what a layer's choice of keys takes that later layers take over, one bit a pair (`KeptKeys`)."""
@@ -300,13 +304,13 @@ class Row:
         total = sum(weight.num_elements for weight in matrices) / self.hidden / self.tp
         return width, total - 2 * width, width
 
-    def _is_selected(self) -> bool:
+    def is_selected(self) -> bool:
         """Tell whether the indexer has a choice: below top-k nothing is scored."""
         return self.arch.index_n_heads > 0 and self.arch.index_topk < self._batch.longest
 
     def _masked_scores(self) -> float:
         """Return the pairs of a query and a key that masks hold; the first queries, which see top-k keys, have none."""
-        if not self._is_selected():
+        if not self.is_selected():
             return 0.0
         longest, step = self._batch.longest, min(self._trainer.attention_chunk_tokens, self._batch.longest)
         first = self.arch.index_topk if self.arch.index_topk >= step else 0

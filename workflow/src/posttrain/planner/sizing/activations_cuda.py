@@ -2,7 +2,8 @@
 
 Letters as in `activations`; besides, on this rank: F width of an MLP, M of an expert; q, k, v, o widths of queries,
 keys, values and the attention's output; a response tokens of the row, r = min(a, chunk of log-probabilities); V words;
-U tokens that reach its experts, R rows that these compute. E experts in all.
+U tokens that reach its experts, R rows that these compute. E experts in all. R width of
+MLA's latent, K keys that a query attends to.
 
     kept for the backward pass, per layer      its input, 2 s H; of a pipeline's stage its output, too
     of Transformer Engine, from the first use  32 MiB for cuBLAS, four more where experts are grouped; from the first
@@ -16,10 +17,14 @@ Then the peak is the largest of some moments; they do not meet:
     embedding, backward      2 V H, 2 t H
     a layer, backward        of attention 2 t (q + k + v + o), with norms of queries and keys 2 t (2 q + 2 k + v + o),
                              4 t heads; masks where keys are selected; 2 s H of each norm, the residual, the gradient;
+                             in the latents' space 2 t (q + o + heads (2 R + rope)) and 4 t K of places instead;
       its MLP                10 t F at the activation function's gradient, 2 s H of its output
       or its experts         2 (2 U H + R (2 H + 3 M)) at the end of the recomputed forward pass, 12 E s of the router,
                              6 t F and 2 s H of shared experts
-      or selecting keys      `activations`
+      or attention alone     where ranks share a row of T, 2 (T (4 (k + v) + k) + 3 t q): all ranks' keys and values
+                             (as wide as keys), their gradients of both halves of this rank's queries, and the sums
+      or selecting keys      8 (indexer's heads) + 5 B a pair that is scored, at least 20; in the latents' space
+                             without attention's output, and with the indexer's queries and keys
     a layer, forward         three rows 2 s H; 6 t F of an MLP, or 2 (U H + R (2 H + 3 M)) and shared experts as above
 
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then. Where the embedding
@@ -40,6 +45,7 @@ from itertools import groupby
 from posttrain.config.derived import stage_chunks
 from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.schema import Architecture, Config, Parallel, Trainer
+from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
 from posttrain.planner.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
 from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.planner.sizing.memory import layer_kinds
@@ -51,6 +57,8 @@ BF16 = 2
 FP32 = 4
 # Exponentials exist beside their logits for one part in so many of a chunk (`algorithm.logprobs`).
 BLOCKS_PER_CHUNK = 16
+# Of a pair of a query and a key: its score and whether the key is seen; what it takes to choose by scores.
+SCORE_BYTES, CHOICE_BYTES = 5, 20
 # The router's scores, probabilities and maps, per expert and token.
 ROUTER_BYTES = 12
 
@@ -167,14 +175,21 @@ def _moments(config: Config, batch: MicroBatch, assumptions: Assumptions) -> _Mo
         batch,
         assumptions.expert_imbalance,
         config.rollout.max_response_tokens,
+        sparse_kernel(config).name in FUSED,
     )
 
 
 @lru_cache(maxsize=1024)
 def _cached_moments(
-    arch: Architecture, trainer: Trainer, parallel: Parallel, batch: MicroBatch, imbalance: float, longest_response: int
+    arch: Architecture,
+    trainer: Trainer,
+    parallel: Parallel,
+    batch: MicroBatch,
+    imbalance: float,
+    longest_response: int,
+    has_kernel: bool,
 ) -> _Moments:
-    return _Moments(arch, trainer, parallel, batch, imbalance, longest_response)
+    return _Moments(arch, trainer, parallel, batch, imbalance, longest_response, has_kernel)
 
 
 class _Moments:
@@ -188,6 +203,7 @@ class _Moments:
         batch: MicroBatch,
         imbalance: float,
         longest_response: int,
+        has_kernel: bool,
     ):
         self._arch, self._trainer, self._stages = arch, trainer, parallel.pipeline_model_parallel_size
         cuts = (
@@ -196,9 +212,11 @@ class _Moments:
             parallel.expert_tensor_parallel_size,
         )
         self._row = row = cached_row(arch, trainer, cuts, batch, imbalance)
+        self._in_latents = has_kernel and row.is_selected()
         self._kinds, self._kind_of = layer_kinds(arch)
         asked = min(batch.tokens, batch.num_sequences * longest_response)
         self._asked = asked / parallel.context_parallel_size
+        self._key_width = arch.kv_lora_rank + arch.qk_rope_head_dim
         self._words = arch.vocab_size / row.tp
         self._logits = min(self._asked, trainer.log_probs_chunk_size) * self._words
         self._thin = BF16 * row.s * row.hidden  # hidden states, of which each tensor-parallel rank has a part
@@ -234,18 +252,18 @@ class _Moments:
         """Return what a layer adds where its backward pass needs most, with others that are recomputed with it."""
         attention, activations, dispatch = self._parts(kind, True)
         # Both norms' outputs, what is added to the second one's, and the gradient that came.
-        first = attention + 4 * self._thin + self._tied
+        first = 4 * self._thin + self._tied
         if self._trainer.recompute_granularity == "full" and self._trainer.recompute_method == "uniform":
             first += (self._trainer.recompute_num_layers - 1) * self._saved(kind)
-        choosing = self._choosing(kind)
-        if choosing > activations + dispatch:
-            return Moment(first + choosing)
-        return Moment(first + activations, dispatch)
+        alone = max(self._choosing(kind, True), attention + self._gathered_gradients(self._kinds[kind]))
+        if alone > attention + activations + dispatch:
+            return Moment(first + alone)
+        return Moment(first + attention + activations, dispatch)
 
     def layer_forward(self, kind: int) -> Moment:
         """Return what a layer takes without a backward pass behind it."""
-        attention, activations, dispatch = self._parts(kind, False)
-        choosing = self._choosing(kind) and self._choosing(kind) + attention
+        _, activations, dispatch = self._parts(kind, False)
+        choosing = self._choosing(kind, False)
         if choosing > activations + dispatch:
             activations, dispatch = choosing, 0.0
         return Moment(self._angles + 3 * self._thin + activations, dispatch)
@@ -272,9 +290,17 @@ class _Moments:
             self._known[kind, is_backward] = self._attention(layer), *self._mlp(layer, is_backward)
         return self._known[kind, is_backward]
 
-    def _choosing(self, kind: int) -> float:
-        chooses = any(weight.component == "indexer" for weight in self._kinds[kind])
-        return self._row.selection_chunk() if chooses else 0.0
+    def _choosing(self, kind: int, is_backward: bool) -> float:
+        """Return what attention holds while keys are chosen; 0 where a layer does not choose."""
+        row, arch = self._row, self._arch
+        if not row.is_selected() or not any(weight.component == "indexer" for weight in self._kinds[kind]):
+            return 0.0
+        pairs = max(2 * FP32 * arch.index_n_heads + SCORE_BYTES, CHOICE_BYTES) * row.scored_pairs()
+        if not self._in_latents:
+            return pairs + self._attention(self._kinds[kind])
+        expanded = row.widths(self._kinds[kind])[0] if is_backward else 0.0
+        queries = expanded + (row.heads() + 1) * self._key_width + arch.index_n_heads * arch.index_head_dim
+        return pairs + BF16 * row.t * queries + FP32 * row.t * (arch.index_n_heads + arch.index_topk)
 
     def _saved(self, kind: int) -> float:
         """Return what a layer keeps that is not recomputed."""
@@ -289,8 +315,20 @@ class _Moments:
             before_norms = query + key_value / 2 if with_norms else 0.0
             return BF16 * row.t * (before_norms + query + key_value + output) + statistics
         latents = BF16 * row.s * (arch.q_lora_rank + arch.kv_lora_rank)
+        if self._in_latents:
+            attended = query + output + (row.heads() + 1) * self._key_width + row.heads() * arch.kv_lora_rank
+            return BF16 * row.t * attended + latents + statistics + FP32 * row.t * arch.index_topk
         blocks = BF16 * (row.padded * (query + output) + row.padded_keys * key_value)
         return blocks + latents + statistics + row.mask_bytes
+
+    def _gathered_gradients(self, layer: Layer) -> float:
+        """Return what Transformer Engine takes besides to differentiate attention to other ranks' keys."""
+        row, arch = self._row, self._arch
+        if row.t == row.keys or arch.index_n_heads:
+            return 0.0
+        query, key_value, _ = row.widths(layer)
+        key = value = query if arch.kv_lora_rank else key_value / 2
+        return BF16 * (row.keys * (4 * (key + value) + key) + 3 * row.t * query)
 
     def _mlp(self, layer: Layer, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of an MLP, or of router and shared experts; and those of routed rows."""
