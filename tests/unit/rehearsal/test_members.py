@@ -2,11 +2,15 @@ import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.members import members, shallow, stages_of
+from posttrain.rehearsal.members import members, rehearsed_config, shallow, stages_of
+
+
+def resolved_of(model, **more):
+    return resolve({"site": "local", "model": model, **more}, CONFIG_DIR)
 
 
 def config_of(model, **more):
-    return resolve({"site": "local", "model": model, **more}, CONFIG_DIR).config
+    return resolved_of(model, **more).config
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,11 @@ def test_few_layers_keep_every_kind_in_every_stage():
     assert config.model.architecture.num_hidden_layers == 8
     assert config.model.architecture.first_k_dense_replace == 1
     assert config.parallel.num_layers_in_last_pipeline_stage == 0
+
+
+def test_only_a_quick_rehearsal_leaves_out_layers():
+    whole, quick = (rehearsed_config(resolved_of("glm5", nodes=16, quick=flag)) for flag in (0, 1))
+    assert (whole.model.architecture.num_hidden_layers, quick.model.architecture.num_hidden_layers) == (78, 8)
 
 
 def test_a_chunk_keeps_the_layers_that_share_a_choice_of_keys():

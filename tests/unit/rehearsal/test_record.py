@@ -18,7 +18,8 @@ def paths(tmp_path, monkeypatch):
 
 def keep(paths, **content):
     file_of(paths).parent.mkdir(parents=True, exist_ok=True)
-    known = {"problems": [], "stages": [0], "of_stages": 1, "assumed": {"lengths": "", "expert_imbalance": 1.5}}
+    whole = {"layers": 4, "of_layers": 4, "stages": [0], "of_stages": 1}
+    known = {"problems": [], **whole, "assumed": {"lengths": "", "expert_imbalance": 1.5}}
     file_of(paths).write_text(json.dumps({"digest": digest(paths.resolved), **known, **content}))
 
 
@@ -52,7 +53,9 @@ def test_what_ran_through_is_rehearsed(paths):
 
 def test_a_quick_one_is_told(paths):
     keep(paths, stages=[0, 1, 3], of_stages=4)
-    assert "configuration, three stages of each pipeline: ran through" in describe_rehearsal(paths)["words"]
+    assert "configuration, with quick=1: ran through" in describe_rehearsal(paths)["words"]
+    keep(paths, layers=8, of_layers=78)
+    assert "configuration, with quick=1: ran through" in describe_rehearsal(paths)["words"]
 
 
 def test_own_lengths_are_told(paths):

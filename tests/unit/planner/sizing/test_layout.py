@@ -96,8 +96,10 @@ def test_the_published_recipe_is_among_the_first_that_fit(resolved):
     proposals = propose_layouts(config)
     place = [p.parallel for p in proposals].index(config.parallel)
     assert proposals[place].fits
-    # Those before it are estimated to take at most a tenth less, but for two of sixteen stages.
-    assert place < 10
+    # Those before it are estimated to take at most a tenth less, but for three of sixteen stages.
+    faster = [p for p in proposals[:place] if p.cost.seconds < 0.9 * proposals[place].cost.seconds]
+    assert place < 13
+    assert [p.parallel.pipeline_model_parallel_size for p in faster] == [16, 16, 16]
     assert 0 < sum(p.fits for p in proposals) < len(proposals)
 
 

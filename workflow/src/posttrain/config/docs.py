@@ -89,7 +89,7 @@ REQUEST_SCHEMA: dict[str, dict[str, Any]] = {
     "run": {"description": "Name of the run", "type": "string", "pattern": f"^{RUN_NAME}$"},
     "fork": {"description": "RUN@STEP: the state to begin with", "type": "string", "pattern": f"^{FORK}$"},
     "set": {"description": "Values: KEY=VALUE KEY=VALUE", "type": "string"},
-    "quick": {"description": "Whether `rehearse` takes three stages of each pipeline", "enum": [0, 1]},
+    "quick": {"description": "Whether `rehearse` takes few layers and three stages of each pipeline", "enum": [0, 1]},
     "lengths": {"description": "A file from whose lengths `rehearse` draws samples", "type": "string"},
     "expert_imbalance": {
         "description": "Rows at the busiest rank's experts over the mean, for `rehearse`",

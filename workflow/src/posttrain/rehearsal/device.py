@@ -27,9 +27,12 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror, and larger tensors on the host no values either; of pinned ones only vectors have them.
+# Larger tensors have no mirror, nor have larger numbers of floating point: they decide less than places and masks do,
+# and weights and the optimizer's state that begin with zeros are many.
 MIRROR_BYTES = 1 << 24
-HOST_BYTES = 1 << 26
+FLOATING_BYTES = 1 << 20
+# Larger tensors on the host have no values either; of pinned ones only vectors have them.
+HOST_BYTES = 1 << 22
 VECTOR_BYTES = 1 << 20
 # Of these operations the values of the inputs do not matter to the values of the output.
 SHAPE_ONLY = {
@@ -153,6 +156,8 @@ class SimulatedDevice(TorchDispatchMode):
         if func is aten._efficient_attention_backward.default:
             # torch's shape function has a parameter less than the operation: `out`.
             return *map(torch.empty_like, args[1:4]), args[1].new_empty(())
+        if func is aten._unsafe_view.default:
+            func = aten.view.default  # whose result is the same, and which fake mode remembers
         return self.fake.dispatch(func, types, args, kwargs)
 
     def _places(self, func: Any, index: Any) -> Sequence[Any]:
@@ -253,7 +258,7 @@ class SimulatedDevice(TorchDispatchMode):
     def _overwrite(self, tensor: torch.Tensor) -> None:
         """Forget what a tensor was, if it is all of its storage."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._mirrors and _size(tensor) == storage.nbytes():
+        if storage._cdata not in self._mirrors and _size(tensor) == storage.nbytes() <= _most_bytes(tensor):
             self._mirrors[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8)
 
     def set_values(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -270,7 +275,7 @@ class SimulatedDevice(TorchDispatchMode):
         """Let the results have the values that were computed on the host."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             key = tensor.untyped_storage()._cdata
-            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= MIRROR_BYTES:
+            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= _most_bytes(tensor):
                 self.set_values(tensor, values)
 
     def _assume(self, out: Any) -> None:
@@ -308,6 +313,10 @@ def _is_mask(index: Any) -> bool:
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _most_bytes(tensor: torch.Tensor) -> int:
+    return FLOATING_BYTES if tensor.is_floating_point() else MIRROR_BYTES
 
 
 def _bytes_of(shape: Any, kwargs: Any) -> int:

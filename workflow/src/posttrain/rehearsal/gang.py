@@ -32,7 +32,7 @@ def main() -> None:
     from posttrain.artifacts.resolved_file import read_resolved
     from posttrain.rehearsal import stand_ins
     from posttrain.rehearsal.drawn import drawn_of
-    from posttrain.rehearsal.members import is_quick, members, shallow, stage_size
+    from posttrain.rehearsal.members import is_quick, members, rehearsed_config, stage_size
     from posttrain.rehearsal.recorder import Recorder
 
     # Its advice is for whoever changes the trainer.
@@ -45,7 +45,7 @@ def main() -> None:
     import posttrain.training.loop  # noqa: F401 what all ranks need is imported once
     from posttrain.rehearsal import disk
 
-    config, drawn = shallow(whole), drawn_of(asked)
+    config, drawn = rehearsed_config(asked), drawn_of(asked)
     ranks = members(config, is_quick(asked))
     disk.converted(config.model.architecture, folder / "torch_dist")
     # Who does not know it reads and leaves no messages.

@@ -1,6 +1,6 @@
 """Which ranks are rehearsed: whole pipelines, so many that every kind of process group has two members.
 
-A quick rehearsal leaves out stages that are like a middle one.
+A quick rehearsal leaves out stages that are like a middle one, and layers that are like another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ WHOLE_LAYERS = 6
 def is_quick(resolved: Resolved) -> bool:
     """Tell whether quick=1 asks for few stages."""
     return bool(resolved.request.get("quick"))
+
+
+def rehearsed_config(resolved: Resolved) -> Config:
+    """Return the configuration with the layers that are rehearsed: all, or few where it is to be quick."""
+    return shallow(resolved.config) if is_quick(resolved) else resolved.config
 
 
 def stages_of(config: Config, quick: bool = False) -> list[int]:

@@ -46,7 +46,8 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     try:
         known = read_json(file)
         is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
-        quickly = ", three stages of each pipeline" if len(known["stages"]) < known["of_stages"] else ""
+        is_whole = (known["layers"], len(known["stages"])) == (known["of_layers"], known["of_stages"])
+        quickly = "" if is_whole else ", with quick=1"
         lengths, imbalance = known["assumed"]["lengths"], known["assumed"]["expert_imbalance"]
         quickly += f", lengths of {lengths}" if lengths else ""
         quickly += f", expert_imbalance={imbalance:g}" if imbalance != ASSUMPTIONS.expert_imbalance else ""

@@ -18,7 +18,7 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.planner.flags.environment import trainer_environment
 from posttrain.planner.flags.flag import as_environment
 from posttrain.rehearsal.drawn import drawn_of
-from posttrain.rehearsal.members import is_quick, members, shallow
+from posttrain.rehearsal.members import is_quick, members, rehearsed_config
 from posttrain.rehearsal.outcome import outcome
 from posttrain.rehearsal.traces import read_traces
 
@@ -68,7 +68,7 @@ def rehearse(resolved: Resolved, library: Path | None = None) -> dict[str, Any]:
     if missing and not any(trace.error for trace in traces):
         # Nothing may be said of ranks that somebody, or the system for want of memory, has killed.
         raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} of the rehearsal were killed: run it again")
-    return outcome(resolved, shallow(resolved.config), traces, time.perf_counter() - started)
+    return outcome(resolved, rehearsed_config(resolved), traces, time.perf_counter() - started)
 
 
 def home() -> Path:
@@ -109,6 +109,9 @@ def simulated(config: Config, folder: Path) -> dict[str, str]:
         # A rank that waits longer than others compute is nothing to warn of.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
+        # What a rank gives back the system gets back: weights that are made on the host are many ranks' at a time.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "MALLOC_TRIM_THRESHOLD_": "1048576",
         "PYTHONWARNINGS": "ignore",
     }
 

@@ -25,7 +25,7 @@ NVIDIA's GPUs have a table of their own, `activations_cuda`.
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
 4 and 5, for the method; Narayanan et al. (arXiv 2104.04473), section 2.2, for 1F1B; the terms themselves are counted
 from this repository's `megatron_backend/glm5` and `algorithm/logprobs.py`, and from megatron-core 0.19.2
-(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`); `tests/unit/planner/test_memory_reality.py` holds
+(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`); `tests/unit/planner/sizing/test_memory_reality.py` holds
 them against what a trainer keeps.
 """
 
@@ -45,6 +45,8 @@ from posttrain.planner.sizing.model_size import Weight
 
 INT64 = 8
 FP32 = 4
+# Sequences that are attended to together (`megatron_backend/packed.py`).
+SCORES_PER_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,10 @@ class Row:
         return per_score * self.scored_pairs()
 
     def scored_pairs(self) -> float:
-        """Return the pairs of a query and a key that are scored at a time."""
-        return self.is_selected() * self._chunk_queries() * self._batch.longest
+        """Return the pairs of a query and a key that are scored at a time: of a chunk of each sequence of a block."""
+        longest, step = self._batch.longest, self._trainer.attention_chunk_tokens
+        of_block = min(self._batch.num_sequences, max(1, SCORES_PER_BLOCK // longest**2))
+        return self.is_selected() * min(self.padded, of_block * step) * longest
 
     def shared_choice(self) -> float:
         """Return what a layer's choice of keys takes that later layers take over, one bit a pair (`KeptKeys`)."""
@@ -270,10 +274,6 @@ class Row:
     def heads(self) -> int:
         """Return the heads of queries."""
         return self.arch.num_attention_heads // self.tp
-
-    def _chunk_queries(self) -> float:
-        """Return the most queries whose scores exist at a time (`attend_in_chunks`)."""
-        return min(self.padded, self._batch.num_sequences * self._trainer.attention_chunk_tokens)
 
     def _attention(self, weights: tuple[Weight, ...]) -> float:
         projections = (
