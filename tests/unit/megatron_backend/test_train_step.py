@@ -37,6 +37,21 @@ class Trained:
     old_logprobs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
+def test_dispatchers_keep_nothing_with_a_history(make_policy):
+    """Through it a layer's input and its gradient would stay until the next pass."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    policy = make_policy(trained_config())
+    apply(policy, updates_of(policy, 0)[0], LR)
+    layers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+    kept = [name for layer in layers for name, value in vars(layer.token_dispatcher).items() if has_history(value)]
+    assert (len(layers) > 0, kept) == (True, [])
+
+
+def has_history(value):
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
 @pytest.fixture(scope="module")
 def trained(make_policy, make_reference) -> Trained:
     from posttrain.megatron_backend.learning_rate import learning_rate
