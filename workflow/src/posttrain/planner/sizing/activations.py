@@ -25,8 +25,8 @@ NVIDIA's GPUs have a table of their own, `activations_cuda`.
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), sections
 4 and 5, for the method; Narayanan et al. (arXiv 2104.04473), section 2.2, for 1F1B; the terms themselves are counted
 from this repository's `megatron_backend/glm5` and `algorithm/logprobs.py`, and from megatron-core 0.19.2
-(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`); `tests/unit/planner/sizing/test_memory_reality.py` holds
-them against what a trainer keeps.
+(`core/transformer/mlp.py`, `moe/`, `multi_latent_attention.py`);
+`tests/unit/planner/sizing/test_memory_reality.py` holds them against what a trainer keeps.
 """
 
 from __future__ import annotations
