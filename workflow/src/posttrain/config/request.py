@@ -101,7 +101,7 @@ def _problems(names: Mapping[str, Any]) -> Iterator[Problem]:
     if names.get("gc", "show") not in ("show", "delete"):
         yield Problem("gc", repr(names["gc"]), "show, delete", "show deletes nothing")
     if names.get("quick") not in (None, 0, 1, True, False):
-        yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses few layers and three stages of each pipeline")
+        yield Problem("quick", repr(names["quick"]), "1 or 0", "quick=1 rehearses few layers and stages")
     imbalance = names.get("expert_imbalance")
     is_number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
     if imbalance is not None and not (is_number and 1 <= imbalance < math.inf):
