@@ -2,8 +2,9 @@ from functools import partial
 
 import torch
 
+from posttrain.algorithm.logprobs import logit_chunks
 from posttrain.rehearsal.recorder import Recorder
-from posttrain.rehearsal.repeats import once
+from posttrain.rehearsal.repeats import first_of_alike, once
 
 
 def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
@@ -26,6 +27,18 @@ def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
         counted(select, torch.ones(5, dtype=torch.int64), 5)
         counted(None, torch.ones(5, dtype=torch.int64), 5)
     assert calls[4:] == [5, 5], "places of another shape, and no selector"
+
+
+def test_the_first_chunk_of_each_size_is_seen_and_counts_for_the_others() -> None:
+    recorder = Recorder()
+    few = first_of_alike(logit_chunks, recorder)
+    seen = []
+    with recorder.phase("train") as phase:
+        for rows, logits in few(torch.ones(11, 2), torch.ones(5, 2), 1.0, 4):
+            seen.append(rows)
+            recorder.kernel(flops=len(logits), moved=0)
+    assert seen == [slice(0, 4), slice(8, 11)]
+    assert phase.flops == 4 + 4 + 3
 
 
 def test_who_keeps_what_it_chooses_is_asked_each_time() -> None:

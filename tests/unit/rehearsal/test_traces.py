@@ -74,11 +74,34 @@ def test_all_ranks_make_the_same_groups():
     assert "ranks 0 and 1 make another group number 1" in found
 
 
+def test_other_groups_come_before_who_waits_in_them():
+    waited = {"type": "HangError", "message": "rank 1 waits", "trace": ""}
+    first, other = (replace(trace(rank), error=waited) for rank in (0, 1))
+    found, hang = told(replace(first, groups=[[0, 1], [0]]), replace(other, groups=[[0, 1], [1]]))
+    assert "make another group number 1" in found
+    assert "hang: rank 1 waits" in hang
+    assert len(told(first, replace(other, groups=[]))) == 1, "the rank that ended sooner has fewer"
+
+
 def test_what_outlives_its_step_is_named():
     kept = ("activations", "megatron_backend/weights.py:150", GIB)
     phases = [PHASES[0], phase(2, "rollout", WEIGHTS, kept)]
     (found,) = told(replace(trace(0), phases=phases))
     assert "1.000 GiB of megatron_backend/weights.py:150 outlive their step on rank 0" in found
+
+
+@pytest.mark.parametrize(
+    ("made", "is_told"),
+    [
+        ("megatron/core/fusions/fused_bias_dropout.py:58", True),
+        ("megatron/core/pipeline_parallel/p2p_communication.py:331", False),
+        ("transformer_engine/pytorch/cpp_extensions/gemm.py:64", False),
+    ],
+)
+def test_what_megatron_makes_for_us_outlives_its_step_but_for_the_last_message(made, is_told):
+    kept = ("activations", f"megatron_backend/train_step.py:176 {made}", GIB)
+    found = told(replace(trace(0), phases=[PHASES[0], phase(2, "rollout", WEIGHTS, kept)]))
+    assert [made in problem for problem in found] == [True] * is_told
 
 
 def test_too_little_memory_names_what_holds_most():

@@ -53,7 +53,7 @@ Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice
 
 
 def first_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
-    """Return what yields the first chunk, and a smaller one at the end; what is done with the first counts for all.
+    """Return what yields the first chunk of each size; what is done with it counts for the others.
 
     Args:
         chunks: `logprobs.logit_chunks`.
@@ -63,15 +63,13 @@ def first_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
     def few(
         hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        num_alike = len(hidden) // chunk_size
-        for start, times in ((0, num_alike), (num_alike * chunk_size, 1)):
-            rows = slice(start, min(start + chunk_size, len(hidden)))
-            if not times or rows.start == rows.stop:
+        known: dict[int, Phase] = {}
+        for rows, logits in chunks(hidden, words, temperature, chunk_size):
+            if counts := known.get(len(logits)):
+                recorder.repeat(counts)
                 continue
             with recorder.counts() as counts:
-                for _, logits in chunks(hidden[rows], words, temperature, chunk_size):
-                    yield rows, logits
-            for _ in range(times - 1):
-                recorder.repeat(counts)
+                yield rows, logits
+            known[len(logits)] = counts
 
     return few

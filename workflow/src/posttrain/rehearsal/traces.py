@@ -109,8 +109,8 @@ def find_problems(
         left_out_gib: What the layers that were not rehearsed add on a rank in a phase.
     """
     if problems := [*_errors(traces)]:
-        # A message of another shape comes before what fails for it; one that is missing may come after.
-        return [*_unmatched(traces, is_whole=False), *problems]
+        # Other groups and a message of another shape come before what fails for them; what is missing may come after.
+        return [*_different_groups(traces, is_whole=False), *_unmatched(traces, is_whole=False), *problems]
     return [
         *_different_groups(traces),
         *_different_calls(traces),
@@ -151,10 +151,12 @@ def _where(trace: str) -> str:
     return f"{path.rpartition('/posttrain/')[2]}:{number}"
 
 
-def _different_groups(traces: Sequence[Trace]) -> Iterator[Problem]:
+def _different_groups(traces: Sequence[Trace], is_whole: bool = True) -> Iterator[Problem]:
+    """Compare what groups are made; all of them, or those that both have."""
     for other in traces[1:]:
-        if other.groups != traces[0].groups:
-            number = next(i for i, pair in enumerate(zip_longest(traces[0].groups, other.groups)) if pair[0] != pair[1])
+        pairs = (zip_longest if is_whole else zip)(traces[0].groups, other.groups)
+        number = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+        if number is not None:
             value = f"ranks {traces[0].rank} and {other.rank} make another group number {number}"
             yield Problem(KEY, value, "all ranks make all groups in the same order", "look at what makes groups")
             return
