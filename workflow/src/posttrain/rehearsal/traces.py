@@ -291,7 +291,7 @@ def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _is_ours(where: str) -> bool:
-    """Tell whether we made a tensor, or Megatron for us: kernels and stages keep their last ones, and angles are kept."""
+    """Tell whether we made a tensor, or Megatron for us; kernels and stages keep their last ones, angles are kept."""
     return where.startswith(OURS) and not any(theirs in where for theirs in THEIRS)
 
 
