@@ -10,7 +10,7 @@ from tests.support.requirements import require
 
 from posttrain.config.load import Resolved
 from posttrain.errors import ConfigError
-from posttrain.rehearsal.outcome import outcome, render
+from posttrain.rehearsal.outcome import judge, outcome, render
 from posttrain.rehearsal.start import home, require_rehearsable, simulated
 from posttrain.rehearsal.traces import Trace
 
@@ -83,3 +83,15 @@ def test_the_outcome_tells_each_environment_and_what_is_wrong_with_it(
     assert ("engine.decode", "PYTORCH_CUDA_ALLOC_CONF") not in rows
     assert [problem["value"] for problem in told["problems"]] == ["TORCH_NCCL_BLOCKING_WAIT=1 in trainer processes"]
     assert "TORCH_NCCL_BLOCKING_WAIT=1" in render(told, "GLM-5")
+
+
+@pytest.mark.parametrize(
+    ("peak", "planned", "is_told"), [(20.0, 19.2, False), (20.0, 18.9, True), (0.4, 0.1, False), (15.0, 20.0, False)]
+)
+def test_memory_that_the_plan_does_not_know_is_a_warning(peak: float, planned: float, is_told: bool) -> None:
+    row = {"rank": 3, "phase": "train", "step": 2, "peak_gib": peak, "planned_gib": planned, "whole_gib": peak}
+    earlier = {**row, "step": 1, "peak_gib": 30.0}
+    whole = {"layers": 4, "of_layers": 4, "stages": [0], "of_stages": 1, "ranks": [3]}
+    verdict = judge({"problems": [], "unseen": [], "capacity_gib": 80, "memory": [row, earlier], **whole})
+    told = [finding.title for finding in verdict.findings]
+    assert told == ["It holds more than is planned"] * is_told

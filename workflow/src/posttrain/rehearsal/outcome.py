@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,10 @@ from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problem
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
 UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
+# Phases that the plan counts tensor by tensor, and the step in which rows are full and the optimizer has its state.
+PLANNED_PHASES, FULL_STEP = ("old_logprobs", "train"), 2
+# What a rank may hold beyond the plan.
+UNPLANNED_SHARE, UNPLANNED_GIB = 0.05, 0.5
 
 
 def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
@@ -166,13 +170,7 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
     ]
     if findings:
         return Verdict("This would fail on GPUs", findings)
-    counted, most = (sum(term[name] for term in outcome["unseen"]) for name in ("gib", "most"))
-    used = max(row["whole_gib"] for row in outcome["memory"]) + counted
-    if used + most - counted > outcome["capacity_gib"]:
-        detail = (
-            f"{used:.1f} of {outcome['capacity_gib']} GiB, of which up to {most - counted:.1f} more are not seen here"
-        )
-        findings = [Finding("warning", "It may fit, and may not", detail, "fewer tokens, more nodes or another layout")]
+    findings = [*_may_not_fit(outcome), *_not_planned(outcome)]
     shown = (
         f"{outcome['layers']} of {outcome['of_layers']} layers"
         if outcome["layers"] < outcome["of_layers"]
@@ -182,6 +180,25 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
         stages = ", ".join(map(str, outcome["stages"]))
         shown += f" and stages {stages} of {outcome['of_stages']} (quick=1; the others are like stage 1)"
     return Verdict(f"Two steps of {len(outcome['ranks'])} ranks ran through, with {shown}", findings)
+
+
+def _may_not_fit(outcome: Mapping[str, Any]) -> Iterator[Finding]:
+    counted, most = (sum(term[name] for term in outcome["unseen"]) for name in ("gib", "most"))
+    used = max(row["whole_gib"] for row in outcome["memory"]) + counted
+    if used + most - counted > outcome["capacity_gib"]:
+        detail = (
+            f"{used:.1f} of {outcome['capacity_gib']} GiB, of which up to {most - counted:.1f} more are not seen here"
+        )
+        yield Finding("warning", "It may fit, and may not", detail, "fewer tokens, more nodes or another layout")
+
+
+def _not_planned(outcome: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield where a rank holds more than the plan knows, as it does where something is kept that should not be."""
+    rows = [row for row in outcome["memory"] if row["step"] == FULL_STEP and row["phase"] in PLANNED_PHASES]
+    row = max(rows, key=lambda row: row["peak_gib"] - row["planned_gib"], default=None)
+    if row and row["peak_gib"] - row["planned_gib"] > max(UNPLANNED_GIB, UNPLANNED_SHARE * row["planned_gib"]):
+        detail = f"rank {row['rank']} in {row['phase']}: {row['peak_gib']:.1f} GiB, planned {row['planned_gib']:.1f}"
+        yield Finding("warning", "It holds more than is planned", detail, "the table of memory names what holds most")
 
 
 def render(outcome: Mapping[str, Any], title: str) -> str:
