@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
@@ -7,7 +8,7 @@ from tests.support.megatron_single import CONFIG_DIR
 from posttrain.artifacts import Paths
 from posttrain.planner.resolve import resolve
 from posttrain.rehearsal import record
-from posttrain.rehearsal.record import describe_rehearsal, digest, file_of
+from posttrain.rehearsal.record import describe_rehearsal, digest, file_of, lengths_digest
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def paths(tmp_path, monkeypatch):
 def keep(paths, **content):
     file_of(paths).parent.mkdir(parents=True, exist_ok=True)
     whole = {"layers": 4, "of_layers": 4, "stages": [0], "of_stages": 1}
-    known = {"problems": [], **whole, "assumed": {"lengths": "", "expert_imbalance": 1.5}}
+    assumed = {"lengths": "", "lengths_digest": "", "expert_imbalance": 1.5, **content.pop("assumed", {})}
+    known = {"problems": [], **whole, "assumed": assumed}
     file_of(paths).write_text(json.dumps({"digest": digest(paths.resolved), **known, **content}))
 
 
@@ -59,9 +61,15 @@ def test_a_quick_one_is_told(paths):
 
 
 def test_own_lengths_are_told(paths):
-    keep(paths, assumed={"lengths": "/data/lengths.txt", "expert_imbalance": 1.5})
-    assert "configuration, lengths of /data/lengths.txt: ran through" in describe_rehearsal(paths)["words"]
-    keep(paths, assumed={"lengths": "", "expert_imbalance": 3.0})
+    file = Path("lengths.txt").absolute()
+    file.write_text("4 8\n")
+    keep(paths, assumed={"lengths": str(file), "lengths_digest": lengths_digest(str(file))})
+    assert f"configuration, lengths of {file}: ran through" in describe_rehearsal(paths)["words"]
+    file.write_text("4 9\n")
+    assert describe_rehearsal(paths)["state"] == "rehearsed otherwise", "of other lengths"
+    file.unlink()
+    assert describe_rehearsal(paths)["state"] == "rehearsed otherwise", "nobody knows which"
+    keep(paths, assumed={"expert_imbalance": 3.0})
     assert "configuration, expert_imbalance=3: ran through" in describe_rehearsal(paths)["words"]
 
 

@@ -19,7 +19,7 @@ from posttrain.planner.sizing.unseen import unseen_terms
 from posttrain.rehearsal.drawn import drawn_of, rehearsed_row
 from posttrain.rehearsal.members import is_quick, stage_size, stages_of
 from posttrain.rehearsal.named_stand_ins import STAND_INS
-from posttrain.rehearsal.record import digest
+from posttrain.rehearsal.record import digest, lengths_digest
 from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
@@ -76,7 +76,11 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "reserved_gib": round(reserved, 2),
         "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
-        "assumed": {"expert_imbalance": drawn.assumptions.expert_imbalance, "lengths": drawn.lengths_file},
+        "assumed": {
+            "expert_imbalance": drawn.assumptions.expert_imbalance,
+            "lengths": drawn.lengths_file,
+            "lengths_digest": lengths_digest(drawn.lengths_file),
+        },
         "collectives": _collectives(rehearsed, traces),
         "waits": _waits(traces),
         "environment": _environment(resolved.config),

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import posttrain
-from posttrain.artifacts import Paths, read_json
+from posttrain.artifacts import Paths, hash_file, read_json
 from posttrain.config.load import Resolved, digest8
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.readable import counted
@@ -25,6 +25,11 @@ def digest(resolved: Resolved) -> str:
     for path in sorted(root.rglob("*.py")):
         code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest8([asdict(resolved.config), code.hexdigest()])
+
+
+def lengths_digest(file: str) -> str:
+    """Return what identifies the content of a file of lengths; "" where there is none, or none any more."""
+    return hash_file(Path(file)) if file and Path(file).is_file() else ""
 
 
 def describe_rehearsal(paths: Paths) -> dict[str, str]:
@@ -45,16 +50,18 @@ def describe_rehearsal(paths: Paths) -> dict[str, str]:
     page = file.with_suffix(".html").name
     try:
         known = read_json(file)
-        is_current, num_problems = known["digest"] == digest(paths.resolved), len(known["problems"])
+        num_problems, assumed = len(known["problems"]), known["assumed"]
+        is_current = known["digest"] == digest(paths.resolved)
+        is_current &= assumed["lengths_digest"] == lengths_digest(assumed["lengths"])
         is_whole = (known["layers"], len(known["stages"])) == (known["of_layers"], known["of_stages"])
         quickly = "" if is_whole else ", with quick=1"
-        lengths, imbalance = known["assumed"]["lengths"], known["assumed"]["expert_imbalance"]
+        lengths, imbalance = assumed["lengths"], assumed["expert_imbalance"]
         quickly += f", lengths of {lengths}" if lengths else ""
         quickly += f", expert_imbalance={imbalance:g}" if imbalance != ASSUMPTIONS.expert_imbalance else ""
     except (OSError, ValueError, KeyError, TypeError):
         return _described("not rehearsed", f"{file.name} cannot be read; `posttrain rehearse` makes it anew")
     if not is_current:
-        words = f"{page}, of another code or configuration; `posttrain rehearse` makes it anew"
+        words = f"{page}, of another code, configuration or file of lengths; `posttrain rehearse` makes it anew"
         return _described("rehearsed otherwise", words, page)
     found = f"{counted(num_problems, 'problem')} found" if num_problems else ""
     words = f"{page}, of exactly this code and configuration{quickly}: {found or 'ran through'}"
