@@ -85,7 +85,7 @@ def memory(order: dict[str, Any]) -> dict[str, Any]:
     policy.optimizer.reload_model_params()
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
     for step in range(2):
-        (made,) = make_updates(config, objective, MadeUpRollouts(config).collect(step).groups, 0)
+        (made,) = make_updates(config, objective, MadeUpRollouts(config).of_step(step).groups, 0)
         with clock.phase("old_logprobs"):
             made = made.with_old_logprobs(train_step.compute_logprobs(policy, made.batches))
         with clock.phase("train"):

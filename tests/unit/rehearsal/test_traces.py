@@ -83,6 +83,14 @@ def test_other_groups_come_before_who_waits_in_them():
     assert len(told(first, replace(other, groups=[]))) == 1, "the rank that ended sooner has fewer"
 
 
+def test_who_waits_for_a_rollout_on_its_gpu_is_named():
+    told_all = replace(SUM, name="broadcast_", phase="1 rollout", place="megatron_backend/plain_data.py:61")
+    (found,) = told(trace(0, told_all), trace(1, told_all))
+    assert "rank 0 waits in NCCL's broadcast_ at megatron_backend/plain_data.py:61 while engines answer" in found
+    of_host = replace(told_all, of_host=True)
+    assert told(trace(0, of_host), trace(1, of_host)) == []
+
+
 def test_what_outlives_its_step_is_named():
     kept = ("activations", "megatron_backend/weights.py:150", GIB)
     phases = [PHASES[0], phase(2, "rollout", WEIGHTS, kept)]

@@ -19,10 +19,13 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
 from posttrain.megatron_backend.messages import read_messages_by_list
 from posttrain.megatron_backend.packed_rotary import rotate_packed_rows_at_once
+from posttrain.megatron_backend.plain_data import open_control_group
 from posttrain.rendezvous import join_ranks
 
 # torch's limit stands behind `launch.hang_timeout_seconds`: that names the rank that is behind, this ends all nameless.
 MIN_COLLECTIVE_SECONDS = 1800.0
+# A rollout takes as long as it takes; the launcher sees whether it goes on.
+LONGEST_WAIT = timedelta(days=1)
 
 
 @contextmanager
@@ -68,6 +71,8 @@ def initialize(config: Config) -> None:
     rotate_packed_rows_at_once()
     seconds = max(MIN_COLLECTIVE_SECONDS, 2 * config.launch.hang_timeout_seconds)
     join_ranks("gloo" if config.hardware.device == "cpu" else "nccl", timedelta(seconds=seconds))
+    if config.hardware.device == "cuda":
+        open_control_group(LONGEST_WAIT)
     parallel, chunks = config.parallel, config.parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

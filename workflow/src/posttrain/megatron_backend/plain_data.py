@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# All ranks, over gloo; None where that is torch's own group of all.
+_of_all: dist.ProcessGroup | None = None
+
+
+def open_control_group(timeout: timedelta) -> None:
+    """Let what all ranks tell each other go over gloo from now on; collective.
+
+    A rank that waits for a rollout in a collective of NCCL keeps its GPU busy, on which engines decode.
+    """
+    global _of_all
+    _of_all = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
@@ -16,6 +29,7 @@ def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -
         mine: [n] on the CPU; n may differ from rank to rank, the type may not.
         group: The ranks; None for all.
     """
+    group = group or _of_all
     device, count = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(mine)], device=device)
     lengths = [torch.empty_like(length) for _ in range(count)]
@@ -44,12 +58,12 @@ def share_plain(content: Any) -> Any:
     Args:
         content: As `gather_plain` has it.
     """
-    device, is_first = _device(None), dist.get_rank() == 0
+    device, is_first = _device(_of_all), dist.get_rank() == 0
     message = _encoded(content if is_first else None).to(device)
     length = torch.tensor([len(message)], device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=0, group=_of_all)
     message = message if is_first else torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(message, src=0)
+    dist.broadcast(message, src=0, group=_of_all)
     return _decoded(message.cpu())
 
 

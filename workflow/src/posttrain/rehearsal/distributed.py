@@ -58,8 +58,9 @@ class Groups:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         peer = args[2] if name in ("send", "recv_") else None
         ranks = dist.get_process_group_ranks(group)
-        self._recorder.collective(name, group, tensors, size, peer=None if peer is None else ranks[peer])
-        if name != "barrier" and group.group_name not in self.of_host:
+        of_host = group.group_name in self.of_host
+        self._recorder.collective(name, group, tensors, size, None if peer is None else ranks[peer], of_host)
+        if name != "barrier" and not of_host:
             _require_nccl_takes(tensors)
         is_small = name in ("broadcast_", "allreduce_") and size <= SMALL
         if name == "barrier" or (tensors and (not tensors[0].is_floating_point() or is_small)):
@@ -86,7 +87,9 @@ class Groups:
             for output, content in zip(outputs, said, strict=True):
                 self._set(output, content)
         elif name == "broadcast_":
-            said = self._messages.all_said(group, ranks, name, where, self._bytes(args[0][0]))
+            # Rollouts go this way: what the others hold is not asked for.
+            mine = self._bytes(args[0][0]) if ranks[args[2]] == dist.get_rank() else b""
+            said = self._messages.all_said(group, ranks, name, where, mine)
             self._set(args[0][0], said[args[2]])
         elif name == "allreduce_":
             said = self._messages.all_said(group, ranks, name, where, self._bytes(args[0][0]))

@@ -223,8 +223,10 @@ class Recorder:
         self._phase.flops += flops
         self._phase.moved += moved
 
-    def collective(self, name: str, group: Any, tensors: list[Any], size: int, peer: int | None = None) -> None:
-        """A call of a process group."""
+    def collective(
+        self, name: str, group: Any, tensors: list[Any], size: int, peer: int | None = None, of_host: bool = False
+    ) -> None:
+        """A call of a process group; `of_host`: of gloo's, in which no device waits."""
         self.collectives.append(
             {
                 "name": name,
@@ -234,6 +236,7 @@ class Recorder:
                 "dtype": str(tensors[0].dtype) if tensors else "",
                 "bytes": size,
                 "peer": peer,
+                "of_host": of_host,
                 "phase": f"{self.step} {self.phase_name}",
                 "place": place(),
             }

@@ -47,7 +47,7 @@ def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
 
 
 class MadeUpRollouts:
-    """A `RolloutSource`: the second step has the longest samples that there can be, the first shorter ones.
+    """A `RolloutMaker`: the second step has the longest samples that there can be, the first shorter ones.
 
     Only then all of the optimizer's state is there, which the first update makes. Of given lengths the first step has
     the shorter half of a draw, the second the longer.
@@ -60,10 +60,11 @@ class MadeUpRollouts:
     def __init__(self, config: Config, drawn: Drawn = AS_PLANNED):
         self._config, self._drawn, self._longest = config, drawn, rehearsed_row(config).longest
 
-    def wait_ready(self) -> None:
-        """There are no engines."""
+    async def collect(self, step: int) -> RolloutResult:
+        """See `of_step`."""
+        return self.of_step(step)
 
-    def collect(self, step: int) -> RolloutResult:
+    def of_step(self, step: int) -> RolloutResult:
         """Return one group of a step, from 1; every second sample is right, so that there is something to learn."""
         samples = [
             Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))

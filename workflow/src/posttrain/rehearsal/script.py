@@ -139,7 +139,9 @@ class _Metrics:
 
 def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
+    from posttrain.megatron_backend.plain_data import share_plain
     from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rollout.source import SynchronousSource
     from posttrain.training.assembly import objective_of
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
@@ -154,14 +156,14 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
     weights_module.gather_plain = those_there
     weights = HubWeights(policy.chunks, config.model.architecture)
     weights.leave_only(one_of_each_kind(weights.names))
-    has_engines = uses_engines(config)
+    has_engines, runner = uses_engines(config), asyncio.Runner()
     run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
-        source=MadeUpRollouts(config, drawn),
+        source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, weights) if has_engines else None,
-        publisher=WeightPublisher(config, weights, None, asyncio.Runner(), Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(config, weights, None, runner, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),

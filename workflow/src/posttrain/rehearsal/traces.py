@@ -10,6 +10,7 @@ from itertools import combinations, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.derived import uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.sizing.memory import GIB
@@ -41,6 +42,7 @@ class Call:
     peer: int | None
     phase: str
     place: str
+    of_host: bool = False
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -119,6 +121,7 @@ def find_problems(
         *_gradients_too_early(traces),
         *_gradients_by_group(config, traces),
         *_miscounted(traces),
+        *_waiting(config, traces),
         *_kept(traces),
         *_memory(config, traces, reserved_gib, left_out_gib),
     ]
@@ -273,6 +276,18 @@ def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
         rank, (found, trained, where) = max(wrong, key=lambda pair: bool(pair[1][2]))
         value = f"rank {rank} counts {found} tokens in an update of {trained}"
         yield Problem(KEY, value, "each token once", f"look at {where}: over which ranks it adds up")
+
+
+def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Find what ranks wait for on their GPUs while engines answer: its kernel spins where these compute."""
+    if not uses_engines(config):
+        return
+    for trace in traces:
+        call = next((call for call in trace.calls if call.phase.endswith(" rollout") and not call.of_host), None)
+        if call:
+            value = f"rank {trace.rank} waits in NCCL's {call.name} at {call.place} while engines answer"
+            yield Problem(KEY, value, "who waits for a rollout waits in gloo", f"look at {call.place}")
+            return
 
 
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
