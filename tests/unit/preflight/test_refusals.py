@@ -93,11 +93,11 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
             {
                 "model": "glm5",
                 "site": SLURM,
-                "set": "hardware.memory_gib_per_gpu=131 rollout.max_prompt_tokens=16000 "
+                "set": "hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 "
                 "rollout.max_response_tokens=32000",
             },
-            "set='hardware.memory_gib_per_gpu=131 rollout.max_prompt_tokens=16000 "
-            "engine.pd.num_prefill_engines=0 engine.num_engines=2 rollout.max_response_tokens=8000'",
+            "set='hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 "
+            "engine.pd.num_prefill_engines=0 engine.num_engines=2 rollout.max_response_tokens=16000'",
         ),
         ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
         (
