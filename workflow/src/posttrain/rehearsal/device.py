@@ -31,8 +31,9 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
 # and weights and the optimizer's state that begin with zeros are many.
 MIRROR_BYTES = 1 << 24
 FLOATING_BYTES = 1 << 20
-# Larger tensors on the host have no values either; of pinned ones only vectors have them.
-HOST_BYTES = 1 << 22
+# On the host the same holds: rollouts that ranks are told are long rows of bytes. Of pinned tensors only vectors have
+# values.
+HOST_BYTES, HOST_FLOATING_BYTES = 1 << 28, 1 << 22
 VECTOR_BYTES = 1 << 20
 # Of these operations the values of the inputs do not matter to the values of the output.
 SHAPE_ONLY = {
@@ -113,7 +114,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute on the host, where memory is that of this process: large tensors have no values there either."""
-        most = VECTOR_BYTES if kwargs.get("pin_memory") else HOST_BYTES
+        most = VECTOR_BYTES if kwargs.get("pin_memory") else _most_host_bytes(kwargs.get("dtype"))
         if func is aten.empty.memory_format and _bytes_of(args[0], kwargs) > most:
             kwargs = {**kwargs, "pin_memory": False}
             with self.fake:
@@ -215,7 +216,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._recorder.wait(aten._to_copy.default)
         if mirrored is not None:
             return mirrored
-        if _size(tensor) > HOST_BYTES:
+        if _size(tensor) > _most_host_bytes(tensor.dtype):
             with self.fake:
                 return torch.empty(tensor.shape, dtype=tensor.dtype)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -317,6 +318,10 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _most_bytes(tensor: torch.Tensor) -> int:
     return FLOATING_BYTES if tensor.is_floating_point() else MIRROR_BYTES
+
+
+def _most_host_bytes(dtype: torch.dtype | None) -> int:
+    return HOST_FLOATING_BYTES if (dtype or torch.get_default_dtype()).is_floating_point else HOST_BYTES
 
 
 def _bytes_of(shape: Any, kwargs: Any) -> int:
