@@ -1,6 +1,8 @@
 import pytest
 from tests.support.megatron_single import CONFIG_DIR
 
+from posttrain.config.derived import layers_per_stage
+from posttrain.config.families import chooses_keys
 from posttrain.planner.resolve import resolve
 from posttrain.rehearsal.members import members, rehearsed_config, shallow, stages_of
 
@@ -45,8 +47,9 @@ def test_only_a_quick_rehearsal_leaves_out_layers():
 
 def test_a_chunk_keeps_the_layers_that_share_a_choice_of_keys():
     config = shallow(config_of("glm5.2", nodes=16))
-    per_stage = config.model.architecture.num_hidden_layers / config.parallel.pipeline_model_parallel_size
-    assert per_stage % config.model.architecture.index_topk_freq == 0
+    first, last = layers_per_stage(config)
+    assert (first, last) == (6, 4)
+    assert [index for index in range(10) if chooses_keys(config.model.architecture, index)] == [0, 1, 2, first]
 
 
 def test_a_model_of_few_layers_stays_whole():

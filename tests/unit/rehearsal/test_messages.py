@@ -37,6 +37,11 @@ def test_what_is_said_arrives():
     assert said_by_two(("allgather_", b"ab"), ("allgather_", b"cd")) == {0: [b"ab", b"cd"], 1: [b"ab", b"cd"]}
 
 
+def test_a_rollout_is_larger_than_what_a_store_takes_at_a_time():
+    rollout = b'{"tokens":"AQAAAAAAAAA="}' * (1 << 20)
+    assert said_by_two(("broadcast_", rollout), ("broadcast_", b""))[1] == [rollout, b""]
+
+
 @pytest.mark.parametrize(("me", "origin", "sent"), [(12, 8, "4>8"), (4, 8, "12>8"), (4, 0, "0>4"), (0, 12, "12>0")])
 def test_a_stage_that_is_not_there_sends_what_its_neighbour_sends(me, origin, sent):
     """Stages of four ranks, of which the third is not rehearsed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.config.derived import world_size
+from posttrain.config.families import chooses_keys
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 
@@ -70,19 +71,23 @@ def _strides(config: Config) -> list[int]:
 def shallow(config: Config) -> Config:
     """Return the configuration with few layers, some of each kind: a dense one where there are any, then others.
 
-    Stages keep their chunks, and a chunk as many layers as share one choice of keys. A model of few layers stays whole.
+    Stages keep their chunks, and a chunk as many layers as share one choice of keys, which its first makes. A model of
+    few layers stays whole.
     """
     arch, parallel = config.model.architecture, config.parallel
     num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    per_chunk = max(2 if num_chunks > 1 or arch.first_k_dense_replace else 1, arch.index_topk_freq)
-    num_layers = num_chunks * per_chunk
+    in_last = max(2 if num_chunks > 1 or arch.first_k_dense_replace else 1, arch.index_topk_freq)
+    sizes = range(in_last, in_last + arch.index_topk_freq)
+    boundaries = range(1, num_chunks)
+    per_chunk = next((n for n in sizes if all(chooses_keys(arch, n * i) for i in boundaries)), in_last)
+    num_layers = (num_chunks - 1) * per_chunk + in_last
     if arch.num_hidden_layers <= max(num_layers, WHOLE_LAYERS):
         return config
     smaller = replace(
-        arch, num_hidden_layers=num_layers, first_k_dense_replace=min(arch.first_k_dense_replace, per_chunk - 1)
+        arch, num_hidden_layers=num_layers, first_k_dense_replace=min(arch.first_k_dense_replace, in_last - 1)
     )
     return replace(
         config,
         model=replace(config.model, architecture=smaller),
-        parallel=replace(parallel, num_layers_in_last_pipeline_stage=0),
+        parallel=replace(parallel, num_layers_in_last_pipeline_stage=in_last if per_chunk > in_last else 0),
     )
