@@ -27,8 +27,8 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror, nor have larger numbers of floating point: they decide less than places and masks do,
-# and weights and the optimizer's state that begin with zeros are many.
+# Larger tensors have no mirror. Nor have larger numbers of floating point that come from the host or are overwritten
+# with one number: weights, and the optimizer's state, which are many and decide nothing.
 MIRROR_BYTES = 1 << 24
 FLOATING_BYTES = 1 << 20
 # On the host the same holds: rollouts that ranks are told are long rows of bytes. Of pinned tensors only vectors have
@@ -276,7 +276,8 @@ class SimulatedDevice(TorchDispatchMode):
         """Let the results have the values that were computed on the host."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             key = tensor.untyped_storage()._cdata
-            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= _most_bytes(tensor):
+            most = MIRROR_BYTES if func else _most_bytes(tensor)
+            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= most:
                 self.set_values(tensor, values)
 
     def _assume(self, out: Any) -> None:

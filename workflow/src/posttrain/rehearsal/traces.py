@@ -21,7 +21,12 @@ KEY = "rehearsal"
 BY_VALUES = ("deepep dispatch", "deepep combine", "alltoall_base_", "alltoall_")
 # What stays between steps besides the state: caches of rotations and the like.
 ACTIVATIONS, LITTLE_SHARE, LITTLE_BYTES = "activations", 0.05, 1 << 16
-THEIRS = ("transformer_engine/", "megatron/core/models/common/embeddings/", "megatron/core/pipeline_parallel/")
+THEIRS = (
+    "transformer_engine/",
+    "megatron/core/models/common/embeddings/",
+    "megatron/core/pipeline_parallel/",
+    "megatron/core/transformer/moe/",
+)
 OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
 BETWEEN_STEPS = ((2, "rollout"), (2, "save"))
 LeftOut = Callable[[int, str], float]
@@ -306,7 +311,7 @@ def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
 
 
 def _is_ours(where: str) -> bool:
-    """Tell whether we made a tensor, or Megatron for us; kernels and stages keep their last ones, angles are kept."""
+    """Tell whether we made a tensor, or Megatron for us; kernels, dispatchers and stages keep their last ones."""
     return where.startswith(OURS) and not any(theirs in where for theirs in THEIRS)
 
 
