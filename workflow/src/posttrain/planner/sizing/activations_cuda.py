@@ -179,19 +179,6 @@ def _moments(config: Config, batch: MicroBatch, assumptions: Assumptions) -> _Mo
     )
 
 
-@lru_cache(maxsize=1024)
-def _cached_moments(
-    arch: Architecture,
-    trainer: Trainer,
-    parallel: Parallel,
-    batch: MicroBatch,
-    imbalance: float,
-    longest_response: int,
-    has_kernel: bool,
-) -> _Moments:
-    return _Moments(arch, trainer, parallel, batch, imbalance, longest_response, has_kernel)
-
-
 class _Moments:
     """The terms of the module's table for one micro-batch on one rank."""
 
@@ -342,3 +329,6 @@ class _Moments:
         width = arch.moe_intermediate_size / self._expert_cut
         rows = self._rows * (2 * row.hidden + 3 * width)
         return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, BF16 * (copies + rows)
+
+
+_cached_moments = lru_cache(maxsize=1024)(_Moments)
