@@ -3,8 +3,8 @@ from functools import partial
 import torch
 
 from posttrain.algorithm.logprobs import logit_chunks
-from posttrain.rehearsal.recorder import Recorder
-from posttrain.rehearsal.repeats import first_of_alike, once
+from posttrain.rehearsal.recorder import BLOCK, Recorder
+from posttrain.rehearsal.repeats import few_of_alike, once
 
 
 def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
@@ -29,16 +29,32 @@ def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
     assert calls[4:] == [5, 5], "places of another shape, and no selector"
 
 
-def test_the_first_chunk_of_each_size_is_seen_and_counts_for_the_others() -> None:
+def test_two_chunks_of_each_size_are_seen_and_count_for_the_others() -> None:
     recorder = Recorder()
-    few = first_of_alike(logit_chunks, recorder)
+    few = few_of_alike(logit_chunks, recorder)
     seen = []
     with recorder.phase("train") as phase:
-        for rows, logits in few(torch.ones(11, 2), torch.ones(5, 2), 1.0, 4):
+        for rows, logits in few(torch.ones(19, 2), torch.ones(5, 2), 1.0, 4):
             seen.append(rows)
             recorder.kernel(flops=len(logits), moved=0)
-    assert seen == [slice(0, 4), slice(8, 11)]
-    assert phase.flops == 4 + 4 + 3
+    assert seen == [slice(0, 4), slice(4, 8), slice(16, 19)]
+    assert phase.flops == 4 * 4 + 3
+
+
+def test_what_a_chunk_leaves_behind_is_there_once() -> None:
+    """Each chunk makes three blocks; those of the one before go before it takes one more."""
+    recorder = Recorder()
+
+    def chunks(*_: object):
+        yield from ((slice(i, i + 1), torch.ones(1)) for i in range(5))
+
+    with recorder.phase("train") as phase:
+        for rows, _ in few_of_alike(chunks, recorder)(torch.ones(5), torch.ones(1), 1.0, 1):
+            recorder.allocated(rows.start + 1, 3 * BLOCK, "cuda")
+            recorder.freed(rows.start)
+            recorder.allocated(100, BLOCK, "cuda")
+            recorder.freed(100)
+    assert phase.peak == 6 * BLOCK
 
 
 def test_who_keeps_what_it_chooses_is_asked_each_time() -> None:

@@ -6,6 +6,7 @@ thousands of small operations for each layer, pass and row: there a rehearsal wo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ def provide(recorder: Recorder) -> None:
     from posttrain.megatron_backend.glm5 import latent_space
 
     latent_space.places_of_block = once(latent_space.places_of_block, recorder)
-    logprobs.logit_chunks = first_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
+    logprobs.logit_chunks = few_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
 
 
 def once(function: Callable[..., torch.Tensor], recorder: Recorder) -> Callable[..., torch.Tensor]:
@@ -52,8 +53,10 @@ def once(function: Callable[..., torch.Tensor], recorder: Recorder) -> Callable[
 Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice, torch.Tensor]]]
 
 
-def first_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
-    """Return what yields the first chunk of each size; what is done with it counts for the others.
+def few_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
+    """Return what yields two chunks of each size; what is done with the second counts for the others.
+
+    The second finds what the first has left behind, as each one after it finds what the one before has left.
 
     Args:
         chunks: `logprobs.logit_chunks`.
@@ -63,13 +66,14 @@ def first_of_alike(chunks: Chunks, recorder: Recorder) -> Chunks:
     def few(
         hidden: torch.Tensor, words: torch.Tensor, temperature: float, chunk_size: int
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        known: dict[int, Phase] = {}
+        seen: dict[int, list[Phase]] = defaultdict(list)
         for rows, logits in chunks(hidden, words, temperature, chunk_size):
-            if counts := known.get(len(logits)):
-                recorder.repeat(counts)
+            alike = seen[len(logits)]
+            if len(alike) == 2:
+                recorder.repeat(alike[-1])
                 continue
             with recorder.counts() as counts:
                 yield rows, logits
-            known[len(logits)] = counts
+            alike.append(counts)
 
     return few

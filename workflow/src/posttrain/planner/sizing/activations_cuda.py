@@ -12,7 +12,8 @@ MLA's latent, K keys that a query attends to.
 
 Then the peak is the largest of some moments; they do not meet:
 
-    loss, backward           4 V H + 2 V H of the matrix's gradient, (4 + 2) r V of logits, 4 a H of hidden states
+    loss, backward           4 V H + 2 V H of the matrix's gradient, (4 + 2) r V of logits, 4 a H of hidden states;
+                             or 4 V H, (4 + 2 + 2) r V: a chunk's gradient meets that of the one before
     loss, forward            (4 + 2 + 4 / 16) r V, 2 a H
     embedding, backward      2 V H, 2 t H
     a layer, backward        of attention 2 t (q + k + v + o), with norms of queries and keys 2 t (2 q + 2 k + v + o),
@@ -26,6 +27,9 @@ Then the peak is the largest of some moments; they do not meet:
       or selecting keys      8 (indexer's heads) + 5 B a pair that is scored, at least 20; in the latents' space
                              without attention's output, and with the indexer's queries and keys
     a layer, forward         three rows 2 s H; 6 t F of an MLP, or 2 (U H + R (2 H + 3 M)) and shared experts as above
+      or attention           2 t (q + k + v) of the matrix, 2 t (q + k) turned and as many of their norms, 2 t (v + o),
+                             4 t heads and 2 s H; without latents; where ranks share a row of T, 2 (3 t o + T (k + v)),
+                             the outputs of both halves of this rank's queries, once more in full, and all ranks' keys
 
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then. Where the embedding
 is the output matrix as well, its gradient 2 V H of the loss lies beside the layers' until the embedding has its own.
@@ -48,7 +52,7 @@ from posttrain.config.schema import Architecture, Config, Parallel, Trainer
 from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
 from posttrain.planner.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
 from posttrain.planner.sizing.assumptions import Assumptions
-from posttrain.planner.sizing.memory import layer_kinds
+from posttrain.planner.sizing.memory import BYTES, layer_kinds
 from posttrain.planner.sizing.model_size import Weight
 
 WORKSPACE_BYTES = 32 << 20
@@ -91,7 +95,7 @@ def is_measured(config: Config) -> bool:
 
 
 def kernel_bytes(config: Config, stage: int, has_trained: bool = True) -> int:
-    """Return what Transformer Engine keeps on a rank of a stage.
+    """Return what Transformer Engine keeps on a rank of a stage; 0 where its modules are not used.
 
     Args:
         config: The resolved configuration.
@@ -101,10 +105,13 @@ def kernel_bytes(config: Config, stage: int, has_trained: bool = True) -> int:
     Example:
         GLM-5's 4 layers over TP4 EP8: 160 MiB of workspaces, and 0.263 GiB for the gradients of nine shapes.
     """
+    if not config.hardware.compute_capability:
+        return 0
     arch, parallel, kinds = config.model.architecture, config.parallel, _stage_kinds(config, stage)
     cuts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     groups = any(has_experts(layer_kinds(arch)[0][kind]) for kind in kinds)
-    gradients = BF16 * _cut_elements(arch, kinds, cuts) if has_trained else 0
+    width = BYTES[config.trainer.params_dtype].weight
+    gradients = width * _cut_elements(arch, kinds, cuts) if has_trained else 0
     return WORKSPACE_BYTES * (1 + GROUPED_STREAMS * groups) + gradients
 
 
@@ -250,15 +257,16 @@ class _Moments:
     def layer_forward(self, kind: int) -> Moment:
         """Return what a layer takes without a backward pass behind it."""
         _, activations, dispatch = self._parts(kind, False)
-        choosing = self._choosing(kind, False)
-        if choosing > activations + dispatch:
-            activations, dispatch = choosing, 0.0
+        alone = max(self._choosing(kind, False), self._attention_forward(self._kinds[kind]))
+        if alone > activations + dispatch:
+            activations, dispatch = alone, 0.0
         return Moment(self._angles + 3 * self._thin + activations, dispatch)
 
     def loss_backward(self) -> Moment:
         """Return what log-probabilities take while they are differentiated; the last norm's input is there, too."""
         hidden = 2 * BF16 * self._asked * self._row.hidden
-        return Moment(self._thin, logprobs=hidden + 3 * self._matrix + (FP32 + BF16) * self._logits)
+        product = max(self._matrix, BF16 * self._logits)
+        return Moment(self._thin, logprobs=hidden + 2 * self._matrix + product + (FP32 + BF16) * self._logits)
 
     def loss_forward(self) -> Moment:
         """Return what log-probabilities take."""
@@ -298,8 +306,7 @@ class _Moments:
         query, key_value, output = row.widths(layer)
         statistics = FP32 * row.heads() * row.t
         if not arch.kv_lora_rank:
-            with_norms = arch.use_qk_norm or family_of(arch).always_qk_norm
-            before_norms = query + key_value / 2 if with_norms else 0.0
+            before_norms = query + key_value / 2 if self._has_norms() else 0.0
             return BF16 * row.t * (before_norms + query + key_value + output) + statistics
         latents = BF16 * row.s * (arch.q_lora_rank + arch.kv_lora_rank)
         if self._in_latents:
@@ -307,6 +314,22 @@ class _Moments:
             return BF16 * row.t * attended + latents + statistics + FP32 * row.t * arch.index_topk
         blocks = BF16 * (row.padded * (query + output) + row.padded_keys * key_value)
         return blocks + latents + statistics + row.mask_bytes
+
+    def _attention_forward(self, layer: Layer) -> float:
+        """Return what attention holds while it is computed and nothing is kept; 0 where keys come from latents."""
+        row, arch = self._row, self._arch
+        if arch.kv_lora_rank:
+            return 0.0
+        query, key_value, output = row.widths(layer)
+        turned = query + key_value / 2
+        normed = turned if self._has_norms() else 0.0
+        own = row.t * (query + key_value + turned + normed + key_value / 2 + output)
+        shared = 3 * row.t * output + row.keys * key_value if row.t != row.keys else 0.0
+        return BF16 * (own + shared) + FP32 * row.heads() * row.t + self._thin
+
+    def _has_norms(self) -> bool:
+        """Tell whether queries and keys have norms."""
+        return self._arch.use_qk_norm or family_of(self._arch).always_qk_norm
 
     def _gathered_gradients(self, layer: Layer) -> float:
         """Return what Transformer Engine takes besides to differentiate attention to other ranks' keys."""

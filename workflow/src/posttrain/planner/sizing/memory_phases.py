@@ -158,7 +158,7 @@ class _Plan:
         gpu |= self._engine(phase.engines_awake or everything)
         if phase.trainer_awake or everything:
             gpu["weights"] = stage.weights_bytes / GIB
-            gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB if is_measured(self.config) else 0.0
+            gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
         if phase.optimizer_awake or everything:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
