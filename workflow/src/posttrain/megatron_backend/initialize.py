@@ -89,3 +89,4 @@ def shut_down() -> None:
     """Leave the parallel groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    forget_control_group()

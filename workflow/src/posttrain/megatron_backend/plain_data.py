@@ -22,6 +22,12 @@ def open_control_group(timeout: timedelta) -> None:
     _of_all = dist.new_group(backend="gloo", timeout=timeout)
 
 
+def forget_control_group() -> None:
+    """Let what all ranks tell each other go over torch's own group again: the other one has been left."""
+    global _of_all
+    _of_all = None
+
+
 def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in the order of ranks; collective.
 
