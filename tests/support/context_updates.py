@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Config
 from posttrain.types import Prompt, Sample, SampleGroup
@@ -89,7 +90,7 @@ def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, o
         attend_by(kernel, policy.chunks)
     weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
-    weights.transform(lambda name, _: tensors[name].float())
+    fill(weights, tensors)
     policy.optimizer.reload_model_params()
     objective = PolicyGradient(config.algorithm, 32)
     groups = make_groups(config.model.architecture.vocab_size)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.support.hub_tensors import fill
 
 # What is 2 where a layout names it, and by how much it multiplies the ranks. Data parallelism is what is left.
 DIMENSIONS = {
@@ -141,7 +142,7 @@ def measure(config: Any, checkpoint: Path) -> dict[str, Any]:
     policy, objective = build_policy(config), SupervisedFineTuning("token_mean", 32)
     weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
-    weights.transform(lambda name, _: tensors[name].float())
+    fill(weights, tensors)
     assert policy.optimizer is not None
     policy.optimizer.reload_model_params()
     gradients: list[dict[str, torch.Tensor]] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.support.hub_tensors import fill
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -53,7 +54,7 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
     policy = begin(config := dataclasses.replace(config, trainer=trainer))
     files = Path(order["checkpoint"]).glob("*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    HubWeights(policy.chunks, TRAINED).transform(lambda name, whole: tensors[name].to(whole.device, torch.float32))
+    fill(HubWeights(policy.chunks, TRAINED), tensors)
     policy.optimizer.reload_model_params()
     objective, groups = PolicyGradient(config.algorithm, 32), make_groups(TRAINED.vocab_size)
     (made,) = make_updates(config, objective, groups, parallel_state.get_data_parallel_rank())

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Config
 from posttrain.types import Prompt, Sample, SampleGroup
+
+# Of FP8; the first is the Hub's own precision.
+STRATEGIES = ("", "block", "channel", "tensor")
 
 
 def make_groups(vocab_size: int, num_groups: int = 3, size: int = 4, seed: int = 11) -> list[SampleGroup]:
@@ -79,10 +83,11 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     policy = build_policy(config)
     weights = HubWeights(policy.chunks, config.model.architecture)
     tensors = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
-    weights.transform(lambda name, _: tensors[name].float())
+    fill(weights, tensors)
     policy.optimizer.reload_model_params()
     exact = digest((name, t) for name, t in weights.gather())
     is_source = digest((name, tensors[name]) for name in weights.names)
+    not_served = {strategy: count_not_served(policy, weights, tensors, strategy) for strategy in STRATEGIES}
 
     grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
@@ -108,6 +113,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         copy_state(build_policy(config), other, folder.with_name("copy"))
     result = {
         "round_trip_exact": exact == is_source,
+        "not_served": not_served,
         "statistics": flat(statistics),
         "second": flat(again),
         "uneven": uneven,
@@ -123,6 +129,54 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
         result["at_the_end"] = {name: float(t.double().norm()) for name, t in at_the_end.items()}
     dist.destroy_process_group()
     return result
+
+
+def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
+    """Let the policy compute with the weights that engines have; return (shards not seen, wrong, changed for good).
+
+    Engines get whole tensors through the quantiser. Each layer is looked at when its forward pass begins, the rest
+    before; and all of it when the pass is over.
+    """
+    from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_stream
+    from posttrain.checkpoint.quantization.quantized_names import layer_of
+    from posttrain.megatron_backend.served_weights import ServedWeights
+
+    served = Fp8Format(strategy) if strategy else None
+    sent = dict(quantize_stream(tensors.items(), served)) if served else tensors
+    suffix = served.scale_suffix if served else "_scale"
+    shards, wrong = [*weights.shards()], {}
+
+    def look(number: int | None) -> None:
+        for shard in (shard for shard in shards if layer_of(shard.hf_name) == number):
+            name = shard.hf_name
+            whole = dequantize(sent[name], sent[name + suffix]) if name + suffix in sent else sent[name]
+            is_wrong = not torch.equal(shard.values, whole[shard.where].to(shard.values.dtype))
+            wrong[name, shard.corner] = wrong.get((name, shard.corner), False) or is_wrong
+
+    hooks, before = [], [shard.values.clone() for shard in shards]
+    with ServedWeights(policy, weights, served).lent():
+        look(None)
+        for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
+            hooks.append(layer.register_forward_pre_hook(lambda layer, _: look(layer.layer_number - 1)))
+        forward_once(policy)
+    for hook in hooks:
+        hook.remove()
+    changed = sum(not torch.equal(shard.values, own) for shard, own in zip(shards, before, strict=True))
+    return [len(shards) - len(wrong), sum(wrong.values()), changed]
+
+
+def forward_once(policy) -> None:
+    """Compute the log-probabilities of a few samples."""
+    from megatron.core import parallel_state
+
+    from posttrain.algorithm.policy_gradient import PolicyGradient
+    from posttrain.megatron_backend import train_step
+    from posttrain.training.batch import make_updates
+
+    groups = make_groups(policy.config.model.architecture.vocab_size)
+    grpo, rank = PolicyGradient(policy.config.algorithm, 32), parallel_state.get_data_parallel_rank()
+    (update,) = make_updates(policy.config, grpo, groups, rank)
+    train_step.compute_logprobs(policy, update.batches)
 
 
 def gathered_logprobs(update) -> dict[str, list[float]]:
@@ -158,7 +212,7 @@ def balanced(config, tensors, objective, groups) -> dict[str, object]:
     optimizer = dataclasses.replace(config.optimizer, moe_aux_loss_coeff=10.0, router_bias_update_rate=0.01)
     policy = build_policy(dataclasses.replace(config, optimizer=optimizer))
     weights = HubWeights(policy.chunks, config.model.architecture)
-    weights.transform(lambda name, _: tensors[name].float())
+    fill(weights, tensors)
     policy.optimizer.reload_model_params()
     statistics = update_on(policy, objective, groups, is_last=True)
     biases = {

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.hub_tensors import fill
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TRAINED, make_random_checkpoint
 
@@ -27,7 +28,7 @@ def make_policy(checkpoint):
         initialize_single_rank(config)
         policy = build_policy(config)
         weights = HubWeights(policy.chunks, config.model.architecture)
-        weights.transform(lambda name, _: checkpoint[1][name].float())
+        fill(weights, checkpoint[1])
         policy.optimizer.reload_model_params()
         return policy
 

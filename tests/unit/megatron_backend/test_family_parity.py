@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.support.hub_tensors import fill
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.packed_rows import gradients_by_hub_name, run_packed
@@ -48,7 +49,7 @@ def made(tmp_path_factory):
             initialize_single_rank(config)
             policy = build_policy(config)
             weights = HubWeights(policy.chunks, config.model.architecture)
-            weights.transform(lambda name, _: tensors[name].float())
+            fill(weights, tensors)
             known[family] = root / family, policy, weights
         return known[family]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.hub_tensors import fill
 from tests.support.independent_grpo import by_hub_name
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.packed_rows import gradients_by_hub_name
@@ -71,7 +72,7 @@ def test_loss_and_gradient_equal_transformers(tmp_path: Path) -> None:
     initialize_single_rank(config)
     policy = build_policy(config)
     weights = HubWeights(policy.chunks, config.model.architecture)
-    weights.transform(lambda name, _: tensors[name].float())
+    fill(weights, tensors)
     assert policy.optimizer is not None
     policy.optimizer.reload_model_params()
     objective, found = objective_of(config), []

@@ -10,12 +10,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors
 
-from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
-from posttrain.weight_sync.publish import WeightPublisher, served_values, whole_checkpoint
+from posttrain.weight_sync.publish import WeightPublisher, whole_checkpoint
 
 CONFIG = Path(__file__).parents[3] / "config"
 
@@ -112,41 +111,3 @@ def test_a_model_whose_queries_have_no_latent_is_sent_whole(folder, trained):
     engine = Engine("3")
     publish(engine, folder, tensors, 0, dataclasses.replace(TINY, q_lora_rank=0))
     assert sorted(engine.names) == sorted(tensors)
-
-
-def rounded(tensor, largest):
-    """Codes times scale, by torch's own conversion; `largest` is the magnitude that becomes 448."""
-    scale = torch.tensor(largest, dtype=torch.float32) / 448
-    return (tensor.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-
-def largest_of(*tensors):
-    return max(float(tensor.float().abs().max()) for tensor in tensors)
-
-
-@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
-def test_served_values_are_codes_times_the_scales_that_engines_have(trained, strategy):
-    """With one scale a tensor, engines join q_a with kv_a and gate with up: the larger of both decides."""
-    values = served_values(Weights(trained), Fp8Format(strategy=strategy))
-    prefix = "model.layers.1.self_attn."
-    joined = [f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"]
-    alone = f"{prefix}o_proj.weight"
-    assert largest_of(trained[joined[0]]) != largest_of(trained[joined[1]])
-    for names in (joined, [alone]):
-        for name in names:
-            tensor = trained[name]
-            if strategy == "channel":
-                expected = torch.stack([rounded(row, largest_of(row)) for row in tensor])
-            else:  # a block of 128 x 128 holds each of these matrices
-                sharing = names if strategy == "tensor" else [name]
-                expected = rounded(tensor, largest_of(*(trained[other] for other in sharing)))
-            assert torch.equal(values(name, tensor), expected), name
-    for name in ("model.norm.weight", "lm_head.weight", "model.layers.1.mlp.gate.weight"):
-        assert torch.equal(values(name, trained[name]), trained[name].float())
-
-
-def test_unquantised_engines_compute_with_the_weights_themselves(trained):
-    name = "model.layers.1.self_attn.o_proj.weight"
-    value = served_values(Weights(trained), None)(name, trained[name])
-    assert value.dtype == torch.float32
-    assert torch.equal(value, trained[name].float())

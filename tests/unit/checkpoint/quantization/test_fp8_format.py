@@ -1,5 +1,7 @@
 """FP8 weights as engines are given them: names, shapes, scales that matrices share, and what config.json declares."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,34 @@ def test_matrices_that_an_engine_joins_share_the_scale_of_a_tensor():
     assert [name for name, _ in early][-1] == "norm", "nothing waits longer than it must"
     alone = dict(quantize_stream({GATE: tensors[GATE]}.items(), Fp8Format("tensor")))
     assert alone[f"{GATE}_scale"] == np.float32(1) / np.float32(448)
+
+
+@pytest.mark.parametrize(
+    "served", [Fp8Format("block"), Fp8Format("block", "power_of_two"), Fp8Format("channel"), Fp8Format("tensor")]
+)
+@pytest.mark.parametrize(("rows", "columns"), [((0, 128, 300), (0, 257)), ((0, 7, 200, 300), (0, 100, 130, 257))])
+def test_parts_of_a_matrix_are_served_as_the_whole_is(served, rows, columns):
+    """Cut along blocks, and across them; scales come from magnitudes that the parts have found."""
+    spread = torch.logspace(-3, 3, 300)[:, None]
+    weight = (torch.randn(300, 257, generator=torch.Generator().manual_seed(1)) * spread).bfloat16()
+    suffix = "_scale_inv" if served.strategy == "block" else "_scale"
+    found = torch.zeros(served.served_specs(UP, TensorSpec((300, 257), "BF16"))[UP + suffix].shape)
+    cuts = [(slice(*r), slice(*c)) for r in itertools.pairwise(rows) for c in itertools.pairwise(columns)]
+
+    def scales(cut):
+        if served.strategy == "block":
+            return tuple(slice(axis.start // 128, -(-axis.stop // 128)) for axis in cut)
+        return cut[0] if served.strategy == "channel" else ()
+
+    for cut in cuts:
+        here = served.magnitudes(weight[cut], tuple(axis.start for axis in cut))
+        found[scales(cut)] = torch.maximum(found[scales(cut)], here)
+    whole = dequantize(*served.quantize(UP, weight).values())
+    for cut in cuts:
+        corner = tuple(axis.start for axis in cut)
+        assert torch.equal(served.served_values(weight[cut], corner, found[scales(cut)]), whole[cut])
+    alone = served.served_values(weight[:128])
+    assert torch.equal(alone, whole[:128]) == (served.strategy != "tensor"), "its scales may be its own"
 
 
 @pytest.mark.parametrize(("scale", "value"), [("fp32", 3 / 448), ("power_of_two", 2**-7)])

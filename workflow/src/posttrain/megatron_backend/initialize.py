@@ -19,7 +19,7 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.cpu import enable_cpu
 from posttrain.megatron_backend.messages import read_messages_by_list
 from posttrain.megatron_backend.packed_rotary import rotate_packed_rows_at_once
-from posttrain.megatron_backend.plain_data import open_control_group
+from posttrain.megatron_backend.plain_data import forget_control_group, open_control_group
 from posttrain.rendezvous import join_ranks
 
 # torch's limit stands behind `launch.hang_timeout_seconds`: that names the rank that is behind, this ends all nameless.

@@ -1,4 +1,4 @@
-"""The trainer's weights as whole tensors under Hub names, whatever the layout: gathered for the engines, and put back.
+"""The trainer's weights under Hub names, whatever the layout: gathered whole for the engines, or what a rank holds.
 
 Megatron's own sharded state tells where each local tensor lies in the whole (key, offset, shape); the table of
 parameter names tells which part of a whole is one Hub tensor. Nothing here knows about TP, EP or PP.
@@ -7,7 +7,7 @@ parameter names tells which part of a whole is one Hub tensor. Nothing here know
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import Placement, expected_tensors, to_megatron
 from posttrain.checkpoint.quantization.tiling import Box, intersect, slices_within
 from posttrain.config.schema import Architecture
@@ -22,7 +23,7 @@ from posttrain.megatron_backend.checkpoint import sharded_weights
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.plain_data import gather_plain
 
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,28 @@ class Piece:
     is_main: bool
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of a Hub tensor.
+
+    Args:
+        hf_name: Name on the Hub.
+        corner: Where it begins, in each axis of the Hub's tensor.
+        values: View into the parameter, as many axes: writing to it changes the model.
+    """
+
+    hf_name: str
+    corner: tuple[int, ...]
+    values: torch.Tensor
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """How to index the Hub's tensor so as to get it."""
+        return tuple(slice(start, start + size) for start, size in zip(self.corner, self.values.shape, strict=True))
+
+
 class HubWeights:
-    """Gathers and replaces the model's weights under Hub names; every method is collective.
+    """The model's weights under Hub names; making it is collective.
 
     Args:
         chunks: This rank's part of the model.
@@ -61,9 +82,9 @@ class HubWeights:
         placed = [p for p in to_megatron(architecture) if p.key in self._pieces]
         nameless = self._pieces.keys() - {placement.key for placement in placed}
         assert not nameless, f"weights without a Hub name: {sorted(nameless)}"
-        self._placements = placed
-        self._dtypes = {p.hf_name: _DTYPES[specs[p.hf_name].dtype] for p in placed}
-        self._shapes = {p.hf_name: specs[p.hf_name].shape for p in placed}
+        self._placed = self._placements = placed
+        self._dtypes = {p.hf_name: DTYPES[specs[p.hf_name].dtype] for p in placed}
+        self._specs = {p.hf_name: specs[p.hf_name] for p in placed}
         self._device = next(iter(self._local.values())).device
 
     @property
@@ -76,39 +97,38 @@ class HubWeights:
         """Hub names of everything the trainer holds, in checkpoint order."""
         return [placement.hf_name for placement in self._placements]
 
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and precision on the Hub of everything that a rank holds."""
+        return self._specs
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield what this rank holds, in checkpoint order."""
+        held: dict[str, list[Piece]] = {}
+        for piece in self._local:
+            held.setdefault(piece.key, []).append(piece)
+        for placement in self._placed:
+            for piece, (box, rows) in itertools.product(held.get(placement.key, ()), placement.chunks):
+                if overlap := _overlap(piece, box):
+                    in_piece, in_chunk = overlap
+                    first, *others = in_chunk[placement.num_stack_axes :]
+                    corner = (rows.start + first.start, *(axis.start for axis in others))
+                    values = self._local[piece][in_piece][(0,) * placement.num_stack_axes]
+                    yield Shard(placement.hf_name, corner, values)
+
     def leave_only(self, names: Set[str]) -> None:
-        """Gather and replace no other tensors from now on; the same on all ranks."""
+        """Gather no other tensors from now on; the same on all ranks."""
         self._placements = [placement for placement in self._placements if placement.hf_name in names]
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield (name, whole tensor) on rank 0, (name, None) elsewhere.
+        """Yield (name, whole tensor) on rank 0, (name, None) elsewhere; collective.
 
         Args:
             dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
         """
         for placement in self._placements:
             yield placement.hf_name, self._gather_one(placement, dtype)
-
-    @torch.no_grad()
-    def transform(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[Piece, torch.Tensor]:
-        """Overwrite every weight by a function of itself; returns what was there, for `restore`.
-
-        Args:
-            change: Called on rank 0 with a Hub name and the whole tensor in the precision of the Hub checkpoint.
-        """
-        backup: dict[Piece, torch.Tensor] = {}
-        for placement in self._placements:
-            whole = self._gather_one(placement)
-            changed = None if whole is None else change(placement.hf_name, whole)
-            self._write(placement, self._broadcast(changed, placement.hf_name), backup)
-        return backup
-
-    @torch.no_grad()
-    def restore(self, backup: dict[Piece, torch.Tensor]) -> None:
-        """Put back what `replace` returned, bit for bit."""
-        for piece, tensor in backup.items():
-            self._local[piece].copy_(tensor)
 
     def _gather_one(self, placement: Placement, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Send every main piece that overlaps the placement to rank 0, and join them there."""
@@ -117,7 +137,7 @@ class HubWeights:
         if dist.get_rank() != 0:
             return None
         joined = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return joined.reshape(self._shapes[placement.hf_name])
+        return joined.reshape(self._specs[placement.hf_name].shape)
 
     def _gather_box(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         rank = dist.get_rank()
@@ -136,27 +156,6 @@ class HubWeights:
             if rank == 0:
                 chunk[in_chunk] = part
         return chunk
-
-    def _broadcast(self, whole: torch.Tensor | None, name: str) -> torch.Tensor:
-        if whole is None:
-            whole = torch.empty(self._shapes[name], dtype=torch.float32, device=self._device)
-        if dist.get_world_size() > 1:
-            whole = whole.float().contiguous()
-            dist.broadcast(whole, src=0)
-        return whole
-
-    def _write(self, placement: Placement, whole: torch.Tensor, backup: dict[Piece, torch.Tensor]) -> None:
-        for box, rows in placement.chunks:
-            chunk = whole[rows].reshape(box[1])
-            for piece in self._pieces[placement.key]:
-                local = self._local.get(piece)
-                overlap = _overlap(piece, box)
-                if local is None or overlap is None:
-                    continue
-                if piece not in backup:
-                    backup[piece] = local.clone()
-                in_piece, in_chunk = overlap
-                local[in_piece] = chunk[in_chunk].to(local.dtype)
 
 
 def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:

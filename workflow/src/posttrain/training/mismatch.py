@@ -16,11 +16,12 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.megatron_backend.ranks import gather_over_data_parallel
+from posttrain.megatron_backend.served_weights import ServedWeights
 from posttrain.megatron_backend.train_step import compute_logprobs
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.rank_progress import leave_last_words
 from posttrain.training.batch import Update
-from posttrain.weight_sync.publish import served_format, served_values
+from posttrain.weight_sync.publish import served_format
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class EngineComparison:
     """
 
     def __init__(self, config: Config, policy: Policy, weights: HubWeights):
-        self._config, self._policy, self._weights = config, policy, weights
+        self._config, self._policy = config, policy
+        self._served = ServedWeights(policy, weights, served_format(config))
 
     def is_due(self, step: int) -> bool:
         """Tell whether a step, from 0, is one of those that have passes for comparison alone."""
@@ -55,9 +57,8 @@ class EngineComparison:
         """
         if not self.is_due(step):
             return None
-        backup = self._weights.transform(served_values(self._weights, served_format(self._config)))
-        logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
-        self._weights.restore(backup)
+        with self._served.lent():
+            logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
         return _compare(updates, logprobs)
 
     def on_own_weights(self, step: int, updates: Sequence[Update], served: Mismatch | None) -> Mismatch:

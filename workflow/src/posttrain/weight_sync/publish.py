@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from posttrain import artifacts
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
 from posttrain.checkpoint.formats.shard_writer import write_index
-from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, largest_magnitude, quantize_stream
+from posttrain.checkpoint.quantization.fp8 import Fp8Format, quantize_stream
 from posttrain.checkpoint.quantization.quantize import make_fp8
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import fp8_settings
@@ -145,32 +145,3 @@ def whole_checkpoint(
 def served_format(config: Config) -> Fp8Format | None:
     """Return the format that engines serve during training; None for the Hub's own."""
     return make_fp8(fp8_settings(config), config.model.architecture.num_hidden_layers) if config.rollout.fp8 else None
-
-
-def served_values(weights: HubWeights, served: Fp8Format | None) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Return the function from a Hub tensor to the numbers that an engine computes with; collective.
-
-    Args:
-        weights: The trainer's weights as they are served.
-        served: What engines serve; None for the Hub's own precision.
-
-    Returns:
-        (Hub name, tensor in the Hub's precision) -> fp32 of the same shape: codes times scales for a quantised
-        matrix, the value itself otherwise.
-    """
-    largest: dict[str, torch.Tensor] = {}
-    if served and served.strategy == "tensor":
-        for name, tensor in weights.gather():
-            if tensor is not None and served.selection.includes(name, tensor.shape):
-                largest[name] = largest_magnitude(tensor)
-    return lambda name, tensor: _served_value(name, tensor, served, largest)
-
-
-def _served_value(
-    name: str, tensor: torch.Tensor, served: Fp8Format | None, largest: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    if served is None or not served.selection.includes(name, tensor.shape):
-        return tensor.float()
-    shared = [largest[other] for other in served.sharing_scale(name) if other in largest]
-    codes, scale = served.quantize(name, tensor, torch.stack(shared).amax() if shared else None).values()
-    return dequantize(codes, scale)

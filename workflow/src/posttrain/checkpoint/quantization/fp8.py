@@ -114,6 +114,44 @@ class Fp8Format:
             codes, scale = quantize_tensor(weight, hf_name, shared_amax)
         return {hf_name: codes, hf_name + self.scale_suffix: scale}
 
+    def magnitudes(self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
+        """Return the largest magnitudes of a part of a matrix, one for each scale that it has a share in.
+
+        Args:
+            part: [n, k] of any float dtype.
+            corner: Row and column of the matrix where the part begins.
+
+        Returns:
+            fp32, in the shape of the part's scales: those of all parts, maximum taken, make the scales.
+        """
+        if self.strategy == "tensor":
+            return largest_magnitude(part)
+        if self.strategy == "channel":
+            return torch.cat([part[rows].float().abs().amax(dim=1, keepdim=True) for rows in row_slabs(part)])
+        part = _aligned(part, corner)
+        return torch.cat([_tile_magnitudes(tiles(part[rows].float(), BLOCK)) for rows in row_slabs(part, BLOCK)])
+
+    def served_values(
+        self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what an engine multiplies with for a part of a matrix: codes times scales, [n, k] fp32.
+
+        Args:
+            part: [n, k] of any float dtype; finite, which is not looked at: a GPU goes on without being waited for.
+            corner: Row and column of the matrix where the part begins.
+            magnitudes: See `magnitudes`; of all parts. Given, where scales are shared with other parts.
+        """
+        if magnitudes is None:
+            magnitudes = self.magnitudes(part, corner)
+        if self.strategy == "tensor":
+            return dequantize(*quantize_tensor(part, "", magnitudes))
+        if self.strategy == "channel":
+            return dequantize(*quantize_channel(part, "", magnitudes))
+        aligned = _aligned(part, corner)
+        codes, scale = quantize_block(aligned, BLOCK, "", self.scale == "power_of_two", magnitudes)
+        above, left = (len(aligned) - len(part)), aligned.shape[1] - part.shape[1]
+        return dequantize_block(codes, scale)[above:, left:]
+
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
 
@@ -209,15 +247,20 @@ def _quantize_group(group: Mapping[str, torch.Tensor], served: Fp8Format) -> Ite
 
 
 def quantize_block(
-    weight: torch.Tensor, block: int = BLOCK, name: str = "weight", power_of_two: bool = False
+    weight: torch.Tensor,
+    block: int = BLOCK,
+    name: str = "weight",
+    power_of_two: bool = False,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a matrix with one scale per block.
 
     Args:
         weight: [N, K] of any float dtype; computed in FP32.
         block: Rows and columns of a block.
-        name: Named when a weight is not finite.
+        name: Named when a weight is not finite; "" where nobody is to look.
         power_of_two: Raise each scale to the next power of two.
+        amax: Largest magnitudes, in the shape of `scale`, where others share scales.
 
     Returns:
         codes [N, K] float8_e4m3fn, scale [ceil(N/block), ceil(K/block)] float32.
@@ -233,7 +276,8 @@ def quantize_block(
     scales = []
     for rows in row_slabs(weight, block):
         values = tiles(weight[rows].float(), block)
-        scale = _scale_of(values.abs().amax(dim=(1, 3)), name)
+        largest_here = _tile_magnitudes(values) if amax is None else amax[rows.start // block : -(-rows.stop // block)]
+        scale = _scale_of(largest_here, name)
         scales.append(_next_power_of_two(scale) if power_of_two else scale)
         spread = scales[-1][:, None, :, None]
         largest = torch.where(spread < LARGE_SCALE, E4M3_MAX, E4M3_BELOW_256) if power_of_two else E4M3_MAX
@@ -241,13 +285,16 @@ def quantize_block(
     return codes, torch.cat(scales)
 
 
-def quantize_channel(weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise with one scale per row: codes [N, K] float8_e4m3fn, scale [N, 1] float32."""
+def quantize_channel(
+    weight: torch.Tensor, name: str = "weight", amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise with one scale per row: codes [N, K] float8_e4m3fn, scale [N, 1] float32; see `quantize_block`."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
     for rows in row_slabs(weight):
         values = weight[rows].float()
-        scales.append(_scale_of(values.abs().amax(dim=1, keepdim=True), name))
+        largest = values.abs().amax(dim=1, keepdim=True) if amax is None else amax[rows]
+        scales.append(_scale_of(largest, name))
         codes[rows] = _scaled(values, scales[-1])
     return codes, torch.cat(scales)
 
@@ -259,7 +306,7 @@ def quantize_tensor(
 
     Args:
         weight: [N, K] of any float dtype.
-        name: Named when a weight is not finite.
+        name: Named when a weight is not finite; "" where nobody is to look.
         amax: Largest magnitude, where others share the scale.
     """
     scale = _scale_of(largest_magnitude(weight) if amax is None else amax, name)
@@ -322,12 +369,22 @@ def tiles(values: torch.Tensor, block: int) -> torch.Tensor:
     return values.unflatten(0, (-1, block)).unflatten(2, (-1, block))
 
 
+def _tile_magnitudes(tiled: torch.Tensor) -> torch.Tensor:
+    return tiled.abs().amax(dim=(1, 3))
+
+
+def _aligned(part: torch.Tensor, corner: tuple[int, ...]) -> torch.Tensor:
+    """Return a part of a matrix with zeros above and left of it, up to the edges of blocks."""
+    above, left = (start % BLOCK for start in corner)
+    return F.pad(part, (left, 0, above, 0)) if above or left else part
+
+
 def _untiled(tiled: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tiled.flatten(0, 1).flatten(1, 2)[: shape[0], : shape[1]]
 
 
 def _scale_of(amax: torch.Tensor, name: str) -> torch.Tensor:
-    if not torch.isfinite(amax).all():
+    if name and not torch.isfinite(amax).all():
         raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
     scale = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
