@@ -1,6 +1,6 @@
 """The plan's memory against the rehearsal's, by phase and stage: the recipes, and combinations drawn by a fixed seed.
 
-Mismatch and weight transfer are left out: what they hold on their way is not in the plan, which says so.
+Weight transfer is left out: what it holds on its way is not in the plan, which says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.rehearsal.members import stages_of
 from posttrain.rehearsal.start import VARIABLE, rehearse
 
 SEED, NUM_DRAWN, TOLERANCE = 20261125, 30, 0.05
-PHASES = ("old_logprobs", "train")
+PHASES = ("old_logprobs", "mismatch", "train")
 RECIPES = sorted(path.stem for path in (CONFIG_DIR / "nodes").glob("*.yaml"))
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
 # Those whose kernels are the rehearsal's: of NVIDIA.

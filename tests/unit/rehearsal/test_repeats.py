@@ -4,7 +4,7 @@ import torch
 
 from posttrain.algorithm.logprobs import logit_chunks
 from posttrain.rehearsal.recorder import BLOCK, Recorder
-from posttrain.rehearsal.repeats import few_of_alike, once
+from posttrain.rehearsal.repeats import _like_places, few_of_alike, once
 
 
 def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
@@ -15,7 +15,7 @@ def test_the_same_shapes_are_computed_once_and_counted_each_time() -> None:
         recorder.kernel(flops=number, moved=0)
         return places.new_zeros(number)
 
-    counted = once(places_of_block, recorder)
+    counted = once(places_of_block, recorder, _like_places)
     select = partial(min, torch.ones(2, 3))
     with recorder.phase("train") as phase:
         for other in (torch.zeros(2, 3), torch.zeros(2, 4)):
@@ -60,7 +60,9 @@ def test_what_a_chunk_leaves_behind_is_there_once() -> None:
 def test_who_keeps_what_it_chooses_is_asked_each_time() -> None:
     """Masks that later layers take over are memory."""
     calls = []
-    counted = once(lambda select, places: calls.append(1) or places, Recorder())
-    for _ in range(2):
-        counted(lambda first, end: None, torch.zeros(1))
+    recorder = Recorder()
+    counted = once(lambda select, places: calls.append(1) or places, recorder, _like_places)
+    with recorder.phase("train"):
+        for _ in range(2):
+            counted(lambda first, end: None, torch.zeros(1))
     assert len(calls) == 2

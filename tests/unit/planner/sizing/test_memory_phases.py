@@ -19,7 +19,7 @@ from posttrain.planner.sizing.activations import (
 )
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
-from posttrain.planner.sizing.memory import GIB, stage_memory
+from posttrain.planner.sizing.memory import GIB, served_layer_bytes, stage_memory
 from posttrain.planner.sizing.memory_phases import (
     LARGE_PHASES,
     capacity_gib,
@@ -49,6 +49,30 @@ def test_the_loop_and_the_planner_read_one_table(resolved):
     with pytest.raises(AssertionError, match="lunch"), clock.phase("lunch"):
         pass
     assert set(rows_of(resolved("glm5").config, 0)) == {*PHASES, ASLEEP.name}
+
+
+def test_a_layers_own_weights_lie_beside_those_that_engines_have(resolved):
+    """GLM-5 on 16 nodes: attention over TP4, 8 of 256 experts, and the shared one; the indexer whole."""
+    config = resolved("glm5").config
+    attention = (2048 + 576) * 6144 + (2048 * 16384 + 512 * 28672 + 16384 * 6144) // 4
+    indexer, expert = 2048 * 4096 + 128 * 6144, 3 * 2048 * 6144
+    layer = 2 * (attention + indexer + 8 * expert + expert // 4)
+    assert served_layer_bytes(config, 1) == (layer, 10 * 6144 * 16384 // 4)
+    rows = rows_of(config, 1)
+    assert rows["mismatch"].gpu["served_layer"] == pytest.approx(layer / GIB)
+    assert [phase for phase, row in rows.items() if "served_layer" in row.gpu] == ["mismatch"]
+    never = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, mismatch_interval=0))
+    as_trained = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, fp8=False))
+    assert served_layer_bytes(never, 1) == served_layer_bytes(as_trained, 1) == (0, 0)
+
+
+def test_fp32_weights_are_lent_with_embedding_and_output_matrix(resolved):
+    config = resolved("tiny", set="rollout.fp8=false").config
+    (stage,) = stage_memory(config)
+    arch = config.model.architecture
+    beside, rounding = served_layer_bytes(config, 0)
+    assert rounding == 0
+    assert 4 * 2 * arch.vocab_size * arch.hidden_size < beside < stage.weights_bytes
 
 
 def test_who_is_awake_is_on_the_gpu_and_who_sleeps_in_host_memory(resolved):

@@ -17,7 +17,10 @@ GROUPS = (
     (
         "work of the phase",
         4,
-        ("activations", "dispatch", "logprobs", "kernels", "fragmentation", "sync_bucket", "save_staging"),
+        (
+            *("activations", "dispatch", "logprobs", "kernels", "fragmentation"),
+            *("served_layer", "sync_bucket", "save_staging"),
+        ),
     ),
     ("engine weights", 5, ("engine_weights", "engine_work")),
     ("KV pool", 6, ("kv_pool",)),

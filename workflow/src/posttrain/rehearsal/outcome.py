@@ -25,7 +25,7 @@ from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problem
 # What the plan adds for what no tracker sees, and for engines, which are not there.
 UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
 # Phases that the plan counts tensor by tensor, and the step in which rows are full and the optimizer has its state.
-PLANNED_PHASES, FULL_STEP = ("old_logprobs", "train"), 2
+PLANNED_PHASES, FULL_STEP = ("old_logprobs", "mismatch", "train"), 2
 # What a rank may hold beyond the plan.
 UNPLANNED_SHARE, UNPLANNED_GIB = 0.05, 0.5
 

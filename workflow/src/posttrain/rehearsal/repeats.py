@@ -1,7 +1,8 @@
 """What is computed once for all arguments of the same shapes, and counted each time.
 
-Which keys queries attend to is found block by block of queries, and log-probabilities chunk by chunk of tokens, in
-thousands of small operations for each layer, pass and row: there a rehearsal would spend most of its time.
+Which keys queries attend to is found block by block of queries, log-probabilities chunk by chunk of tokens, and the
+weights that are served matrix by matrix, in thousands of small operations for each layer, pass and row: there a
+rehearsal would spend most of its time.
 """
 
 from __future__ import annotations
@@ -13,41 +14,56 @@ from typing import Any
 
 import torch
 
+from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
 from posttrain.rehearsal.recorder import Phase, Recorder
 
 
 def provide(recorder: Recorder) -> None:
-    """Let the choice of keys, and log-probabilities of a chunk, be such computations."""
+    """Let the choice of keys, log-probabilities of a chunk, and a served matrix be such computations."""
     from posttrain.algorithm import logprobs
+    from posttrain.megatron_backend import served_weights
     from posttrain.megatron_backend.glm5 import latent_space
 
-    latent_space.places_of_block = once(latent_space.places_of_block, recorder)
+    latent_space.places_of_block = once(latent_space.places_of_block, recorder, _like_places)
+    served_weights.served_part = once(served_weights.served_part, recorder, _like_part)
     logprobs.logit_chunks = few_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
 
 
-def once(function: Callable[..., torch.Tensor], recorder: Recorder) -> Callable[..., torch.Tensor]:
+def once(
+    function: Callable[..., torch.Tensor], recorder: Recorder, like: Callable[..., Any]
+) -> Callable[..., torch.Tensor]:
     """Return a function that returns a tensor without values where it knows what the given one would have done.
 
     Args:
-        function: Takes a selector of keys, their places, and numbers; keeps nothing but what it returns.
+        function: Keeps nothing but what it returns, on the device of its second argument.
         recorder: Counts.
+        like: Returns of its arguments what decides what it does; None where it has to be asked each time.
     """
     known: dict[Any, tuple[Phase, torch.Tensor]] = {}
 
-    def counted(select: Any, places: torch.Tensor, *numbers: int) -> torch.Tensor:
-        if select is not None and not isinstance(select, partial):
-            return function(select, places, *numbers)  # it keeps what it has chosen
-        key = (select and tuple(part.shape for part in select.args), places.shape, *numbers)
+    def counted(first: Any, second: torch.Tensor, *others: Any) -> torch.Tensor:
+        key = like(first, second, *others)
         if key in known:
-            counts, like = known[key]
+            counts, made = known[key]
             recorder.repeat(counts)
-            return torch.empty(like.shape, dtype=like.dtype, device=places.device)
+            return torch.empty(made.shape, dtype=made.dtype, device=second.device)
         with recorder.counts() as counts:
-            made = function(select, places, *numbers)
-        known[key] = counts, made.to("meta")
+            made = function(first, second, *others)
+        if key is not None:
+            known[key] = counts, made.to("meta")
         return made
 
     return counted
+
+
+def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
+    if select is not None and not isinstance(select, partial):
+        return None  # it keeps what it has chosen
+    return (select and tuple(part.shape for part in select.args), places.shape, *numbers)
+
+
+def _like_part(served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: Any) -> Any:
+    return served.strategy, served.scale, values.shape, values.dtype, tuple(start % BLOCK for start in corner), magnitudes is None
 
 
 Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice, torch.Tensor]]]

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from posttrain.config.derived import stage_chunks, world_size
+from posttrain.config.derived import stage_chunks, uses_engines, world_size
 from posttrain.config.schema import Architecture, Config
 from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights
 
@@ -40,10 +40,11 @@ BUFFER_ALIGNMENT = 128
 ROUTER_BUFFER_BYTES = 4 + 4
 # An offloaded shard: FP32 master copy, two moments, and the pinned copy of the gradient that the CPU's Adam reads.
 OFFLOADED_BYTES = 12 + 4
+# Of a weight on its way through the quantiser: FP32, divided by its scale, and codes twice.
+ROUNDING_BYTES = 4 + 4 + 1 + 1
 NOT_MODELLED = (
     "trainer memory: fragmentation beyond the stated reserve; rows of very unequal sequences, which attention pads to "
-    "the longest; while trainer and engine are compared and while weights are sent, a copy of a rank's weights and a "
-    "whole tensor in BF16 and FP32",
+    "the longest; while weights are sent, a whole tensor in BF16 and FP32",
 )
 
 
@@ -137,6 +138,44 @@ def largest_weights(config: Config, stage: int) -> tuple[int, int]:
     cuts = (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size, 1)
     found = [_largest_weights(config.model.architecture, cuts, *chunk) for chunk in _with_edges(config)[stage]]
     return max(dense for dense, _ in found), max(expert for _, expert in found)
+
+
+def served_layer_bytes(config: Config, stage: int) -> tuple[int, int]:
+    """Return what it takes to compute with the weights that engines have: (a layer's own ones beside, rounding one).
+
+    Args:
+        config: The resolved configuration.
+        stage: Pipeline stage of the rank.
+
+    Example:
+        GLM-5 on 16 nodes: 0.70 GiB beside, of 8 experts and attention, and 0.23 GiB while a projection is rounded.
+    """
+    trainer, is_fp8 = config.trainer, config.rollout.fp8
+    if not uses_engines(config) or not trainer.mismatch_interval or (trainer.params_dtype == "bf16" and not is_fp8):
+        return 0, 0
+    cuts, chunks = _cuts(config), _with_edges(config)[stage]
+    found = [_lent_elements(config.model.architecture, cuts, trainer.params_dtype == "fp32", *c) for c in chunks]
+    rounding = ROUNDING_BYTES * max(largest_weights(config, stage)[1], *(largest for _, _, largest in found))
+    layer, edges = max(layer for layer, _, _ in found), sum(edges for _, edges, _ in found)
+    return BYTES[trainer.params_dtype].weight * (layer + edges), rounding * is_fp8
+
+
+@lru_cache(maxsize=4096)
+def _lent_elements(
+    arch: Architecture, cuts: tuple[int, int, int], is_all: bool, layers: range, is_first: bool, is_last: bool
+) -> tuple[int, int, int]:
+    """Return the most elements of a layer that change, those of the edges, and of the largest matrix that does."""
+    kinds, kind_of = layer_kinds(arch)
+    parts = dict(zip(("tensor", "expert", "none"), cuts, strict=True))
+    changing = [[w for w in kinds[kind] if w.fp8 or is_all] for kind in {*kind_of[layers.start : layers.stop]}]
+    first, last = edge_weights(arch, num_stages=1 if is_first and is_last else 2)
+    edges = [*(first if is_first and is_all else ()), *(last if is_last and is_all else ())]
+    dense = [math.prod(w.shape) // parts[w.split] for layer in changing for w in layer if w.split != "expert"]
+    return (
+        max(sum(w.num_elements // parts[w.split] for w in layer) for layer in changing),
+        sum(w.num_elements // parts[w.split] for w in edges),
+        max(dense, default=0),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ in host memory, gradients apart, which are dropped. Per phase and rank:
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`)
+    mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
     weight_sync       a bucket of weights, gathered and in the engines' precision
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
@@ -30,7 +31,15 @@ from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, full
 from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
 from posttrain.planner.sizing.engine import EngineMemory, engine_memory
-from posttrain.planner.sizing.memory import BYTES, GIB, StageMemory, largest_weights, shards, stage_memory
+from posttrain.planner.sizing.memory import (
+    BYTES,
+    GIB,
+    StageMemory,
+    largest_weights,
+    served_layer_bytes,
+    shards,
+    stage_memory,
+)
 from posttrain.planner.sizing.phases import ASLEEP, PHASES, Phase
 from posttrain.planner.sizing.unseen import unseen_terms
 
@@ -192,6 +201,9 @@ class _Plan:
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
+        if phase.name == "mismatch":
+            beside, rounding = served_layer_bytes(config, stage.stage)
+            work["served_layer"] = beside + max(0.0, rounding - sum(work.values()))
         return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
 
     def _micro_batch(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
