@@ -88,7 +88,6 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
     exact = digest((name, t) for name, t in weights.gather())
     is_source = digest((name, tensors[name]) for name in weights.names)
     not_served = {strategy: count_not_served(policy, weights, tensors, strategy) for strategy in STRATEGIES}
-
     grpo, groups = PolicyGradient(config.algorithm, 32), make_groups(config.model.architecture.vocab_size)
     (update,) = make_updates(config, grpo, groups, parallel_state.get_data_parallel_rank())
     update = update.with_old_logprobs(train_step.compute_logprobs(policy, update.batches))

@@ -63,7 +63,8 @@ def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
 
 
 def _like_part(served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: Any) -> Any:
-    return served.strategy, served.scale, values.shape, values.dtype, tuple(start % BLOCK for start in corner), magnitudes is None
+    within_block = tuple(start % BLOCK for start in corner)
+    return served.strategy, served.scale, values.shape, values.dtype, within_block, magnitudes is None
 
 
 Chunks = Callable[[torch.Tensor, torch.Tensor, float, int], Iterator[tuple[slice, torch.Tensor]]]

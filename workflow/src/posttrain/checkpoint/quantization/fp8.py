@@ -149,8 +149,7 @@ class Fp8Format:
             return dequantize(*quantize_channel(part, "", magnitudes))
         aligned = _aligned(part, corner)
         codes, scale = quantize_block(aligned, BLOCK, "", self.scale == "power_of_two", magnitudes)
-        above, left = (len(aligned) - len(part)), aligned.shape[1] - part.shape[1]
-        return dequantize_block(codes, scale)[above:, left:]
+        return dequantize_block(codes, scale)[-len(part) :, -part.shape[1] :]
 
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
