@@ -138,7 +138,8 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
     """
     from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_stream
     from posttrain.checkpoint.quantization.quantized_names import layer_of
-    from posttrain.megatron_backend.served_weights import ServedWeights
+    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.megatron_backend.weight_lender import WeightLender
 
     served = Fp8Format(strategy) if strategy else None
     sent = dict(quantize_stream(tensors.items(), served)) if served else tensors
@@ -153,7 +154,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
             wrong[name, shard.corner] = wrong.get((name, shard.corner), False) or is_wrong
 
     hooks, before = [], [shard.values.clone() for shard in shards]
-    with ServedWeights(policy, weights, served).lent():
+    with WeightLender(policy, ServedValues(weights, served)).lent():
         look(None)
         for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
             hooks.append(layer.register_forward_pre_hook(lambda layer, _: look(layer.layer_number - 1)))

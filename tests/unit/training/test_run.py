@@ -37,9 +37,11 @@ class _Parts:
     def __init__(self, make_policy, **algorithm):
         from tests.support.small_updates import objective_of, rollout, trained_config
 
+        from posttrain.megatron_backend.served_values import ServedValues
         from posttrain.megatron_backend.weights import HubWeights
         from posttrain.training.mismatch import EngineComparison
         from posttrain.training.run import TrainingRun
+        from posttrain.weight_sync.publish import served_format
 
         config = trained_config(**algorithm)
         trainer = dataclasses.replace(config.trainer, mismatch_interval=3)
@@ -47,7 +49,8 @@ class _Parts:
         config = dataclasses.replace(config, trainer=trainer, training=training)
         policy = make_policy(config)
         self.weights = HubWeights(policy.chunks, config.model.architecture)
-        comparison = EngineComparison(config, policy, self.weights)
+        self.values = ServedValues(self.weights, served_format(config))
+        comparison = EngineComparison(config, policy, self.values)
         nothing: dict[str, Any] = dict.fromkeys(("source", "publisher", "state", "sinks", "traces"))
         self.run = TrainingRun(config, policy, objective_of(policy), comparison=comparison, **nothing)
         self.updates = make_updates(config, self.run.objective, rollout(0), dp_rank=0)
@@ -113,7 +116,7 @@ def test_an_engine_too_far_away_stops_before_a_weight_moves(make_policy) -> None
     limits = dataclasses.replace(parts.run.config.trainer.mismatch, action="stop", quantised=1e-3)
     trainer = dataclasses.replace(parts.run.config.trainer, mismatch=limits)
     config = dataclasses.replace(parts.run.config, trainer=trainer)
-    parts.run.comparison = EngineComparison(config, parts.run.policy, parts.weights)
+    parts.run.comparison = EngineComparison(config, parts.run.policy, parts.values)
     before = parts.tensors()
     with pytest.raises(MismatchError, match="Nothing was learned"):
         parts.passes(1)

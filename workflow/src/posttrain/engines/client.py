@@ -20,7 +20,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,10 @@ PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_INTERVAL_SECONDS = 0.1
 # Of an answer that is an error: a page of HTML fits into no log.
 MAX_ERROR_CHARACTERS = 1000
+
+
+# Hub name -> (digest, type) of each tensor.
+HeldWeights = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,11 @@ class EngineClient:
         """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
         answers = await self._call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
         return [answer["ranks"][0]["checksums"] for answer in answers]
+
+    async def digests(self) -> list[HeldWeights]:
+        """Return the digest and the type of each tensor, per engine, under the key of the version that it serves."""
+        answers = await self._call_all("POST", "/weights_checker", {"action": "digest"}, may_repeat=True)
+        return [answer["digests"] for answer in answers]
 
     async def flush_cache(self) -> None:
         """Drop what engines remember of earlier prompts."""

@@ -53,11 +53,13 @@ class Shard:
         hf_name: Name on the Hub.
         corner: Where it begins, in each axis of the Hub's tensor.
         values: View into the parameter, as many axes: writing to it changes the model.
+        is_main: One holder of each part speaks for it; the others are replicas.
     """
 
     hf_name: str
     corner: tuple[int, ...]
     values: torch.Tensor
+    is_main: bool
 
     @property
     def where(self) -> tuple[slice, ...]:
@@ -114,7 +116,7 @@ class HubWeights:
                     first, *others = in_chunk[placement.num_stack_axes :]
                     corner = (rows.start + first.start, *(axis.start for axis in others))
                     values = self._local[piece][in_piece][(0,) * placement.num_stack_axes]
-                    yield Shard(placement.hf_name, corner, values)
+                    yield Shard(placement.hf_name, corner, values, piece.is_main)
 
     def leave_only(self, names: Set[str]) -> None:
         """Gather no other tensors from now on; the same on all ranks."""

@@ -21,11 +21,11 @@ from posttrain.rehearsal.recorder import Phase, Recorder
 def provide(recorder: Recorder) -> None:
     """Let the choice of keys, log-probabilities of a chunk, and a served matrix be such computations."""
     from posttrain.algorithm import logprobs
-    from posttrain.megatron_backend import served_weights
+    from posttrain.megatron_backend import served_values
     from posttrain.megatron_backend.glm5 import latent_space
 
     latent_space.places_of_block = once(latent_space.places_of_block, recorder, _like_places)
-    served_weights.served_part = once(served_weights.served_part, recorder, _like_part)
+    served_values.served_part = once(served_values.served_part, recorder, _like_part)
     logprobs.logit_chunks = few_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
 
 

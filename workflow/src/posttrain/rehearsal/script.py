@@ -140,12 +140,13 @@ class _Metrics:
 def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.plain_data import share_plain
+    from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weights import HubWeights
     from posttrain.rollout.source import SynchronousSource
     from posttrain.training.assembly import objective_of
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
-    from posttrain.weight_sync.publish import WeightPublisher
+    from posttrain.weight_sync.publish import WeightPublisher, served_format
 
     everybody = weights_module.gather_plain
 
@@ -156,13 +157,14 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
     weights_module.gather_plain = those_there
     weights = HubWeights(policy.chunks, config.model.architecture)
     weights.leave_only(one_of_each_kind(weights.names))
+    values = ServedValues(weights, served_format(config))
     has_engines, runner = uses_engines(config), asyncio.Runner()
     run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
-        comparison=EngineComparison(config, policy, weights) if has_engines else None,
+        comparison=EngineComparison(config, policy, values) if has_engines else None,
         publisher=WeightPublisher(config, weights, None, runner, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,

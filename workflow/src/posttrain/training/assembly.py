@@ -21,6 +21,7 @@ from posttrain.evaluation.heldout import read_exams
 from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.plain_data import share_plain
+from posttrain.megatron_backend.served_values import ServedValues
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.sinks import MetricSinks
 from posttrain.planner.sizing.storage import storage
@@ -36,7 +37,8 @@ from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.types import Prompt
-from posttrain.weight_sync.publish import WeightPublisher
+from posttrain.weight_sync.proof import WeightProof, can_prove
+from posttrain.weight_sync.publish import WeightPublisher, served_format
 
 
 @contextmanager
@@ -85,15 +87,16 @@ def open_run(
             )
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
-        weights, served = HubWeights(policy.chunks, config.model.architecture), run_folder / "served_weights"
-        publisher = WeightPublisher(config, weights, client, runner, served, model_folder)
+        weights = HubWeights(policy.chunks, config.model.architecture)
+        values = ServedValues(weights, served_format(config))
+        proof = WeightProof(values, client, runner, engine_secret) if engine_urls and can_prove(config) else None
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
-            comparison=EngineComparison(config, policy, weights) if uses_engines(config) else None,
-            publisher=publisher if uses_engines(config) else None,
+            comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
+            publisher=_publisher_of(config, weights, client, runner, run_folder, model_folder, proof),
             state=SavedState(policy, torch_dist, to_load, checkpoints, _writer_of(config, policy, checkpoints, store)),
             sinks=sinks,
             traces=run_folder / "traces",
@@ -113,6 +116,20 @@ def _source_of(
         return StoredSource(store, config.rollout.rollout_batch_size)
     share = share_plain if dist.get_world_size() > 1 else None
     return SynchronousSource(runner, share, config.engine.start_timeout_seconds, client, maker)
+
+
+def _publisher_of(
+    config: Config,
+    weights: HubWeights,
+    client: EngineClient | None,
+    runner: asyncio.Runner,
+    run_folder: Path,
+    model_folder: Path,
+    proof: WeightProof | None,
+) -> WeightPublisher | None:
+    if not uses_engines(config):
+        return None
+    return WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder, proof)
 
 
 def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore) -> CheckpointWriter:

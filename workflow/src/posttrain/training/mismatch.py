@@ -16,12 +16,11 @@ from posttrain.config.schema import Config
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.megatron_backend.ranks import gather_over_data_parallel
-from posttrain.megatron_backend.served_weights import ServedWeights
+from posttrain.megatron_backend.served_values import ServedValues
 from posttrain.megatron_backend.train_step import compute_logprobs
-from posttrain.megatron_backend.weights import HubWeights
+from posttrain.megatron_backend.weight_lender import WeightLender
 from posttrain.observability.rank_progress import leave_last_words
 from posttrain.training.batch import Update
-from posttrain.weight_sync.publish import served_format
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +35,12 @@ class EngineComparison:
     Args:
         config: The resolved configuration.
         policy: What is trained.
-        weights: Its weights under Hub names.
+        values: What engines have for this rank's shards.
     """
 
-    def __init__(self, config: Config, policy: Policy, weights: HubWeights):
+    def __init__(self, config: Config, policy: Policy, values: ServedValues):
         self._config, self._policy = config, policy
-        self._served = ServedWeights(policy, weights, served_format(config))
+        self._lender = WeightLender(policy, values)
 
     def is_due(self, step: int) -> bool:
         """Tell whether a step, from 0, is one of those that have passes for comparison alone."""
@@ -57,7 +56,7 @@ class EngineComparison:
         """
         if not self.is_due(step):
             return None
-        with self._served.lent():
+        with self._lender.lent():
             logprobs = [compute_logprobs(self._policy, update.batches) for update in updates]
         return _compare(updates, logprobs)
 

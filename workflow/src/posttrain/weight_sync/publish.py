@@ -24,6 +24,7 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.weights import HubWeights
+from posttrain.weight_sync.proof import WeightProof
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -39,6 +40,7 @@ class WeightPublisher:
         runner: Event loop of rank 0.
         disk_folder: Where the "disk" transport puts the weights.
         model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
+        proof: What engines show after each update; None where they cannot.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class WeightPublisher:
         runner: asyncio.Runner,
         disk_folder: Path,
         model_folder: Path,
+        proof: WeightProof | None = None,
     ):
         self._config, self._weights, self._client = config, weights, client
         self._runner, self._disk_folder, self._model_folder = runner, disk_folder, model_folder
+        self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
 
     def publish(self, version: int) -> None:
@@ -59,8 +63,14 @@ class WeightPublisher:
 
         Raises:
             CheckpointError: Engines started without weights, and the trainer does not have all of them.
-            RuntimeError: When an engine did not take the update; none of them serves a mixture.
+            RuntimeError: When an engine did not take the update, none of them serves a mixture; or when what one holds
+                is something else.
         """
+        self._send(version)
+        if self._proof:
+            self._proof.check(version)
+
+    def _send(self, version: int) -> None:
         if self._client is None:
             for _ in self._weights.gather():
                 pass

@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from posttrain.engines.checksums import combined_checksum
+from posttrain.engines.digests import key_of
 from posttrain.engines.embedded.model import LoadedModel, fill_from_folder
 from posttrain.engines.embedded.requests import RequestError, read_json
 from posttrain.engines.embedded.weights import WeightError, WeightUpdate
@@ -31,10 +32,16 @@ UPDATE_OPEN = "a weight update is open already; call /end_weight_update first"
 
 
 class WeightEndpoints:
-    """The endpoints that change, name or hash the weights; one call at a time."""
+    """The endpoints that change, name or hash the weights; one call at a time.
 
-    def __init__(self, loaded: LoadedModel, worker: Worker):
-        self._weights, self._worker = loaded.weights, worker
+    Args:
+        loaded: The model.
+        worker: What runs it.
+        secret: Of the run; keys of digests come from it.
+    """
+
+    def __init__(self, loaded: LoadedModel, worker: Worker, secret: str):
+        self._weights, self._worker, self._secret = loaded.weights, worker, secret
         self._update: WeightUpdate | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -98,9 +105,13 @@ class WeightEndpoints:
         return {"new_version": self._weights.version}
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Hash every served tensor."""
-        if body.get("action", "checksum") != "checksum":
-            raise RequestError(f"action {body['action']!r}: the embedded engine knows 'checksum'")
+        """Hash every served tensor: whole, or so that hashes of shards add up (`posttrain.engines.digests`)."""
+        action = body.get("action", "checksum")
+        if action == "digest":
+            with self._worker.weights_may_change():
+                return {"digests": self._weights.digests(key_of(self._secret, self._weights.version or ""))}
+        if action != "checksum":
+            raise RequestError(f"action {action!r}: the embedded engine knows 'checksum' and 'digest'")
         with self._worker.weights_may_change():
             checksums = self._weights.checksums()
         combined = combined_checksum(checksums)

@@ -20,6 +20,7 @@ import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
 from posttrain.engines.checksums import tensor_checksum
+from posttrain.engines.digests import Digester, as_text
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,16 @@ class ServedWeights:
     def checksums(self) -> dict[str, str]:
         """Return the checksum of every served tensor, as the engine computes with it, by Hub name."""
         return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
+
+    def digests(self, key: bytes) -> dict[str, tuple[str, str]]:
+        """Return the digest and the type of every served tensor, as the engine computes with it, by Hub name."""
+        views = views_by_hub_name(self._served)
+        tables = [view if view.dim() == 2 else view[None] for view in views.values()]
+        num_rows, row_bytes = max(map(len, tables)), max(table[0].nbytes for table in tables)
+        digester = Digester(key, num_rows, row_bytes)
+        return {
+            name: (as_text(digester.part(view)), str(view.dtype).removeprefix("torch.")) for name, view in views.items()
+        }
 
 
 @dataclass

@@ -1,0 +1,100 @@
+"""What an engine holds after an update is what the trainer has: real engine, real trainer, and ways to spoil it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests.support.megatron_single import test_config
+from tests.support.tiny_checkpoint import TRAINED
+from tests.unit.engines.embedded.test_server import SECRET, engine
+from tests.unit.megatron_backend import conftest as one_rank
+
+from posttrain.engines.client import EngineClient
+from posttrain.engines.embedded.weights import views_by_hub_name
+
+checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint, make_policy):
+    """Return a policy and its weights under Hub names."""
+    from posttrain.megatron_backend.weights import HubWeights
+
+    policy = make_policy(test_config(TRAINED))
+    return policy, HubWeights(policy.chunks, TRAINED)
+
+
+@contextmanager
+def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
+    """Yield the engine's weights, the client, and what publishes a version."""
+    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.weight_sync.proof import WeightProof
+    from posttrain.weight_sync.publish import WeightPublisher, served_format
+
+    policy, weights = trainer
+    rollout = dataclasses.replace(policy.config.rollout, fp8=fp8)
+    quantize = dataclasses.replace(policy.config.quantize, strategy=strategy)
+    config = dataclasses.replace(policy.config, rollout=rollout, quantize=quantize)
+    folder = checkpoint[0]
+    with asyncio.Runner() as runner:
+        started = engine(folder)
+        server, worker = runner.run(started.__aenter__())
+        client = EngineClient([str(server.make_url("/"))], SECRET, 30)
+        runner.run(client.__aenter__())
+        proof = WeightProof(ServedValues(weights, served_format(config)), client, runner, secret)
+        publisher = WeightPublisher(config, weights, client, runner, folder / "none", folder, proof)
+        try:
+            yield worker._model, client, publisher, proof, runner
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+            runner.run(started.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(("strategy", "fp8"), [("block", True), ("channel", True), ("tensor", True), ("block", False)])
+def test_what_is_sent_is_what_is_held(checkpoint, trainer, strategy, fp8) -> None:
+    with publishing(checkpoint, trainer, strategy, fp8) as (_, client, publisher, proof, runner):
+        publisher.publish(1)
+        first = runner.run(client.digests())[0]
+        assert first.keys() == set(trainer[1].names)
+        publisher.publish(2)
+        again = runner.run(client.digests())[0]
+        assert all(first[name] != again[name] for name in first), "each version has a key"
+        with pytest.raises(RuntimeError, match="weight version 1: engines hold other weights"):
+            proof.check(1)
+
+
+SPOILED = {
+    "one bit": lambda held, _: held[GATE].view(torch.int32)[3, 5].bitwise_xor_(1),
+    "a sign": lambda held, _: held[GATE][3].mul_(-1),
+    "two rows": lambda held, _: held[GATE].copy_(held[GATE].roll(1, 0)),
+    "another expert": lambda held, _: held[GATE].copy_(held[GATE.replace(".3.", ".4.")]),
+    "gate for up": lambda held, _: held[GATE].copy_(held[GATE.replace("gate", "up")]),
+    "another version": lambda held, before: held[GATE].copy_(before[GATE]),
+    "another scale": lambda held, _: held[GATE].mul_(1 + 2**-20),
+    "nothing": lambda held, _: held[GATE].zero_(),
+}
+
+
+@pytest.mark.parametrize("way", SPOILED)
+def test_an_engine_that_holds_something_else_is_named(checkpoint, trainer, way) -> None:
+    with publishing(checkpoint, trainer) as (model, _, publisher, proof, _):
+        before = {name: view.clone() for name, view in views_by_hub_name(dict(model.named_parameters())).items()}
+        publisher.publish(1)
+        with torch.no_grad():
+            SPOILED[way](views_by_hub_name(dict(model.named_parameters())), before)
+        with pytest.raises(RuntimeError, match=rf"\(engine 0: {re.escape(GATE)}\)"):
+            proof.check(1)
+
+
+def test_a_stranger_has_no_digest_that_fits(checkpoint, trainer) -> None:
+    with (
+        publishing(checkpoint, trainer, secret="another job's") as (_, _, publisher, _, _),
+        pytest.raises(RuntimeError, match=r"engine 0: .* and \d+ more"),
+    ):
+        publisher.publish(1)

@@ -1,0 +1,94 @@
+"""Digests of weights that add up: what shards have, in whatever layout, is what the whole has, and nobody gathers it.
+
+The digest of a Hub tensor is a sum over its bytes x (signed) and C columns, of which each has a weight,
+
+    sum over row r, byte b of the row, column c    x[r, b] * K[b, c] * M[c] * R[r]    modulo 2^64, twice
+
+with K in -64..63 and M, R 64-bit numbers, odd, all drawn from the job's secret and the version of the weights. It is
+linear in the bytes, so parts are added up wherever they lie, and a byte that moves or changes meets other factors: two
+different tensors have the same digest with a probability below 2^-60. A key serves one version: who has seen digests of
+one knows nothing of the next.
+
+The products with K are those of a matrix of 8-bit integers, which tensor cores and CPUs have instructions for, and each
+weight is read once. K has 7 bits because two products then fit into 16, in which some CPUs add them up.
+
+Source: Carter and Wegman, Universal Classes of Hash Functions (1979), multilinear hashing; Freivalds, Probabilistic
+Machines Can Use Less Running Time (1977), for the product with a random matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+NUM_COLUMNS, NUM_LANES = 16, 2
+# Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
+MOST_ROW_BYTES = 1 << 17
+# What products of 8-bit matrices want of their first factor on GPUs: more rows than 16, and multiples of 8.
+LEAST_ROWS, ROW_MULTIPLE = 17, 8
+
+
+def key_of(secret: str, version: str) -> bytes:
+    """Return the key of one version of the weights."""
+    return hmac.digest(secret.encode(), f"weights {version}".encode(), "sha256")
+
+
+class Digester:
+    """Digests tensors and parts of them under one key.
+
+    Args:
+        key: See `key_of`.
+        num_rows: The most rows of a tensor.
+        row_bytes: The most bytes of a row.
+        device: Where the tensors are.
+    """
+
+    def __init__(self, key: bytes, num_rows: int, row_bytes: int, device: torch.device | str = "cpu"):
+        assert row_bytes <= MOST_ROW_BYTES, f"rows of {row_bytes} bytes"
+        self._key, self._num_rows, self._row_bytes, self._device = key, num_rows, row_bytes, device
+
+    def part(self, values: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
+        """Return what a part adds to its tensor's digest, [2] int64; sums wrap around.
+
+        Args:
+            values: [n, k] or [k], which is one row; of any type.
+            corner: Where in the tensor it begins.
+        """
+        row, column = (0, 0, *corner)[-2:] if values.dim() == 2 else (0, corner[-1])
+        table = values.reshape(-1, values.shape[-1]).contiguous()
+        first, octets = column * table.element_size(), table.view(torch.int8)
+        num_rows, width = octets.shape
+        padded = F.pad(octets, (0, -width % ROW_MULTIPLE, 0, max(0, LEAST_ROWS - num_rows)))
+        factors = self._columns[first : first + padded.shape[1]]
+        products = torch._int_mm(padded, factors)[:num_rows].long()
+        of_rows = (products[:, :, None] * self._mixed).sum(1)
+        return (of_rows * self._rows[row : row + num_rows]).sum(0)
+
+    @cached_property
+    def _columns(self) -> torch.Tensor:
+        count = self._row_bytes + ROW_MULTIPLE
+        return (self._drawn("columns", count * NUM_COLUMNS).view(-1, NUM_COLUMNS) >> 1).to(self._device)
+
+    @cached_property
+    def _mixed(self) -> torch.Tensor:
+        return self._odd("mixed", NUM_COLUMNS)
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return self._odd("rows", self._num_rows)
+
+    def _odd(self, name: str, count: int) -> torch.Tensor:
+        return (self._drawn(name, 8 * count * NUM_LANES).view(torch.int64).view(-1, NUM_LANES) | 1).to(self._device)
+
+    def _drawn(self, name: str, count: int) -> torch.Tensor:
+        octets = hashlib.shake_256(self._key + name.encode()).digest(count)
+        return torch.frombuffer(bytearray(octets), dtype=torch.int8)
+
+
+def as_text(digest: torch.Tensor) -> str:
+    """Return a digest, [2] int64, as 32 hexadecimal digits."""
+    return "".join(f"{lane & 0xFFFFFFFFFFFFFFFF:016x}" for lane in digest.tolist())

@@ -1,0 +1,118 @@
+"""What engines compute with, of this rank's own shards: through the quantiser and back, without other ranks' weights.
+
+Scales that several shards make together (a block of 128 x 128 that tensor parallelism cuts, a row cut into columns, a
+tensor's only scale) are agreed on before: largest magnitudes, a few numbers for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
+from posttrain.megatron_backend.plain_data import gather_plain
+from posttrain.megatron_backend.weights import DTYPES, HubWeights, Shard
+
+Magnitudes = Mapping[str, torch.Tensor]
+
+
+class ServedValues:
+    """The numbers that engines have for this rank's shards; making it is collective.
+
+    Args:
+        weights: The trainer's weights under Hub names.
+        served: What engines serve; None for the Hub's own precision.
+    """
+
+    def __init__(self, weights: HubWeights, served: Fp8Format | None):
+        self._served, self._specs = served, weights.specs
+        self.shards = (*weights.shards(),)
+        mine = dict.fromkeys(shard.hf_name for shard in self.shards if self._shares_scales(shard))
+        self._agreed_on = sorted({name for names in gather_plain([*mine]) for name in names})
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes on the Hub of everything that a rank holds."""
+        return {name: spec.shape for name, spec in self._specs.items()}
+
+    def differ(self, shard: Shard) -> bool:
+        """Tell whether engines may have other numbers than the trainer."""
+        return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
+
+    def of(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor:
+        """Return the numbers: codes times scales in fp32, or the shard in the Hub's precision.
+
+        Args:
+            shard: One of `shards`.
+            magnitudes: See `agreed_magnitudes`.
+        """
+        values, served = shard.values.to(self._dtype(shard.hf_name)), self._format_of(shard.hf_name)
+        if served is None:
+            return values
+        agreed = magnitudes.get(shard.hf_name)
+        return served_part(served, values, shard.corner, None if agreed is None else agreed[self._scales(shard)])
+
+    @torch.no_grad()
+    def agreed_magnitudes(self) -> Magnitudes:
+        """Return what makes the scales of tensors whose shards share them, under the present weights; collective."""
+        if not self._agreed_on:
+            return {}
+        shapes = [self._scale_spec(name).shape for name in self._agreed_on]
+        together = torch.zeros(sum(map(math.prod, shapes)), device=self.shards[0].values.device)
+        parts = together.split([math.prod(shape) for shape in shapes])
+        found = {n: part.view(s) for n, part, s in zip(self._agreed_on, parts, shapes, strict=True)}
+        for shard in (shard for shard in self.shards if shard.hf_name in found):
+            served = self._format_of(shard.hf_name)
+            assert served is not None, shard.hf_name
+            here = found[shard.hf_name][self._scales(shard)]
+            values = shard.values.to(self._dtype(shard.hf_name))
+            here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
+        dist.all_reduce(together, dist.ReduceOp.MAX)
+        return {name: self._of_joined(name, found) for name in found}
+
+    def _of_joined(self, name: str, found: Magnitudes) -> torch.Tensor:
+        """Return a tensor's magnitudes, or with one scale for all those of the matrices that engines join with it."""
+        assert self._served is not None
+        joined = [found[other] for other in self._served.sharing_scale(name) if other in found]
+        return torch.stack(joined).amax(0) if joined else found[name]
+
+    def _shares_scales(self, shard: Shard) -> bool:
+        """Tell whether a scale of a shard's may be another shard's as well."""
+        served = self._format_of(shard.hf_name)
+        if served is None:
+            return False
+        whole = self._specs[shard.hf_name].shape
+        if served.strategy != "block":
+            return served.strategy == "tensor" or shard.values.shape[1] < whole[1]
+        ends = [(axis.start, axis.stop, size) for axis, size in zip(shard.where, whole, strict=True)]
+        return any(start % BLOCK or (stop % BLOCK and stop < size) for start, stop, size in ends)
+
+    def _scales(self, shard: Shard) -> tuple[slice, ...]:
+        """Return how to index a tensor's scales so as to get a shard's."""
+        rows, columns = shard.where
+        strategy = self._served.strategy if self._served else ""
+        if strategy == "block":
+            return tuple(slice(axis.start // BLOCK, -(-axis.stop // BLOCK)) for axis in (rows, columns))
+        return (rows,) if strategy == "channel" else ()
+
+    def _scale_spec(self, name: str) -> TensorSpec:
+        served = self._format_of(name)
+        assert served is not None, name
+        return served.served_specs(name, self._specs[name])[name + served.scale_suffix]
+
+    def _format_of(self, name: str) -> Fp8Format | None:
+        return self._served if self._served and self._served.selection.includes(name, self._specs[name].shape) else None
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._specs[name].dtype]
+
+
+def served_part(
+    served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what an engine computes with for a part of a matrix; see `Fp8Format.served_values`."""
+    return served.served_values(values, corner, magnitudes)
