@@ -131,30 +131,25 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
 
 def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
-    """Let the policy compute with the weights that engines have; return (shards not seen, wrong, changed for good).
+    """Return (shards not seen, wrong, changed for good, with other digests) of the weights that engines have.
 
     Engines get whole tensors through the quantiser. Each layer is looked at when its forward pass begins, the rest
     before; and all of it when the pass is over.
     """
-    from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_stream
     from posttrain.checkpoint.quantization.quantized_names import layer_of
-    from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weight_lender import WeightLender
 
-    served = Fp8Format(strategy) if strategy else None
-    sent = dict(quantize_stream(tensors.items(), served)) if served else tensors
-    suffix = served.scale_suffix if served else "_scale"
-    shards, wrong = [*weights.shards()], {}
+    values, held = as_served(weights, tensors, strategy)
+    shards, wrong = values.shards, {}
 
     def look(number: int | None) -> None:
         for shard in (shard for shard in shards if layer_of(shard.hf_name) == number):
-            name = shard.hf_name
-            whole = dequantize(sent[name], sent[name + suffix]) if name + suffix in sent else sent[name]
-            is_wrong = not torch.equal(shard.values, whole[shard.where].to(shard.values.dtype))
-            wrong[name, shard.corner] = wrong.get((name, shard.corner), False) or is_wrong
+            part, place = held[shard.hf_name][shard.where], (shard.hf_name, shard.corner)
+            is_wrong = not torch.equal(shard.values, part.to(shard.values.dtype))
+            wrong[place] = wrong.get(place, False) or is_wrong
 
     hooks, before = [], [shard.values.clone() for shard in shards]
-    with WeightLender(policy, ServedValues(weights, served)).lent():
+    with WeightLender(policy, values).lent():
         look(None)
         for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
             hooks.append(layer.register_forward_pre_hook(lambda layer, _: look(layer.layer_number - 1)))
@@ -162,7 +157,32 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
     for hook in hooks:
         hook.remove()
     changed = sum(not torch.equal(shard.values, own) for shard, own in zip(shards, before, strict=True))
-    return [len(shards) - len(wrong), sum(wrong.values()), changed]
+    return [len(shards) - len(wrong), sum(wrong.values()), changed, count_other_digests(values, held)]
+
+
+def count_other_digests(values, held) -> int:
+    """Return how many tensors have another digest as shards of all ranks than whole."""
+    from posttrain.engines.digests import Digester, as_text
+    from posttrain.weight_sync.proof import WeightProof
+
+    dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
+    held = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()}
+    found, digester = WeightProof(values, None, None, "").digests(b"key", dtypes), Digester(b"key", 4096, 1 << 16)
+    assert found.keys() == held.keys()
+    return sum(found[name] != as_text(digester.part(tensor)) for name, tensor in held.items())
+
+
+def as_served(weights, tensors, strategy: str):
+    """Return what engines have of each rank's shards, and of whole tensors: quantised in one piece, and back."""
+    from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_stream
+    from posttrain.megatron_backend.served_values import ServedValues
+
+    if not strategy:
+        return ServedValues(weights, None), {name: tensors[name] for name in weights.names}
+    served = Fp8Format(strategy)
+    sent, suffix = dict(quantize_stream(tensors.items(), served)), served.scale_suffix
+    held = {name: dequantize(t, sent[name + suffix]) if name + suffix in sent else t for name, t in sent.items()}
+    return ServedValues(weights, served), {name: held[name] for name in weights.names}
 
 
 def forward_once(policy) -> None:
