@@ -25,7 +25,7 @@ LAYOUTS = {
     "pipeline": {"parallel.pipeline_model_parallel_size": 2},
 }
 # In which Megatron and the checkpoint writer put the two ranks, counted once for each.
-GLOO_GROUPS = {"tensor": 25 + 25, "pipeline": 24 + 23}
+GLOO_GROUPS = {"tensor": 25 + 25, "pipeline": 25 + 24}
 TWO_RANKS = {"hardware.gpus_per_node": 2, "trainer.num_threads": 1, "engine.num_threads": 1}
 
 

@@ -71,6 +71,16 @@ def test_every_bit_and_every_move_is_seen(dtype: torch.dtype) -> None:
     assert len(seen) == 20 * 12 * dtype.itemsize * 8 + len(moved)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(40, 37), (1, 5), (17, 8), (3, 64)])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_gpu_has_the_same_digests(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    whole = random(shape, dtype)
+    on_gpu = Digester(KEY, 64, 400, "cuda").part(whole.cuda(), (3, 2))
+    assert torch.equal(on_gpu.cpu(), digester().part(whole, (3, 2)))
+
+
 def test_a_key_serves_one_version_of_one_job() -> None:
     whole = random((20, 12), torch.bfloat16)
     keys = [key_of("secret", "7"), key_of("secret", "8"), key_of("secret", "17"), key_of("another", "7")]
