@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def fill(weights: HubWeights, tensors: Mapping[str, torch.Tensor]) -> None:
     """Overwrite all that this rank holds; the optimizer has to be told."""
-    for shard in weights.shards():
+    for shard in weights.shards:
         shard.values.copy_(tensors[shard.hf_name][shard.where])

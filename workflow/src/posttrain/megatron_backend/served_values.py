@@ -30,7 +30,7 @@ class ServedValues:
 
     def __init__(self, weights: HubWeights, served: Fp8Format | None):
         self._served, self._specs = served, weights.specs
-        self.shards = (*weights.shards(),)
+        self.shards = weights.shards
         mine = dict.fromkeys(shard.hf_name for shard in self.shards if self._shares_scales(shard))
         self._agreed_on = sorted({name for names in gather_plain([*mine]) for name in names})
 

@@ -7,7 +7,8 @@ parameter names tells which part of a whole is one Hub tensor. Nothing here know
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 
 import torch
@@ -77,17 +78,28 @@ class HubWeights:
 
     def __init__(self, chunks: Sequence[LogprobModel], architecture: Architecture):
         self._local = _local_pieces(chunks)
-        self._pieces: dict[str, list[Piece]] = {}
-        for key, offset, shape, rank, is_main in itertools.chain(*gather_plain([astuple(p) for p in self._local])):
-            self._pieces.setdefault(key, []).append(Piece(key, tuple(offset), tuple(shape), rank, is_main))
-        specs = expected_tensors(architecture)
-        placed = [p for p in to_megatron(architecture) if p.key in self._pieces]
-        nameless = self._pieces.keys() - {placement.key for placement in placed}
+        everybody = itertools.chain(*gather_plain([astuple(piece) for piece in self._local]))
+        pieces = [Piece(key, tuple(offset), tuple(shape), *whose) for key, offset, shape, *whose in everybody]
+        keys, specs = {piece.key for piece in pieces}, expected_tensors(architecture)
+        placed = [placement for placement in to_megatron(architecture) if placement.key in keys]
+        nameless = keys - {placement.key for placement in placed}
         assert not nameless, f"weights without a Hub name: {sorted(nameless)}"
-        self._placed = self._placements = placed
-        self._dtypes = {p.hf_name: DTYPES[specs[p.hf_name].dtype] for p in placed}
-        self._specs = {p.hf_name: specs[p.hf_name] for p in placed}
+        self._specs = {placement.hf_name: specs[placement.hf_name] for placement in placed}
+        self._gathered = [*self._specs]
         self._device = next(iter(self._local.values())).device
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        for name, piece, in_piece, corner in _parts_of(placed, self._local):
+            values = self._local[piece][in_piece]
+            view = values[(0,) * (values.dim() - len(corner))]
+            self._shards[name].append(Shard(name, corner, view, piece.is_main))
+        # On rank 0, which parts others send, in the order in which each of them sends its own.
+        self._sources: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
+        if dist.get_rank() == 0:
+            others = [piece for piece in pieces if piece.is_main and piece.rank != 0]
+            for name, piece, in_piece, corner in _parts_of(placed, others):
+                sizes = (axis.stop - axis.start for axis in in_piece[len(in_piece) - len(corner) :])
+                where = tuple(slice(start, start + size) for start, size in zip(corner, sizes, strict=True))
+                self._sources[name].append((piece.rank, where))
 
     @property
     def parts(self) -> dict[Piece, torch.Tensor]:
@@ -96,31 +108,22 @@ class HubWeights:
 
     @property
     def names(self) -> list[str]:
-        """Hub names of everything the trainer holds, in checkpoint order."""
-        return [placement.hf_name for placement in self._placements]
+        """Hub names of everything that is gathered, in checkpoint order."""
+        return self._gathered
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Shape and precision on the Hub of everything that a rank holds."""
         return self._specs
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield what this rank holds, in checkpoint order."""
-        held: dict[str, list[Piece]] = {}
-        for piece in self._local:
-            held.setdefault(piece.key, []).append(piece)
-        for placement in self._placed:
-            for piece, (box, rows) in itertools.product(held.get(placement.key, ()), placement.chunks):
-                if overlap := _overlap(piece, box):
-                    in_piece, in_chunk = overlap
-                    first, *others = in_chunk[placement.num_stack_axes :]
-                    corner = (rows.start + first.start, *(axis.start for axis in others))
-                    values = self._local[piece][in_piece][(0,) * placement.num_stack_axes]
-                    yield Shard(placement.hf_name, corner, values, piece.is_main)
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank holds of the Hub's tensors, in checkpoint order."""
+        return [*itertools.chain(*self._shards.values())]
 
     def leave_only(self, names: Set[str]) -> None:
         """Gather no other tensors from now on; the same on all ranks."""
-        self._placements = [placement for placement in self._placements if placement.hf_name in names]
+        self._gathered = [name for name in self._gathered if name in names]
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -129,35 +132,48 @@ class HubWeights:
         Args:
             dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
         """
-        for placement in self._placements:
-            yield placement.hf_name, self._gather_one(placement, dtype)
+        for name in self._gathered:
+            yield name, self._gather_one(name, dtype or DTYPES[self._specs[name].dtype])
 
-    def _gather_one(self, placement: Placement, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """Send every main piece that overlaps the placement to rank 0, and join them there."""
-        dtype = dtype or self._dtypes[placement.hf_name]
-        chunks = [self._gather_box(placement.key, box, dtype) for box in placement.boxes]
+    def _gather_one(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Send this rank's parts to rank 0, and join all of them there."""
+        mine = [shard for shard in self._shards.get(name, ()) if shard.is_main]
         if dist.get_rank() != 0:
+            for shard in mine:
+                dist.send(shard.values.to(dtype).contiguous(), dst=0)
             return None
-        joined = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return joined.reshape(self._specs[placement.hf_name].shape)
+        whole = torch.empty(self._specs[name].shape, dtype=dtype, device=self._device)
+        for shard in mine:
+            whole[shard.where] = shard.values.to(dtype)
+        for rank, where in self._sources[name]:
+            part = torch.empty_like(whole[where], memory_format=torch.contiguous_format)
+            dist.recv(part, src=rank)
+            whole[where] = part
+        return whole
 
-    def _gather_box(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        rank = dist.get_rank()
-        chunk = torch.empty(box[1], dtype=dtype, device=self._device)
-        for piece in self._pieces[key]:
-            overlap = _overlap(piece, box)
-            if overlap is None or not piece.is_main or rank not in (0, piece.rank):
-                continue
-            in_piece, in_chunk = overlap
-            if piece.rank == rank:
-                part = self._local[piece][in_piece].to(chunk.dtype).contiguous()
-            else:
-                part = torch.empty_like(chunk[in_chunk]).contiguous()
-            if piece.rank != 0:
-                _pass_on(part, piece.rank)
-            if rank == 0:
-                chunk[in_chunk] = part
-        return chunk
+
+Parts = Iterator[tuple[str, Piece, tuple[slice, ...], tuple[int, ...]]]
+
+
+def _parts_of(placed: Sequence[Placement], pieces: Iterable[Piece]) -> Parts:
+    """Yield (Hub name, piece, slices of the piece, where in the Hub's tensor they begin), in checkpoint order.
+
+    Pieces are found by the first index of stacked tensors: a layer's experts are hundreds of tensors in one.
+    """
+    stacked = {placement.key for placement in placed if placement.num_stack_axes}
+    found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        first = range(piece.offset[0], piece.offset[0] + piece.shape[0]) if piece.key in stacked else (0,)
+        for index in first:
+            found[piece.key, index].append(piece)
+    for placement in placed:
+        for box, rows in placement.chunks:
+            for piece in found.get((placement.key, box[0][0] if placement.key in stacked else 0), ()):
+                if overlap := _overlap(piece, box):
+                    in_piece, in_chunk = overlap
+                    first_axis, *others = in_chunk[placement.num_stack_axes :]
+                    corner = (rows.start + first_axis.start, *(axis.start for axis in others))
+                    yield placement.hf_name, piece, in_piece, corner
 
 
 def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:
@@ -180,11 +196,3 @@ def _overlap(piece: Piece, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ..
     held = (piece.offset, piece.shape)
     shared = intersect(held, box)
     return (slices_within(shared, held), slices_within(shared, box)) if shared else None
-
-
-def _pass_on(part: torch.Tensor, owner: int) -> None:
-    """Move a part from its owner to rank 0."""
-    if dist.get_rank() == owner:
-        dist.send(part, dst=0)
-    else:
-        dist.recv(part, src=owner)
