@@ -85,13 +85,13 @@ def fullest(outcome: dict[str, Any]) -> dict[tuple[int, str], tuple[float, float
     return found
 
 
-@pytest.mark.faults("rehearsal")
+@pytest.mark.faults("rehearsal-plan")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe(name: str) -> None:
     compare(recipe(name))
 
 
-@pytest.mark.faults("rehearsal")
+@pytest.mark.faults("rehearsal-plan")
 @pytest.mark.parametrize("number", range(NUM_DRAWN))
 def test_a_combination(number: int) -> None:
     compare(drawn()[number])

@@ -27,6 +27,7 @@ PARTS = {
     "nodes": "nodes of a SLURM lost, slowed down, without disk",
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
     "rehearsal": "recipes and seeded faults, rehearsed on devices that are said to be there (`make env-rehearsal`)",
+    "rehearsal-plan": "the plan's memory against the rehearsal's, of recipes and of 30 combinations",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
