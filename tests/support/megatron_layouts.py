@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.support.hub_tensors import fill
+from tests.support.quantised import quantised
 
 from posttrain.config.schema import Config
 from posttrain.types import Prompt, Sample, SampleGroup
@@ -131,7 +132,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
 
 def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
-    """Return (shards not seen, wrong, changed for good, with other digests) of the weights that engines have.
+    """Return of engines' weights: shards not seen, wrong, changed for good; other digests, sent otherwise.
 
     Engines get whole tensors through the quantiser. Each layer is looked at when its forward pass begins, the rest
     before; and all of it when the pass is over.
@@ -157,7 +158,8 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
     for hook in hooks:
         hook.remove()
     changed = sum(not torch.equal(shard.values, own) for shard, own in zip(shards, before, strict=True))
-    return [len(shards) - len(wrong), sum(wrong.values()), changed, count_other_digests(values, held)]
+    differing = count_other_digests(values, held), count_sent_otherwise(values, weights, tensors, strategy)
+    return [len(shards) - len(wrong), sum(wrong.values()), changed, *differing]
 
 
 def count_other_digests(values, held) -> int:
@@ -172,15 +174,34 @@ def count_other_digests(values, held) -> int:
     return sum(found[name] != as_text(digester.part(tensor)) for name, tensor in held.items())
 
 
+def count_sent_otherwise(values, weights, tensors, strategy: str) -> int:
+    """Return how many tensors are sent with other bits than they have when they are quantised in one piece."""
+    from posttrain.checkpoint.quantization.fp8 import Fp8Format
+
+    trained = {name: tensors[name] for name in weights.names}
+    expected = quantised(trained, Fp8Format(strategy)) if strategy else trained
+    sent = dict(values.gather())
+    assert [*sent] == [*expected]
+    if dist.get_rank() != 0:
+        return sum(tensor is not None for tensor in sent.values())
+    return sum(not equal_bits(tensor, expected[name]) for name, tensor in sent.items())
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
 def as_served(weights, tensors, strategy: str):
     """Return what engines have of each rank's shards, and of whole tensors: quantised in one piece, and back."""
-    from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_stream
+    from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize
     from posttrain.megatron_backend.served_values import ServedValues
 
     if not strategy:
         return ServedValues(weights, None), {name: tensors[name] for name in weights.names}
     served = Fp8Format(strategy)
-    sent, suffix = dict(quantize_stream(tensors.items(), served)), served.scale_suffix
+    sent, suffix = quantised(tensors, served), served.scale_suffix
     held = {name: dequantize(t, sent[name + suffix]) if name + suffix in sent else t for name, t in sent.items()}
     return ServedValues(weights, served), {name: held[name] for name in weights.names}
 

@@ -16,6 +16,7 @@ from tests.unit.megatron_backend import conftest as one_rank
 
 from posttrain.engines.client import EngineClient
 from posttrain.engines.embedded.weights import views_by_hub_name
+from posttrain.errors import CheckpointError
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -47,8 +48,9 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
         server, worker = runner.run(started.__aenter__())
         client = EngineClient([str(server.make_url("/"))], SECRET, 30)
         runner.run(client.__aenter__())
-        proof = WeightProof(ServedValues(weights, served_format(config)), client, runner, secret)
-        publisher = WeightPublisher(config, weights, client, runner, folder / "none", folder, proof)
+        values = ServedValues(weights, served_format(config))
+        proof = WeightProof(values, client, runner, secret)
+        publisher = WeightPublisher(config, values, client, runner, folder / "none", folder, proof)
         try:
             yield worker._model, client, publisher, proof, runner
         finally:
@@ -98,3 +100,18 @@ def test_a_stranger_has_no_digest_that_fits(checkpoint, trainer) -> None:
         pytest.raises(RuntimeError, match=r"engine 0: .* and \d+ more"),
     ):
         publisher.publish(1)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+def test_what_is_not_finite_is_not_sent(checkpoint, trainer, strategy) -> None:
+    (part,) = (shard.values for shard in trainer[1].shards if shard.hf_name == GATE)
+    before = part[0, 0].item()
+    part[0, 0] = torch.nan
+    try:
+        with (
+            publishing(checkpoint, trainer, strategy) as (_, _, publisher, _, _),
+            pytest.raises(CheckpointError, match=f"{re.escape(GATE)}: holds NaN or infinity"),
+        ):
+            publisher.publish(1)
+    finally:
+        part[0, 0] = before

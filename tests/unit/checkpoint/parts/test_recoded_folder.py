@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from tests.support.folders_in_parts import INPUTS, make_folder
+from tests.support.quantised import quantised
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint, random_tensors, write_shards
 
 from posttrain.artifacts import part_receipt_of, partial_of, receipt_of
@@ -14,7 +15,7 @@ from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.parts import recoded_folder
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder, plan_shards
 from posttrain.checkpoint.parts.steps import join_parts, write_part_receipt
-from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize_block, quantize_named, quantize_stream
+from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize_block, quantize_named
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.errors import CheckpointError
@@ -61,7 +62,7 @@ def test_weight_sync_sends_the_bytes_of_the_folder(tmp_path, source, strategy, s
     folder, _ = quantize(source, tmp_path / "fp8", strategy=strategy, **settings)
     origin, stored = CheckpointReader(source), CheckpointReader(folder)
     served = Fp8Format(strategy, selection=Selection(num_layers=3, **settings))
-    sent = dict(quantize_stream(((name, origin.tensor(name)) for name in origin), served))
+    sent = quantised({name: origin.tensor(name) for name in origin}, served)
     assert sent.keys() == set(stored.names)
     for name, tensor in sent.items():
         assert stored.tensor(name).reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name

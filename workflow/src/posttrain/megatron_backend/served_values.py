@@ -1,4 +1,4 @@
-"""What engines compute with, of this rank's own shards: through the quantiser and back, without other ranks' weights.
+"""What engines have of this rank's own shards: through the quantiser, and back, without other ranks' weights.
 
 Scales that several shards make together (a block of 128 x 128 that tensor parallelism cuts, a row cut into columns, a
 tensor's only scale) are agreed on before: largest magnitudes, a few numbers for each.
@@ -7,13 +7,14 @@ tensor's only scale) are agreed on before: largest magnitudes, a few numbers for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
+from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.megatron_backend.weights import DTYPES, HubWeights, Shard
 
@@ -29,7 +30,7 @@ class ServedValues:
     """
 
     def __init__(self, weights: HubWeights, served: Fp8Format | None):
-        self._served, self._specs = served, weights.specs
+        self._weights, self._served, self._specs = weights, served, weights.specs
         self.shards = weights.shards
         mine = dict.fromkeys(shard.hf_name for shard in self.shards if self._shares_scales(shard))
         self._agreed_on = sorted({name for names in gather_plain([*mine]) for name in names})
@@ -53,8 +54,36 @@ class ServedValues:
         values, served = shard.values.to(self._dtype(shard.hf_name)), self._format_of(shard.hf_name)
         if served is None:
             return values
-        agreed = magnitudes.get(shard.hf_name)
-        return served_part(served, values, shard.corner, None if agreed is None else agreed[self._scales(shard)])
+        return served_part(served, values, shard.corner, self._agreed(shard, magnitudes))
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield what engines load, FP8 codes and scales or tensors as they are; collective.
+
+        Yields:
+            (name, whole tensor) on rank 0, (name, None) elsewhere; scales after their codes.
+
+        Raises:
+            CheckpointError: A weight that is quantised is NaN or infinite; on rank 0.
+        """
+        magnitudes = self.agreed_magnitudes()
+        for name in self._weights.names:
+            shards, spec = self._weights.main_shards(name), self._specs[name]
+            values, served = [shard.values.to(self._dtype(name)) for shard in shards], self._format_of(name)
+            if served is None:
+                yield name, self._weights.join(name, values, spec.shape, self._dtype(name))
+                continue
+            agreed = [self._agreed(shard, magnitudes) for shard in shards]
+            made = [served.quantize_part(v, s.corner, a) for v, s, a in zip(values, shards, agreed, strict=True)]
+            codes, scales = zip(*made, strict=True) if made else ((), ())
+            # No library of messages knows FP8.
+            octets = [part.view(torch.uint8) for part in codes]
+            whole = self._weights.join(name, octets, spec.shape, torch.uint8)
+            yield name, None if whole is None else whole.view(torch.float8_e4m3fn)
+            scale = self._weights.join(name, scales, self._scale_spec(name).shape, torch.float32, self._scales)
+            if scale is not None and not torch.isfinite(scale).all():
+                raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
+            yield name + served.scale_suffix, scale
 
     @torch.no_grad()
     def agreed_magnitudes(self) -> Magnitudes:
@@ -68,7 +97,7 @@ class ServedValues:
         for shard in (shard for shard in self.shards if shard.hf_name in found):
             served = self._format_of(shard.hf_name)
             assert served is not None, shard.hf_name
-            here = found[shard.hf_name][self._scales(shard)]
+            here = found[shard.hf_name][self._scales(shard.where)]
             values = shard.values.to(self._dtype(shard.hf_name))
             here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
         dist.all_reduce(together, dist.ReduceOp.MAX)
@@ -91,9 +120,13 @@ class ServedValues:
         ends = [(axis.start, axis.stop, size) for axis, size in zip(shard.where, whole, strict=True)]
         return any(start % BLOCK or (stop % BLOCK and stop < size) for start, stop, size in ends)
 
-    def _scales(self, shard: Shard) -> tuple[slice, ...]:
-        """Return how to index a tensor's scales so as to get a shard's."""
-        rows, columns = shard.where
+    def _agreed(self, shard: Shard, magnitudes: Magnitudes) -> torch.Tensor | None:
+        agreed = magnitudes.get(shard.hf_name)
+        return None if agreed is None else agreed[self._scales(shard.where)]
+
+    def _scales(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return how to index a tensor's scales so as to get those of a part of it."""
+        rows, columns = where
         strategy = self._served.strategy if self._served else ""
         if strategy == "block":
             return tuple(slice(axis.start // BLOCK, -(-axis.stop // BLOCK)) for axis in (rows, columns))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 
 import torch
@@ -133,22 +133,43 @@ class HubWeights:
             dtype: Precision; by default that of the Hub checkpoint, which may differ from tensor to tensor.
         """
         for name in self._gathered:
-            yield name, self._gather_one(name, dtype or DTYPES[self._specs[name].dtype])
+            spec = self._specs[name]
+            width = dtype or DTYPES[spec.dtype]
+            parts = [shard.values.to(width) for shard in self.main_shards(name)]
+            yield name, self.join(name, parts, spec.shape, width)
 
-    def _gather_one(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Send this rank's parts to rank 0, and join all of them there."""
-        mine = [shard for shard in self._shards.get(name, ()) if shard.is_main]
+    def main_shards(self, name: str) -> list[Shard]:
+        """Return what this rank speaks for of a tensor."""
+        return [shard for shard in self._shards.get(name, ()) if shard.is_main]
+
+    def join(
+        self,
+        name: str,
+        parts: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        place: Callable[[tuple[slice, ...]], tuple[slice, ...]] = lambda where: where,
+    ) -> torch.Tensor | None:
+        """Return the whole of what ranks have made of their parts of a tensor on rank 0, None elsewhere; collective.
+
+        Args:
+            name: Name of the tensor on the Hub.
+            parts: Made of each of `main_shards`.
+            shape: Of the whole.
+            dtype: Of the parts.
+            place: Where a part of the tensor lies in the whole.
+        """
         if dist.get_rank() != 0:
-            for shard in mine:
-                dist.send(shard.values.to(dtype).contiguous(), dst=0)
+            for part in parts:
+                dist.send(part.contiguous(), dst=0)
             return None
-        whole = torch.empty(self._specs[name].shape, dtype=dtype, device=self._device)
-        for shard in mine:
-            whole[shard.where] = shard.values.to(dtype)
+        whole = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        for shard, part in zip(self.main_shards(name), parts, strict=True):
+            whole[place(shard.where)] = part
         for rank, where in self._sources[name]:
-            part = torch.empty_like(whole[where], memory_format=torch.contiguous_format)
-            dist.recv(part, src=rank)
-            whole[where] = part
+            received = torch.empty_like(whole[place(where)], memory_format=torch.contiguous_format)
+            dist.recv(received, src=rank)
+            whole[place(where)] = received
         return whole
 
 

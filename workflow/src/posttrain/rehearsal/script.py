@@ -165,7 +165,7 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
-        publisher=WeightPublisher(config, weights, None, runner, Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(config, values, None, runner, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),

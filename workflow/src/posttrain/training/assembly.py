@@ -87,8 +87,7 @@ def open_run(
             )
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
-        weights = HubWeights(policy.chunks, config.model.architecture)
-        values = ServedValues(weights, served_format(config))
+        values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
         proof = WeightProof(values, client, runner, engine_secret) if engine_urls and can_prove(config) else None
         yield TrainingRun(
             config=config,
@@ -96,7 +95,7 @@ def open_run(
             objective=objective_of(config),
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
-            publisher=_publisher_of(config, weights, client, runner, run_folder, model_folder, proof),
+            publisher=_publisher_of(config, values, client, runner, run_folder, model_folder, proof),
             state=SavedState(policy, torch_dist, to_load, checkpoints, _writer_of(config, policy, checkpoints, store)),
             sinks=sinks,
             traces=run_folder / "traces",
@@ -120,7 +119,7 @@ def _source_of(
 
 def _publisher_of(
     config: Config,
-    weights: HubWeights,
+    values: ServedValues,
     client: EngineClient | None,
     runner: asyncio.Runner,
     run_folder: Path,
@@ -129,7 +128,7 @@ def _publisher_of(
 ) -> WeightPublisher | None:
     if not uses_engines(config):
         return None
-    return WeightPublisher(config, weights, client, runner, run_folder / "served_weights", model_folder, proof)
+    return WeightPublisher(config, values, client, runner, run_folder / "served_weights", model_folder, proof)
 
 
 def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore) -> CheckpointWriter:

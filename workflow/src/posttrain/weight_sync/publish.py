@@ -1,4 +1,4 @@
-"""New weights for the engines after a step: gathered, quantised by the one quantiser, sent in buckets."""
+"""New weights for the engines after a step: quantised where they are, gathered, sent in buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from posttrain import artifacts
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorSpec, read_header, read_index
 from posttrain.checkpoint.formats.shard_writer import write_index
-from posttrain.checkpoint.quantization.fp8 import Fp8Format, quantize_stream
+from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.checkpoint.quantization.quantize import make_fp8
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import fp8_settings
@@ -23,7 +23,7 @@ from posttrain.engines.buckets import make_buckets
 from posttrain.engines.client import EngineClient
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
-from posttrain.megatron_backend.weights import HubWeights
+from posttrain.megatron_backend.served_values import ServedValues
 from posttrain.weight_sync.proof import WeightProof
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class WeightPublisher:
 
     Args:
         config: The resolved configuration.
-        weights: The trainer's weights under Hub names.
+        values: What engines have of the trainer's weights.
         client: The engines, on rank 0; None elsewhere.
         runner: Event loop of rank 0.
         disk_folder: Where the "disk" transport puts the weights.
@@ -46,14 +46,14 @@ class WeightPublisher:
     def __init__(
         self,
         config: Config,
-        weights: HubWeights,
+        values: ServedValues,
         client: EngineClient | None,
         runner: asyncio.Runner,
         disk_folder: Path,
         model_folder: Path,
         proof: WeightProof | None = None,
     ):
-        self._config, self._weights, self._client = config, weights, client
+        self._config, self._values, self._client = config, values, client
         self._runner, self._disk_folder, self._model_folder = runner, disk_folder, model_folder
         self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
@@ -72,7 +72,7 @@ class WeightPublisher:
 
     def _send(self, version: int) -> None:
         if self._client is None:
-            for _ in self._weights.gather():
+            for _ in self._values.gather():
                 pass
             return
         if self._config.engine.weight_transport == "disk":
@@ -108,9 +108,7 @@ class WeightPublisher:
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
         assert self._client is not None, "rank 0 talks to the engines"
-        served = served_format(self._config)
         tensors = self._whole_tensors()
-        tensors = quantize_stream(tensors, served) if served else tensors
         if NO_WEIGHTS in self._runner.run(self._client.weight_versions()):
             num_layers = self._config.model.architecture.num_hidden_layers
             drafts = self._config.engine.mtp_steps > 0
@@ -118,7 +116,7 @@ class WeightPublisher:
         return tensors
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights.gather():
+        for name, tensor in self._values.gather():
             assert tensor is not None, "rank 0 gets every tensor"
             yield name, tensor
 

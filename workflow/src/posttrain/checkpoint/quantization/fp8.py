@@ -38,7 +38,7 @@ in the format of compressed-tensors, which SGLang and vLLM read for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,25 +131,40 @@ class Fp8Format:
         part = _aligned(part, corner)
         return torch.cat([_tile_magnitudes(tiles(part[rows].float(), BLOCK)) for rows in row_slabs(part, BLOCK)])
 
+    def quantize_part(
+        self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes [n, k] and scales of a part of a matrix; together the parts' are those of `quantize`.
+
+        Args:
+            part: [n, k] of any float dtype. Whether it is finite is not looked at, so that no GPU is waited for: scales
+                are not where it is not.
+            corner: Row and column of the matrix where the part begins.
+            magnitudes: See `magnitudes`; of all parts. Given, where scales are shared with other parts.
+        """
+        amax = self.magnitudes(part, corner) if magnitudes is None else magnitudes
+        if self.strategy == "tensor":
+            return quantize_tensor(part, "", amax)
+        if self.strategy == "channel":
+            return quantize_channel(part, "", amax)
+        codes, scale = quantize_block(_aligned(part, corner), BLOCK, "", self.scale == "power_of_two", amax)
+        return codes[-len(part) :, -part.shape[1] :], scale
+
     def served_values(
         self, part: torch.Tensor, corner: tuple[int, ...] = (0, 0), magnitudes: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return what an engine multiplies with for a part of a matrix: codes times scales, [n, k] fp32.
 
         Args:
-            part: [n, k] of any float dtype; finite, which is not looked at: a GPU goes on without being waited for.
-            corner: Row and column of the matrix where the part begins.
-            magnitudes: See `magnitudes`; of all parts. Given, where scales are shared with other parts.
+            part: See `quantize_part`, as for the others.
+            corner: Where it begins.
+            magnitudes: What makes the scales.
         """
-        if magnitudes is None:
-            magnitudes = self.magnitudes(part, corner)
-        if self.strategy == "tensor":
-            return dequantize(*quantize_tensor(part, "", magnitudes))
-        if self.strategy == "channel":
-            return dequantize(*quantize_channel(part, "", magnitudes))
-        aligned = _aligned(part, corner)
-        codes, scale = quantize_block(aligned, BLOCK, "", self.scale == "power_of_two", magnitudes)
-        return dequantize_block(codes, scale)[-len(part) :, -part.shape[1] :]
+        codes, scale = self.quantize_part(part, corner, magnitudes)
+        if self.strategy != "block":
+            return dequantize(codes, scale)
+        aligned = _aligned(codes.view(torch.uint8), corner).view(codes.dtype)
+        return dequantize_block(aligned, scale)[-len(part) :, -part.shape[1] :]
 
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
@@ -207,39 +222,6 @@ def quantize_named(
     if not served.selection.includes(hf_name, tensor.shape):
         return [(hf_name, tensor)]
     return list(served.quantize(hf_name, tensor).items())
-
-
-def quantize_stream(
-    tensors: Iterable[tuple[str, torch.Tensor]], served: Fp8Format
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what engines are given for tensors that come one by one; those that share a scale wait for each other.
-
-    Args:
-        tensors: (name on the Hub, values in any float dtype).
-        served: The format.
-
-    Raises:
-        CheckpointError: When a tensor that is quantised has a NaN or an infinity.
-    """
-    waiting: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors:
-        if not served.selection.includes(name, tensor.shape):
-            yield name, tensor
-            continue
-        sharing = served.sharing_scale(name)
-        group = waiting.setdefault(sharing or (name,), {})
-        group[name] = tensor
-        if group.keys() >= set(sharing):
-            yield from _quantize_group(waiting.pop(sharing or (name,)), served)
-    for group in waiting.values():
-        # The model does not have all matrices that could be joined.
-        yield from _quantize_group(group, served)
-
-
-def _quantize_group(group: Mapping[str, torch.Tensor], served: Fp8Format) -> Iterator[tuple[str, torch.Tensor]]:
-    shared = torch.stack([largest_magnitude(tensor) for tensor in group.values()]).amax() if len(group) > 1 else None
-    for name, tensor in group.items():
-        yield from served.quantize(name, tensor, shared).items()
 
 
 # ---- the maths: weights [N, K] in blocks of [b, b], scales [ceil(N/b), ceil(K/b)] ----
