@@ -15,6 +15,7 @@ from tests.unit.engines.embedded.test_server import SECRET, engine
 from tests.unit.megatron_backend import conftest as one_rank
 
 from posttrain.engines.client import EngineClient
+from posttrain.engines.digests import key_of
 from posttrain.engines.embedded.weights import views_by_hub_name
 from posttrain.errors import CheckpointError
 
@@ -92,6 +93,15 @@ def test_an_engine_that_holds_something_else_is_named(checkpoint, trainer, way) 
             SPOILED[way](views_by_hub_name(dict(model.named_parameters())), before)
         with pytest.raises(RuntimeError, match=rf"\(engine 0: {re.escape(GATE)}\)"):
             proof.check(1)
+
+
+def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer) -> None:
+    with publishing(checkpoint, trainer) as (_, client, publisher, proof, runner):
+        publisher.publish(1)
+        held = runner.run(client.digests())[0]
+        dtypes = {name: dtype for name, (_, dtype) in held.items() if name != GATE}
+        found = proof.digests(key_of(SECRET, "1"), dtypes)
+    assert found == {name: digest for name, (digest, _) in held.items()} | {GATE: ""}
 
 
 def test_a_stranger_has_no_digest_that_fits(checkpoint, trainer) -> None:

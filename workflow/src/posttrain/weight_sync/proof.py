@@ -60,7 +60,7 @@ class WeightProof:
 
         Args:
             key: The same on all ranks.
-            dtypes: Of the engine's tensors, by Hub name; what it does not have is left out.
+            dtypes: Of the engine's tensors, by Hub name; what it does not have gets "".
         """
         values, device = self._values, self._values.shards[0].values.device
         shapes = [shape if len(shape) == 2 else (1, *shape) for shape in values.shapes.values()]
@@ -73,7 +73,8 @@ class WeightProof:
                 held = values.of(shard, magnitudes).to(getattr(torch, dtypes[shard.hf_name]))
                 sums[place[shard.hf_name]] += digester.part(held, shard.corner)
         dist.all_reduce(sums)
-        return {name: as_text(digest) for name, digest in zip(place, sums.cpu(), strict=True)}
+        found = {name: as_text(digest) for name, digest in zip(place, sums.cpu(), strict=True)}
+        return dict.fromkeys(values.shapes, "") | found
 
 
 def _difference(expected: Mapping[str, str], held: HeldWeights) -> str:
