@@ -92,6 +92,19 @@ def test_memory_that_the_plan_does_not_know_is_a_warning(peak: float, planned: f
     row = {"rank": 3, "phase": "train", "step": 2, "peak_gib": peak, "planned_gib": planned, "whole_gib": peak}
     earlier = {**row, "step": 1, "peak_gib": 30.0}
     whole = {"layers": 4, "of_layers": 4, "stages": [0], "of_stages": 1, "ranks": [3]}
-    verdict = judge({"problems": [], "unseen": [], "capacity_gib": 80, "memory": [row, earlier], **whole})
+    rooms = {"capacity_gib": 80, "reserved_gib": 2.0, "engines_gib": 40.0}
+    verdict = judge({"problems": [], "unseen": [], "memory": [row, earlier], **rooms, **whole})
     told = [finding.title for finding in verdict.findings]
     assert told == ["It holds more than is planned"] * is_told
+
+
+def test_memory_that_nobody_releases_is_a_warning(resolved: Resolve) -> None:
+    """GLM-5's engines hold 85 % of each GPU, and neither they nor the ranks give any of it back."""
+    found = resolved("glm5")
+    work = {"host_peak": 0, "flops": 0, "moved": 0, "kernels": 0, "waits": {}, "holders": []}
+    trace = Trace(0, 1.0, None, [{"name": "train", "step": 2, "peak": 40 << 30, **work}], [], [])
+    told = outcome(found, found.config, [trace], 1.0)
+    assert 100 < told["engines_gib"] < 140
+    findings = {finding.title: finding.detail for finding in judge(told).findings}
+    assert "of rank 0 in train and" in findings["Engines keep their memory while ranks train"]
+    assert "Engines keep" not in str(judge(told | {"engines_gib": 0.0}))

@@ -23,7 +23,8 @@ from posttrain.rehearsal.record import digest, lengths_digest
 from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
-UNSEEN = ("reserve", "fragmentation", "engine_weights", "kv_pool", "engine_work")
+ENGINES = ("engine_weights", "kv_pool", "engine_work")
+UNSEEN = ("reserve", "fragmentation", *ENGINES)
 # Phases that the plan counts tensor by tensor, and the step in which rows are full and the optimizer has its state.
 PLANNED_PHASES, FULL_STEP = ("old_logprobs", "mismatch", "train"), 2
 # What a rank may hold beyond the plan.
@@ -74,6 +75,7 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
+        "engines_gib": round(max(sum(row.gpu.get(part, 0.0) for part in ENGINES) for row in whole), 2),
         "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {
@@ -174,7 +176,7 @@ def judge(outcome: Mapping[str, Any]) -> Verdict:
     ]
     if findings:
         return Verdict("This would fail on GPUs", findings)
-    findings = [*_may_not_fit(outcome), *_not_planned(outcome)]
+    findings = [*_may_not_fit(outcome), *_not_released(outcome), *_not_planned(outcome)]
     shown = (
         f"{outcome['layers']} of {outcome['of_layers']} layers"
         if outcome["layers"] < outcome["of_layers"]
@@ -194,6 +196,19 @@ def _may_not_fit(outcome: Mapping[str, Any]) -> Iterator[Finding]:
             f"{used:.1f} of {outcome['capacity_gib']} GiB, of which up to {most - counted:.1f} more are not seen here"
         )
         yield Finding("warning", "It may fit, and may not", detail, "fewer tokens, more nodes or another layout")
+
+
+def _not_released(outcome: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield that a rank has no room beside engines on its GPU that keep what they have."""
+    row = max(outcome["memory"], key=lambda row: row["whole_gib"])
+    used = row["whole_gib"] + outcome["reserved_gib"]
+    if used <= outcome["capacity_gib"] < used + outcome["engines_gib"]:
+        detail = (
+            f"{used:.1f} GiB of rank {row['rank']} in {row['phase']} and {outcome['engines_gib']:.1f} of engines, on a "
+            f"GPU of {outcome['capacity_gib']}: neither releases any"
+        )
+        remedy = "give engines less (engine.mem_fraction_static), or the job more nodes"
+        yield Finding("warning", "Engines keep their memory while ranks train", detail, remedy)
 
 
 def _not_planned(outcome: Mapping[str, Any]) -> Iterator[Finding]:
