@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.support.hub_tensors import fill
 
 from posttrain.config.schema import Config
 from posttrain.types import Prompt, Sample, SampleGroup
@@ -77,6 +76,7 @@ def updated(config: Config, checkpoint: Path, kernel: Any = None) -> dict[str, o
     """Make two updates as the trainer does, of which the second has other micro-batches; sparse layers by a kernel."""
     from megatron.core import parallel_state
     from tests.support.chosen_keys import attend_by
+    from tests.support.hub_tensors import fill
     from tests.support.megatron_layouts import flat, gathered_logprobs, update_on
 
     from posttrain.algorithm.policy_gradient import PolicyGradient

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.support.hub_tensors import fill
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.support.hub_tensors import fill
 from tests.support.megatron_layouts import flat, gathered_logprobs, make_groups, small_batches
 from tests.support.megatron_single import CONFIG_DIR, test_config
 from tests.support.tiny_checkpoint import TRAINED
