@@ -125,3 +125,17 @@ def test_what_is_not_finite_is_not_sent(checkpoint, trainer, strategy) -> None:
             publisher.publish(1)
     finally:
         part[0, 0] = before
+
+
+def test_no_weights_are_gathered_while_layers_are_lent(trainer) -> None:
+    """A forward pass gathers what has not been since the last update: of a layer that others have lent already."""
+    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.megatron_backend.weight_lender import WeightLender
+
+    policy, weights = trainer
+    groups = [g for chunk in policy.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    for group in groups:
+        group.param_gather_dispatched = False
+    with WeightLender(policy, ServedValues(weights, None)).lent():
+        assert [group.param_gather_dispatched for group in groups] == [True] * len(groups)
+        assert [group.param_gather_handle for group in groups] == [None] * len(groups)
