@@ -164,14 +164,16 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
 
 def count_other_digests(values, held) -> int:
     """Return how many tensors have another digest as shards of all ranks than whole."""
-    from posttrain.engines.digests import Digester, as_text
-    from posttrain.weight_sync.proof import WeightProof
+    from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
+    from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
+    from posttrain.weight_sync.proof import HeldPart, WeightProof
 
     dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
-    held = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()}
-    found, digester = WeightProof(values, None, None, "").digests(b"key", dtypes), Digester(b"key", 4096, 1 << 16)
-    assert found.keys() == held.keys()
-    return sum(found[name] != as_text(digester.part(tensor)) for name, tensor in held.items())
+    parts = [HeldPart(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
+    expected = [tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()]
+    found = WeightProof(values, None, None, "").digests(b"key", parts)
+    digests = Digester.of_parts(b"key", expected, [(0, 0)] * len(parts))
+    return int((found != digests).any(1).sum())
 
 
 def count_sent_otherwise(values, weights, tensors, strategy: str) -> int:

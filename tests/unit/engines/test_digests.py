@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.engines import digests
-from posttrain.engines.digests import NUM_COLUMNS, Digester, as_text, key_of
+from posttrain.engines.in_sglang.posttrain_plugin import digests
+from posttrain.engines.in_sglang.posttrain_plugin.digests import NUM_COLUMNS, Digester, as_text, key_of
 
 KEY = key_of("secret", "7")
 TYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)

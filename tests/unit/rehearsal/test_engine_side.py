@@ -28,7 +28,7 @@ Resolve = Callable[..., Resolved]
 MODELS = ("glm5", "glm5.2", "deepseek_v3", "deepseek_v3.2", "moonlight", "glm4.5_air", "qwen3_4b", "qwen3_30b_a3b")
 WELL = {
     **{"model": "M", "parameters": 9, "sent": 9, "elsewhere": 0, "drafted": 0, "spared": 0, "failed": None},
-    **{kind: [] for kind in ("unknown", "never", "partly", "twice", "odd")},
+    **{kind: [] for kind in ("unknown", "never", "partly", "twice", "odd", "derived")},
 }
 
 

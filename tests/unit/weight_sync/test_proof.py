@@ -15,8 +15,9 @@ from tests.unit.engines.embedded.test_server import SECRET, engine
 from tests.unit.megatron_backend import conftest as one_rank
 
 from posttrain.engines.client import EngineClient
-from posttrain.engines.digests import key_of
-from posttrain.engines.embedded.weights import views_by_hub_name
+from posttrain.engines.embedded.weights import ServedWeights, views_by_hub_name
+from posttrain.engines.in_sglang.posttrain_plugin.digests import key_of
+from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.errors import CheckpointError
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
@@ -63,13 +64,13 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
 def test_what_is_sent_is_what_is_held(checkpoint, trainer, strategy, fp8) -> None:
     with publishing(checkpoint, trainer, strategy, fp8) as (_, client, publisher, proof, runner):
         publisher.publish(1)
-        first = runner.run(client.digests())[0]
-        assert first.keys() == set(trainer[1].names)
+        assert {part.name for part in proof._holders.parts} == set(trainer[1].names)
+        digests = [
+            unpacked(runner.run(client.ask_ranks("digests", key=key_of(SECRET, version).hex()))[0][0])
+            for version in ("1", "2")
+        ]
         publisher.publish(2)
-        again = runner.run(client.digests())[0]
-        assert all(first[name] != again[name] for name in first), "each version has a key"
-        with pytest.raises(RuntimeError, match="weight version 1: engines hold other weights"):
-            proof.check(1)
+        assert all(first != again for first, again in zip(*digests, strict=True)), "each version has a key"
 
 
 SPOILED = {
@@ -95,21 +96,21 @@ def test_an_engine_that_holds_something_else_is_named(checkpoint, trainer, way) 
             proof.check(1)
 
 
-def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer) -> None:
-    with publishing(checkpoint, trainer) as (_, client, publisher, proof, runner):
-        publisher.publish(1)
-        held = runner.run(client.digests())[0]
-        dtypes = {name: dtype for name, (_, dtype) in held.items() if name != GATE}
-        found = proof.digests(key_of(SECRET, "1"), dtypes)
-    assert found == {name: digest for name, (digest, _) in held.items()} | {GATE: ""}
-
-
-def test_a_stranger_has_no_digest_that_fits(checkpoint, trainer) -> None:
+def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer, monkeypatch) -> None:
+    views = ServedWeights._views
+    monkeypatch.setattr(ServedWeights, "_views", lambda self: {n: v for n, v in views(self).items() if n != GATE})
     with (
-        publishing(checkpoint, trainer, secret="another job's") as (_, _, publisher, _, _),
-        pytest.raises(RuntimeError, match=r"engine 0: .* and \d+ more"),
+        publishing(checkpoint, trainer) as (_, _, publisher, _, _),
+        pytest.raises(RuntimeError, match=rf"\(engine 0: {re.escape(GATE)}, {re.escape(GATE)}_scale_inv\)"),
     ):
         publisher.publish(1)
+
+
+def test_digests_of_another_key_do_not_fit(checkpoint, trainer) -> None:
+    with publishing(checkpoint, trainer) as (_, client, publisher, _, runner):
+        publisher.publish(1)
+        told = {runner.run(client.ask_ranks("digest", key=key_of(secret, "1").hex()))[0][0] for secret in (SECRET, "x")}
+        assert len(told) == 2
 
 
 @pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])

@@ -72,7 +72,7 @@ def _bundles(named_tensors: Iterable[NamedTensor], has_query_latent: bool) -> It
 
 def _bundle_of(name: str) -> str:
     """Return the name under which tensors that belong together meet."""
-    return _weight_of(name).replace(*FUSED_WITH_QUERY)
+    return weight_of(name).replace(*FUSED_WITH_QUERY)
 
 
 def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str]:
@@ -84,11 +84,12 @@ def _missing(bundle: dict[str, torch.Tensor], has_query_latent: bool) -> set[str
                 wanted.add(name.replace(one, other))
         if tensor.dtype == torch.float8_e4m3fn and not any(name + suffix in bundle for suffix in SCALE_SUFFIXES):
             wanted.add(name + SCALE_SUFFIX)
-        wanted.add(_weight_of(name))
+        wanted.add(weight_of(name))
     return wanted - bundle.keys()
 
 
-def _weight_of(name: str) -> str:
+def weight_of(name: str) -> str:
+    """Return the name of the codes that scales belong to, or the name itself."""
     return next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), name)
 
 

@@ -52,10 +52,6 @@ PROBE_INTERVAL_SECONDS = 0.1
 MAX_ERROR_CHARACTERS = 1000
 
 
-# Hub name -> (digest, type) of each tensor.
-HeldWeights = Mapping[str, Sequence[str]]
-
-
 @dataclass(frozen=True)
 class _Engine:
     number: int
@@ -202,10 +198,18 @@ class EngineClient:
         answers = await self._call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
         return [answer["ranks"][0]["checksums"] for answer in answers]
 
-    async def digests(self) -> list[HeldWeights]:
-        """Return the digest and the type of each tensor, per engine, under the key of the version that it serves."""
-        answers = await self._call_all("POST", "/weights_checker", {"action": "digest"}, may_repeat=True)
-        return [answer["digests"] for answer in answers]
+    async def ask_ranks(self, call: str, **order: Any) -> list[list[str]]:
+        """Have every rank of every engine answer an order about its weights (`posttrain_plugin.held`).
+
+        Returns:
+            Answers per engine, in the order of its ranks.
+
+        Raises:
+            RuntimeError: A rank could not; names it.
+        """
+        body = {"action": json.dumps({"call": call, **order}), "selector": "target"}
+        answers = await self._call_all("POST", "/weights_checker", body, may_repeat=True)
+        return [_by_rank(engine, answer["ranks"]) for engine, answer in zip(self._engines, answers, strict=True)]
 
     async def flush_cache(self) -> None:
         """Drop what engines remember of earlier prompts."""
@@ -369,3 +373,12 @@ class EngineClient:
                 return response.status == 200
         except (aiohttp.ClientConnectionError, TimeoutError):
             return False
+
+
+def _by_rank(engine: _Engine, answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what ranks have answered; with DP attention each of them has everybody's answers."""
+    found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
+    for rank, told in found.items():
+        if "error" in told:
+            raise RuntimeError(f"{engine}, rank {rank}: {told['error']}")
+    return [found[rank]["answer"] for rank in sorted(found)]

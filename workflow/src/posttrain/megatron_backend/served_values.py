@@ -8,17 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain
 from posttrain.megatron_backend.weights import DTYPES, HubWeights, Shard
 
 Magnitudes = Mapping[str, torch.Tensor]
+
+
+class ServedPart(NamedTuple):
+    """A part of a tensor that engines load.
+
+    Args:
+        name: Of the tensor, codes and scales each have one.
+        box: Which part.
+        values: [rows, columns].
+    """
+
+    name: str
+    box: Box
+    values: torch.Tensor
 
 
 class ServedValues:
@@ -40,6 +57,15 @@ class ServedValues:
         """Shapes on the Hub of everything that a rank holds."""
         return {name: spec.shape for name, spec in self._specs.items()}
 
+    @cached_property
+    def sent_specs(self) -> dict[str, TensorSpec]:
+        """Shapes and types of everything that engines load."""
+        sent: dict[str, TensorSpec] = {}
+        for name, spec in self._specs.items():
+            served = self._format_of(name)
+            sent |= served.served_specs(name, spec) if served else {name: spec}
+        return sent
+
     def differ(self, shard: Shard) -> bool:
         """Tell whether engines may have other numbers than the trainer."""
         return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
@@ -55,6 +81,27 @@ class ServedValues:
         if served is None:
             return values
         return served_part(served, values, shard.corner, self._agreed(shard, magnitudes))
+
+    def parts(self, shard: Shard, magnitudes: Magnitudes, as_codes: bool = True) -> Iterator[ServedPart]:
+        """Yield what engines load of a shard: codes, and those of its scales that no other shard yields; or itself.
+
+        Args:
+            shard: One of `shards`.
+            magnitudes: See `agreed_magnitudes`.
+            as_codes: Off: the numbers that codes and scales stand for.
+        """
+        served = self._format_of(shard.hf_name)
+        if served is None or not as_codes:
+            yield _part(shard.hf_name, shard.corner, self.of(shard, magnitudes))
+            return
+        values = shard.values.to(self._dtype(shard.hf_name))
+        codes, scales = served.quantize_part(values, shard.corner, self._agreed(shard, magnitudes))
+        yield _part(shard.hf_name, shard.corner, codes)
+        all_of, own = self._scales(shard.where), self._own_scales(shard.where)
+        inner = tuple(slice(o.start - a.start, o.stop - a.start) for o, a in zip(own, all_of, strict=True))
+        if all(axis.stop > axis.start for axis in inner) and self._speaks_for_scales(shard):
+            corner = (*(axis.start for axis in own), 0, 0)[: max(2, len(own))]
+            yield _part(shard.hf_name + served.scale_suffix, corner, scales[inner])
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -132,6 +179,18 @@ class ServedValues:
             return tuple(slice(axis.start // BLOCK, -(-axis.stop // BLOCK)) for axis in (rows, columns))
         return (rows,) if strategy == "channel" else ()
 
+    def _own_scales(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return which of a tensor's scales begin in a part of it: each begins in one."""
+        if self._served and self._served.strategy == "block":
+            return tuple(slice(-(-axis.start // BLOCK), -(-axis.stop // BLOCK)) for axis in where)
+        return self._scales(where)
+
+    def _speaks_for_scales(self, shard: Shard) -> bool:
+        """Tell whether scales of rows, or of a tensor, begin in a shard."""
+        strategy = self._served.strategy if self._served else ""
+        rows, columns = shard.corner
+        return strategy == "block" or (columns == 0 and (strategy == "channel" or rows == 0))
+
     def _scale_spec(self, name: str) -> TensorSpec:
         served = self._format_of(name)
         assert served is not None, name
@@ -142,6 +201,12 @@ class ServedValues:
 
     def _dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._specs[name].dtype]
+
+
+def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPart:
+    row, column = (0, 0, *corner)[-2:]
+    box = whole_box(values.shape)
+    return ServedPart(name, box._replace(row=row, column=column), values.reshape(box.rows, box.columns))
 
 
 def served_part(

@@ -25,12 +25,13 @@ from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.command_line import CONFIG_DIR
 from posttrain.config.families import dimensions, family_of
 from posttrain.config.schema import Architecture, Config
+from posttrain.engines import in_sglang
 from posttrain.engines.buckets import make_buckets
+from posttrain.engines.in_sglang.posttrain_plugin.followed import DTYPES
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.errors import Problem
 from posttrain.planner.flags.flag import Flag
 from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
-from posttrain.rehearsal.in_sglang.followed import DTYPES
 from posttrain.rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain.rehearsal.members import shallow
 from posttrain.weight_sync.publish import MIB, served_format
@@ -169,6 +170,7 @@ def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
     names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
     shell = {name: value for name, value in os.environ.items() if name not in names}
     own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
+    own |= {"PYTHONPATH": in_sglang.__path__[0]}
     words = [str(environment / "bin" / "python"), str(Path(__file__).with_name("in_sglang")), str(folder)]
     subprocess.run(words, env={**shell, **variables, **own}, check=False, stdout=sys.stderr)
 
@@ -235,6 +237,7 @@ def _faults(loaded: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         ("partly", "is loaded in part", "each parameter is loaded"),
         ("twice", "is loaded more than once", "each parameter is loaded once"),
         ("odd", "has another shape", "each tensor has the shape of its place"),
+        ("derived", "is made of a tensor that is sent, and no copy", "digests and sharded transfers know copies"),
     ):
         if some := loaded[kind]:
             more = f" and {len(some) - MAX_NAMED} more" if len(some) > MAX_NAMED else ""

@@ -52,7 +52,7 @@ def make_application(loaded: LoadedModel, worker: Worker, secret: str) -> web.Ap
     # All weights at once, those of an MTP layer too, in base64 are the most that anybody has to say.
     largest = max(SMALL_BODY_BYTES, 4 * loaded.weights.num_bytes)
     application = web.Application(client_max_size=largest, middlewares=[_only_with(secret), _refuse_clearly])
-    for part in (Endpoints(loaded, worker), OpenAIEndpoints(loaded, worker), WeightEndpoints(loaded, worker, secret)):
+    for part in (Endpoints(loaded, worker), OpenAIEndpoints(loaded, worker), WeightEndpoints(loaded, worker)):
         application.add_routes(part.routes())
     application.router.add_route("*", "/{path:.*}", _unknown_endpoint)
     return application

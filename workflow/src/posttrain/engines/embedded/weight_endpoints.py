@@ -9,6 +9,7 @@ version.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 from aiohttp import web
 
 from posttrain.engines.checksums import combined_checksum
-from posttrain.engines.digests import key_of
 from posttrain.engines.embedded.model import LoadedModel, fill_from_folder
 from posttrain.engines.embedded.requests import RequestError, read_json
 from posttrain.engines.embedded.weights import WeightError, WeightUpdate
@@ -37,11 +37,10 @@ class WeightEndpoints:
     Args:
         loaded: The model.
         worker: What runs it.
-        secret: Of the run; keys of digests come from it.
     """
 
-    def __init__(self, loaded: LoadedModel, worker: Worker, secret: str):
-        self._weights, self._worker, self._secret = loaded.weights, worker, secret
+    def __init__(self, loaded: LoadedModel, worker: Worker):
+        self._weights, self._worker = loaded.weights, worker
         self._update: WeightUpdate | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -105,13 +104,13 @@ class WeightEndpoints:
         return {"new_version": self._weights.version}
 
     def check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Hash every served tensor: whole, or so that hashes of shards add up (`posttrain.engines.digests`)."""
+        """Hash every served tensor: whole, or as an order of ours wants it (`posttrain_plugin.held`)."""
         action = body.get("action", "checksum")
-        if action == "digest":
+        if isinstance(action, str) and action.startswith("{"):
             with self._worker.weights_may_change():
-                return {"digests": self._weights.digests(key_of(self._secret, self._weights.version or ""))}
+                return {"ranks": [self._told(json.loads(action))]}
         if action != "checksum":
-            raise RequestError(f"action {action!r}: the embedded engine knows 'checksum' and 'digest'")
+            raise RequestError(f"action {action!r}: the embedded engine knows 'checksum', and orders about its weights")
         with self._worker.weights_may_change():
             checksums = self._weights.checksums()
         combined = combined_checksum(checksums)
@@ -119,6 +118,13 @@ class WeightEndpoints:
             "ranks": [{"checksums": checksums, "per_gpu_checksum": combined}],
             "per_engine_checksum": combined,
         }
+
+    def _told(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to an order as one rank of SGLang gives it."""
+        held = self._weights
+        calls: dict[str, Callable[..., str]] = {"parts": held.parts, "digest": held.digest, "digests": held.digests}
+        told = calls[order.pop("call")](**order)
+        return {"checksums": {"answer": told}, "parallelism_info": [{"tp_rank": 0}]}
 
     def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
         """Succeed: nothing is kept from one batch to the next."""

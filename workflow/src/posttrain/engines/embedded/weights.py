@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, SCALE_SUFFIXES, dequantize
 from posttrain.engines.checksums import tensor_checksum
-from posttrain.engines.digests import Digester, as_text
+from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, together
+from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
+from posttrain.engines.in_sglang.posttrain_plugin.held import pack, type_of
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +84,27 @@ class ServedWeights:
         """Return the checksum of every served tensor, as the engine computes with it, by Hub name."""
         return {name: tensor_checksum(view) for name, view in views_by_hub_name(self._served).items()}
 
-    def digests(self, key: bytes) -> dict[str, tuple[str, str]]:
-        """Return the digest and the type of every served tensor, as the engine computes with it, by Hub name."""
-        views = views_by_hub_name(self._served)
-        tables = [view if view.dim() == 2 else view[None] for view in views.values()]
-        num_rows, row_bytes = max(map(len, tables)), max(table[0].nbytes for table in tables)
-        digester = Digester(key, num_rows, row_bytes)
-        return {
-            name: (as_text(digester.part(view)), str(view.dtype).removeprefix("torch.")) for name, view in views.items()
-        }
+    def parts(self, tensors: Sequence[Sequence[Any]]) -> str:
+        """Tell which of the tensors that are sent are held: whole, as numbers; see `posttrain_plugin.held.parts`."""
+        index, views = {name: number for number, (name, _, _) in enumerate(tensors)}, self._views()
+        unknown = sorted(views.keys() - index.keys())
+        found = [[index[name], *whole_box(view.shape), type_of(view)] for name, view in views.items() if name in index]
+        return pack({"parts": found, "derived": unknown})
+
+    def digest(self, key: str) -> str:
+        """Return one digest of all parts; see `posttrain_plugin.held.digest`."""
+        return as_text(together(self._digests(key), bytes.fromhex(key)))
+
+    def digests(self, key: str) -> str:
+        """Return the digests of all parts; see `posttrain_plugin.held.digests`."""
+        return pack([as_text(found) for found in self._digests(key)])
+
+    def _digests(self, key: str) -> torch.Tensor:
+        views = [*self._views().values()]
+        return Digester.of_parts(bytes.fromhex(key), views, [(0, 0)] * len(views))
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        return views_by_hub_name(self._served)
 
 
 @dataclass

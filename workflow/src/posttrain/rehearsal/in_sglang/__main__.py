@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from followed import Record
+from posttrain_plugin.followed import Record
 from stand_in_gpus import MissingKernelError, OnMeta, provide_gpu
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
@@ -187,6 +187,7 @@ def receive(model: Any, buckets: list[list[list[Any]]], has_fp8_cache: bool) -> 
             if len(by) > 1 or written[name] > whole[name]
         ),
         "odd": record.odd,
+        "derived": sorted(f"{name} of {', '.join(sorted(by))}" for name, by in record.derived.items()),
     }
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -50,6 +51,22 @@ class Digester:
     def __init__(self, key: bytes, num_rows: int, row_bytes: int, device: torch.device | str = "cpu"):
         assert row_bytes <= MOST_ROW_BYTES, f"rows of {row_bytes} bytes"
         self._key, self._num_rows, self._row_bytes, self._device = key, num_rows, row_bytes, device
+
+    @staticmethod
+    def of_parts(key: bytes, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Return the digest of each part, [parts, 2] int64, on the CPU.
+
+        Args:
+            key: See `key_of`.
+            parts: Matrices or rows, on one device.
+            corners: Where in its tensor each begins.
+        """
+        ends = [
+            (row + (len(part) if part.dim() == 2 else 1), (column + part.shape[-1]) * part.element_size())
+            for part, (row, column) in zip(parts, corners, strict=True)
+        ]
+        digester = Digester(key, max(row for row, _ in ends), max(end for _, end in ends), parts[0].device)
+        return torch.stack([digester.part(part, at) for part, at in zip(parts, corners, strict=True)]).cpu()
 
     def part(self, values: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
         """Return what a part adds to its tensor's digest, [2] int64; sums wrap around.
@@ -87,6 +104,11 @@ class Digester:
     def _drawn(self, name: str, count: int) -> torch.Tensor:
         octets = hashlib.shake_256(self._key + name.encode()).digest(count)
         return torch.frombuffer(bytearray(octets), dtype=torch.int8)
+
+
+def together(digests: torch.Tensor, key: bytes) -> torch.Tensor:
+    """Return one digest, [2] int64, of many, [n, 2], that says also which of them is which."""
+    return (digests * Digester(key, 0, 0)._odd("parts", len(digests))).sum(0)
 
 
 def as_text(digest: torch.Tensor) -> str:

@@ -1,7 +1,9 @@
 """SGLang's server with a secret: it answers nobody who does not show it, on no route.
 
 It runs in SGLang's environment, which need not have this package: it is started by its path, and imports nothing of
-ours. The secret comes from the environment. SGLang's own `--api-key` would show it in the list of processes, and leaves
+ours. SGLang imports what lies beside it, `posttrain_plugin`, in all of its processes.
+
+The secret comes from the environment. SGLang's own `--api-key` would show it in the list of processes, and leaves
 routes open: whatever begins with /health, /ready or /metrics, web sockets, and every OPTIONS request.
 
 What else SGLang opens is narrowed here too: on one node its ranks meet in a file instead of a port of all addresses,
@@ -66,6 +68,8 @@ def main() -> None:
     if not secret:
         sys.exit(f"{SECRET_VARIABLE} is not set: it is what an engine and those whom it obeys share")
     os.umask(0o077)
+    # Processes that SGLang starts get the same path, and find the plug-in by its entry point.
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     # It speaks to itself over HTTP, with the secret: never through a proxy.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

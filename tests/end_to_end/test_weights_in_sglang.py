@@ -1,0 +1,156 @@
+"""Weights in a real SGLang: every rank proves what it holds, and whatever else it holds is named."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.hub_tensors import fill
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
+
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.engines.client import EngineClient
+from posttrain.engines.launch_command import render_engine_command
+from posttrain.engines.ports import choose_free_ports
+from posttrain.engines.process import check_all_alive, started_engines
+from posttrain.engines.secret import new_secret
+
+SPOILING = Path(__file__).parents[1] / "support" / "spoiling"
+# What SGLang asks of these classes and transformers does not write.
+ASKED_FOR = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+ARCHITECTURES = {
+    "deepseek": dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0),
+    "glm4_moe": dataclasses.replace(TINY_GLM4_MOE, num_nextn_predict_layers=0),
+    "qwen3": TINY_QWEN3,
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> None:
+    require_sglang()
+
+
+@dataclass
+class Served:
+    """A trainer of one rank, and SGLang with its weights."""
+
+    weights: Any
+    publisher: Any
+    proof: Any
+    client: EngineClient
+    runner: asyncio.Runner
+
+    def call(self, path: str, **body: Any) -> Any:
+        return self.runner.run(self.client._call_all("POST", path, body))
+
+    def update(self, name: str, tensor: torch.Tensor, version: int) -> None:
+        """Give the engine another tensor under a version."""
+
+        async def send() -> None:
+            await self.client.begin_update(version)
+            await self.client.send_bucket([(name, tensor)], last_of_version=version)
+            await self.client.end_update()
+
+        self.runner.run(send())
+
+
+@contextmanager
+def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    arch, model = ARCHITECTURES[kind], folder / "model"
+    tensors = make_random_checkpoint(model, arch, seed=1)
+    make_tokenizer(arch.max_position_embeddings).save_pretrained(model)
+    written = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(written | ASKED_FOR))
+    config = test_config(arch)
+    engine = dataclasses.replace(config.engine, kind="sglang", python=str(PYTHON), num_threads=1)
+    rollout = dataclasses.replace(config.rollout, fp8=False)
+    config = dataclasses.replace(config, engine=engine, rollout=rollout)
+    initialize_single_rank(config)
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.weight_sync.proof import WeightProof
+    from posttrain.weight_sync.publish import WeightPublisher
+
+    policy = build_policy(config)
+    weights = HubWeights(policy.chunks, arch)
+    fill(weights, tensors)
+    monkeypatch.setenv("PYTHONPATH", str(SPOILING))
+    command = render_engine_command(config, 0, model, "127.0.0.1", choose_free_ports(1)[0])
+    if num_ranks > 1:
+        # SGLang on CPUs binds a rank to a processor of its own, unless it is told where to.
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * num_ranks))
+        command = dataclasses.replace(command, argv=(*command.argv, "--tp-size", str(num_ranks)))
+    with started_engines({0: command}, folder, new_secret()) as engines, asyncio.Runner() as runner:
+        client = EngineClient([command.url], engines[0].secret, 60, ranks_per_engine=num_ranks)
+        runner.run(client.__aenter__())
+        try:
+            runner.run(client.wait_ready(240, lambda: check_all_alive(engines)))
+            values = ServedValues(weights, None)
+            proof = WeightProof(values, client, runner, engines[0].secret)
+            publisher = WeightPublisher(config, values, client, runner, folder / "none", model, proof)
+            yield Served(weights, publisher, proof, client, runner)
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+
+
+ALONE = pytest.mark.faults("slow")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("deepseek", 2), pytest.param("glm4_moe", 1, marks=ALONE), pytest.param("qwen3", 1, marks=ALONE)],
+)
+def test_every_rank_proves_its_weights(
+    tmp_path: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As loaded from the checkpoint, after updates, and with something else in one place, which is named."""
+    with served(tmp_path, kind, num_ranks, monkeypatch) as run:
+        run.proof.check(0)
+        for shard in run.weights.shards:
+            shard.values.mul_(1.25)
+        with pytest.raises(RuntimeError, match=r"weight version 0: .*engine 0: .* and \d+ more"):
+            run.proof.check(0)
+        for version in (1, 2):
+            run.publisher.publish(version)
+        whole = {name: tensor.clone() for name, tensor in run.weights.gather()}
+        for name in (next(n for n in whole if part in n) for part in ("o_proj", "layernorm", "embed", "down_proj")):
+            other = whole[name].clone()
+            other.view(-1)[-1] *= -1
+            run.update(name, other, 2)
+            with pytest.raises(RuntimeError, match=rf"\(engine 0: {re.escape(name)}\)"):
+                run.proof.check(2)
+            run.update(name, whole[name], 2)
+            run.proof.check(2)
+        if kind == "deepseek":
+            assert_what_is_derived_is_proven(run, num_ranks)
+
+
+def assert_what_is_derived_is_proven(run: Served, num_ranks: int) -> None:
+    """Spoil what SGLang derives from weights, one tensor of one rank at a time; nothing that was sent changes."""
+    chosen = [*itertools.product(range(num_ranks), ("w_kc", "w_vc"), range(3), WAYS)][::5]
+    assert len(chosen) == 20
+    assert {way for *_, way in chosen} == {*WAYS}
+    for rank, attribute, layer, way in chosen:
+        module = f"model.layers.{layer}.self_attn"
+        run.call("/weights_checker", action=f"spoil {rank} {module} {attribute} {way}", selector="target")
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: StaleError: {module}.{attribute} \(1 in all\)"):
+            run.proof.check(2)
+        run.proof.check(2)
+
+
+WAYS = ("lowest_bit", "sign", "exponent", "last", "zeros", "rows", "columns", "scaled")

@@ -1,0 +1,28 @@
+"""What SGLang is given beside its own code: an answer to those who ask which weights it holds.
+
+It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch.
+Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON object is for us, reaches
+every rank of an engine between two batches, and each rank's answer goes back.
+
+Written against SGLang 0.5.23: `srt/utils/weight_checker.py`, `srt/managers/scheduler_components/weight_updater.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+VERSION = "0.5.23"
+HANDLER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+
+
+def register() -> None:
+    """Answer in every process of SGLang; with another version nobody does, and the trainer is told so."""
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if sglang.__version__ != VERSION:
+        logging.getLogger(__name__).error("SGLang %s: this plug-in is for %s", sglang.__version__, VERSION)
+        return
+    from .held import answer
+
+    HookRegistry.register(HANDLER, answer, HookType.AROUND)

@@ -1,0 +1,230 @@
+"""What becomes of tensors that are sent to a model: where it keeps them.
+
+A model's own `load_weights` is called with tensors that have a shape and no memory, and every operation on them is
+followed until their numbers would be written. What a parameter is made of, which rows and columns of which tensor, is
+then known without one number having been read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+COPIES = ("aten::clone", "aten::_to_copy", "aten::cat")
+SCALES = (".weight_scale_inv", ".weight_scale")
+
+
+class Box(NamedTuple):
+    """Rows and columns of a matrix; a vector is a row of one."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    def meets(self, other: Box) -> Box | None:
+        """Return what both have; None where they have nothing."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Box(row, column, rows, columns) if rows > 0 and columns > 0 else None
+
+    def within(self, other: Box) -> Box:
+        """Return the same as rows and columns of another box around it."""
+        return Box(self.row - other.row, self.column - other.column, self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A part of a tensor that is sent, and where a model keeps it.
+
+    Args:
+        name: Of the tensor; of its codes, where the parameter has the numbers that codes and scales stand for.
+        box: Which part of it.
+        parameter: Name of the parameter.
+        offset: Of the first element in the parameter's memory.
+        strides: From row to row and from column to column.
+    """
+
+    name: str
+    box: Box
+    parameter: str
+    offset: int
+    strides: tuple[int, int]
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the part as the parameter has it, [rows, columns]: writing to it changes the model."""
+        return torch.as_strided(parameter.detach(), (self.box.rows, self.box.columns), self.strides, self.offset)
+
+
+_Piece = tuple[Box, str, Box]
+
+
+class _Sheet(NamedTuple):
+    """Memory of something that was sent, or copied together from it: a matrix of so many columns.
+
+    Args:
+        columns: From one row to the next.
+        pieces: (where in this sheet, name of the tensor that is there, where in that tensor).
+    """
+
+    columns: int
+    pieces: list[_Piece]
+
+
+class Record(TorchDispatchMode):
+    """Follows what is sent into the parameters, through whatever is made of it on the way.
+
+    Nothing that was sent is written: parameters keep what they have.
+
+    Args:
+        parameters: Name -> parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self._owner = {_memory(parameter): name for name, parameter in parameters.items()}
+        self._sources: dict[int, set[str]] = {}
+        self._sheets: dict[int, _Sheet] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        # A tensor that ends gives its number to another.
+        self._alive: list[torch.Tensor] = []
+        self.read: set[str] = set()
+        self.filled: set[str] = set()
+        # Parameter -> which part of it -> times it was written, and by what.
+        self.parts: dict[str, dict[tuple[Any, ...], list[set[str]]]] = {}
+        self.odd: list[str] = []
+        self.kept: list[Kept] = []
+        # Parameter -> tensors that it is computed from, and no copy of.
+        self.derived: dict[str, set[str]] = {}
+
+    def sent(self, name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """Return a tensor that is sent: [shape] without memory."""
+        tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
+        whole = whole_box(shape)
+        self._shapes[name] = tuple(shape)
+        self._sources[_memory(tensor)] = {name}
+        self._sheets[_memory(tensor)] = _Sheet(whole.columns, [(whole, name, whole)])
+        self._alive.append(tensor)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [item for word in args for item in (word if isinstance(word, list | tuple) else [word])]
+        tensors = [item for item in given if isinstance(item, torch.Tensor)]
+        sources = set().union(*(self._sources.get(_memory(tensor), set()) for tensor in tensors))
+        target = self._owner.get(_memory(tensors[0])) if tensors else None
+        kind = func._schema.name
+        if target and kind == "aten::copy_" and sources:
+            self._write(target, tensors[0], tensors[1].expand(tensors[0].shape), tensors[1].shape, sources)
+            return tensors[0]
+        if target and kind in ("aten::fill_", "aten::zero_"):
+            self.filled.add(target)
+        made = func(*args, **(kwargs or {}))
+        if sources and target is None:
+            for tensor in made if isinstance(made, list | tuple) else [made]:
+                if isinstance(tensor, torch.Tensor) and _memory(tensor) not in self._owner:
+                    self._follow(kind, tensor, args, sources)
+        return made
+
+    def _follow(self, kind: str, made: torch.Tensor, args: tuple[Any, ...], sources: set[str]) -> None:
+        """Note what something is made of."""
+        memory = _memory(made)
+        if memory not in self._sheets and made.is_contiguous():
+            inputs, axis = (args[0], args[1] if len(args) > 1 else 0) if kind == "aten::cat" else ([args[0]], 0)
+            pieces = self._joined(inputs, axis, made.dim()) if kind in COPIES else self._numbers(made, sources)
+            if pieces:
+                self._sheets[memory] = _Sheet(whole_box(made.shape).columns, pieces)
+        self._sources.setdefault(memory, set()).update(sources)
+        self._alive.append(made)
+
+    def _numbers(self, made: torch.Tensor, sources: set[str]) -> list[_Piece]:
+        """Return codes' own place where something of their shape is made of them and their scales: their numbers."""
+        codes = {name for name in sources if not name.endswith(SCALES)}
+        (name,) = codes if len(codes) == 1 else ("",)
+        whole = whole_box(made.shape)
+        is_scaled = len(sources) == 2 and any(other.startswith(name) for other in sources - codes)
+        return [(whole, name, whole)] if name and is_scaled and tuple(made.shape) == self._shapes[name] else []
+
+    def _joined(self, inputs: Sequence[torch.Tensor], axis: int, dim: int) -> list[_Piece]:
+        """Return what a sheet has that is copied together from others, one after the other; nothing if unknown."""
+        pieces: list[_Piece] = []
+        row, column = 0, 0
+        is_by_row = dim > 1 and axis % dim == 0
+        for tensor in inputs:
+            if (known := self._pieces_of(tensor)) is None:
+                return []
+            pieces += [(box._replace(row=box.row + row, column=box.column + column), n, at) for box, n, at in known]
+            extent = whole_box(tensor.shape)
+            row, column = (row + extent.rows, 0) if is_by_row else (0, column + extent.columns)
+        return pieces
+
+    def _pieces_of(self, tensor: torch.Tensor) -> list[_Piece] | None:
+        """Return what a view of a sheet shows: where in the view, of which tensor, where in that; None if unknown."""
+        sheet = self._sheets.get(_memory(tensor))
+        if sheet is None or (layout := _rows_and_columns(tensor)) is None:
+            return None
+        rows, columns, strides = layout
+        if (columns > 1 and strides[1] != 1) or (rows > 1 and strides[0] != sheet.columns):
+            return None
+        row, column = divmod(int(tensor.storage_offset()), sheet.columns)
+        shown, found = Box(row, column, rows, columns), []
+        if column + columns > sheet.columns:
+            return None
+        for box, name, origin in sheet.pieces:
+            if both := box.meets(shown):
+                inner = both.within(box)
+                begins = Box(origin.row + inner.row, origin.column + inner.column, inner.rows, inner.columns)
+                found.append((both.within(shown), name, begins))
+        return found
+
+    def _write(
+        self, target: str, part: torch.Tensor, source: torch.Tensor, shape: torch.Size, sources: set[str]
+    ) -> None:
+        if shape != part.shape:
+            self.odd.append(f"{', '.join(sorted(sources))} {[*shape]} into {[*part.shape]} of {target}")
+        self.read |= sources
+        place = (part.storage_offset(), tuple(part.shape), part.stride())
+        self.parts.setdefault(target, {}).setdefault(place, []).append(sources)
+        self.kept += self._kept_by(target, part, source)
+
+    def _kept_by(self, target: str, part: torch.Tensor, source: torch.Tensor) -> Iterator[Kept]:
+        turned = source.dim() == 2 and min(source.shape) > 1 and source.stride(0) == 1 and source.stride(1) > 1
+        if turned:
+            part, source = part.t(), source.t()
+        pieces, layout = self._pieces_of(source), _rows_and_columns(part)
+        if pieces is None or layout is None or part.numel() != source.numel():
+            self.derived.setdefault(target, set()).update(self._sources[_memory(source)])
+            return
+        strides = layout[2]
+        for box, name, origin in pieces:
+            offset = int(part.storage_offset()) + box.row * strides[0] + box.column * strides[1]
+            yield Kept(name, origin, target, offset, strides)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return all of a tensor as rows and columns."""
+    return Box(0, 0, math.prod(shape[:-1]), shape[-1] if shape else 1)
+
+
+def _rows_and_columns(tensor: torch.Tensor) -> tuple[int, int, tuple[int, int]] | None:
+    """Return rows, columns and their strides of a view; None where it takes more than two steps to walk through it."""
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    last = tensor.stride(-1) if tensor.dim() else 1
+    axes = [(n, s) for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1] or [(1, columns)]
+    rows = math.prod(n for n, _ in axes)
+    inner = axes[-1][1]
+    for (_, outer_stride), (size, stride) in itertools.pairwise(axes):
+        if outer_stride != size * stride:
+            return None
+    return rows, columns, (inner, last)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

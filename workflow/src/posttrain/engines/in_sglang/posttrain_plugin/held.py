@@ -1,0 +1,184 @@
+"""What one rank of SGLang holds: which parts of which tensors, and their digests."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .digests import Digester, as_text, together
+from .followed import Kept, Record
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+# What MLA's attention keeps of kv_b_proj in the order that it multiplies in.
+DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+
+
+class RearrangedError(RuntimeError):
+    """A parameter is no longer what the model's own loading fills."""
+
+
+class StaleError(RuntimeError):
+    """What is derived from weights is not what follows from them."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a model keeps what is sent.
+
+    Args:
+        kept: All parts.
+        layouts: Of the parameters, when that was found out.
+    """
+
+    kept: list[Kept]
+    layouts: dict[str, Layout]
+
+
+# A process has one model that is trained; a draft's has another number.
+_FOUND: dict[int, _Found] = {}
+
+
+def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    """Answer an order of ours; SGLang's own actions go on to SGLang.
+
+    What fails is an answer too: SGLang gathers the answers of all ranks, and waits for one that never comes.
+    """
+    if not action.startswith("{"):
+        return handle(checker, action, *args, **kwargs)
+    order = json.loads(action)
+    try:
+        told = {"answer": CALLS[order.pop("call")](checker._get_model(), **order)}
+    except Exception as error:
+        logging.getLogger(__name__).exception("an order about weights failed")
+        told = {"error": f"{type(error).__name__}: {error}"}
+    place = checker._parallelism_info(role=kwargs["role"])
+    return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
+
+
+def parts(model: Any, tensors: Sequence[tuple[str, list[int], str]]) -> str:
+    """Find out where the model keeps what is sent, and tell it.
+
+    Args:
+        model: Of this rank.
+        tensors: (name, shape, type as safetensors spell it) of everything that an update sends.
+
+    Returns:
+        Packed: "parts": [index in `tensors`, row, column, rows, columns, type as torch spells it] each; "derived":
+        names of tensors of which a parameter is no copy.
+    """
+    parameters = dict(model.named_parameters())
+    record = Record(parameters)
+    with torch.no_grad(), record:
+        model.load_weights((name, record.sent(name, shape, dtype)) for name, shape, dtype in tensors)
+    _FOUND[id(model)] = _Found(record.kept, {name: _layout(parameter) for name, parameter in parameters.items()})
+    index = {name: number for number, (name, _, _) in enumerate(tensors)}
+    found = [[index[kept.name], *kept.box, type_of(parameters[kept.parameter])] for kept in record.kept]
+    return pack({"parts": found, "derived": sorted(set().union(*record.derived.values()))})
+
+
+def digest(model: torch.nn.Module, key: str) -> str:
+    """Return one digest of all parts; see `together`.
+
+    Raises:
+        RearrangedError: See `_views`.
+        StaleError: What is derived from the parts is not what follows from them; names it.
+    """
+    _check_derived(model)
+    return as_text(together(_digests(model, key), bytes.fromhex(key)))
+
+
+def digests(model: torch.nn.Module, key: str) -> str:
+    """Return the digests of all parts, in their order.
+
+    Args:
+        model: Of this rank.
+        key: Hexadecimal; of `Digester`.
+
+    Returns:
+        Packed: 32 hexadecimal digits each.
+    """
+    return pack([as_text(found) for found in _digests(model, key)])
+
+
+def pack(content: Any) -> str:
+    """Return content as little text; `unpacked` reads it."""
+    return base64.b64encode(zlib.compress(json.dumps(content).encode(), 1)).decode()
+
+
+def unpacked(text: str) -> Any:
+    """Return what was packed.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+    except zlib.error as error:
+        raise ValueError(f"not packed: {error}") from error
+
+
+def type_of(tensor: torch.Tensor) -> str:
+    """Return how torch spells a tensor's type."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _digests(model: torch.nn.Module, key: str) -> torch.Tensor:
+    """Return [parts, 2] int64, on the CPU."""
+    kept, views = _FOUND[id(model)].kept, _views(model)
+    corners = [(part.box.row, part.box.column) for part in kept]
+    return Digester.of_parts(bytes.fromhex(key), views, corners)
+
+
+def _views(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parts as the model has them now.
+
+    Raises:
+        RearrangedError: A parameter has another size or order than when its parts were found.
+    """
+    parameters, found = dict(model.named_parameters()), _FOUND[id(model)]
+    if changed := [name for name, layout in found.layouts.items() if _layout(parameters[name]) != layout]:
+        raise RearrangedError(f"{len(changed)} parameters were rearranged after loading: {', '.join(changed[:5])}")
+    return [part.view(parameters[part.parameter]) for part in found.kept]
+
+
+@torch.no_grad()
+def _check_derived(model: Any) -> None:
+    """Have SGLang derive everything anew, layer by layer, and compare bits."""
+    stale = []
+    for name, module in model.named_modules():
+        before = {
+            attribute: found.clone() for attribute in DERIVED if (found := _tensor(module, attribute)) is not None
+        }
+        if before:
+            model.post_load_weights(weight_names=[f"{name}.kv_b_proj.weight"])
+        stale += [f"{name}.{attribute}" for attribute, had in before.items() if _differs(had, module, attribute)]
+    if stale:
+        raise StaleError(f"{', '.join(stale[:5])} ({len(stale)} in all) did not follow from the weights")
+
+
+def _differs(before: torch.Tensor, module: torch.nn.Module, attribute: str) -> bool:
+    after = _tensor(module, attribute)
+    if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
+        return True
+    return not torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (before, after)))
+
+
+def _tensor(module: torch.nn.Module, attribute: str) -> torch.Tensor | None:
+    found = getattr(module, attribute, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _layout(parameter: torch.Tensor) -> Layout:
+    return parameter.shape, parameter.stride(), parameter.dtype
+
+
+CALLS: Mapping[str, Callable[..., str]] = {"parts": parts, "digest": digest, "digests": digests}
