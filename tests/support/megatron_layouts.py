@@ -166,14 +166,15 @@ def count_other_digests(values, held) -> int:
     """Return how many tensors have another digest as shards of all ranks than whole."""
     from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
     from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
-    from posttrain.weight_sync.proof import HeldPart, WeightProof
+    from posttrain.weight_sync.holdings import HeldPart
+    from posttrain.weight_sync.proof import digests
 
     dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
     parts = [HeldPart(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
     expected = [tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()]
-    found = WeightProof(values, None, None, "").digests(b"key", parts)
-    digests = Digester.of_parts(b"key", expected, [(0, 0)] * len(parts))
-    return int((found != digests).any(1).sum())
+    found = digests(values, b"key", parts)
+    whole = Digester.of_parts(b"key", expected, [(0, 0)] * len(parts))
+    return int((found != whole).any(1).sum())
 
 
 def count_sent_otherwise(values, weights, tensors, strategy: str) -> int:

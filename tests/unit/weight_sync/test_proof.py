@@ -37,6 +37,7 @@ def trainer(checkpoint, make_policy):
 def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
     """Yield the engine's weights, the client, and what publishes a version."""
     from posttrain.megatron_backend.served_values import ServedValues
+    from posttrain.weight_sync.holdings import Holdings
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher, served_format
 
@@ -51,8 +52,9 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
         client = EngineClient([str(server.make_url("/"))], SECRET, 30)
         runner.run(client.__aenter__())
         values = ServedValues(weights, served_format(config))
-        proof = WeightProof(values, client, runner, secret)
-        publisher = WeightPublisher(config, values, client, runner, folder / "none", folder, proof)
+        holdings = Holdings(values, client, runner)
+        proof = WeightProof(holdings, secret)
+        publisher = WeightPublisher(config, holdings, folder / "none", folder, proof)
         try:
             yield worker._model, client, publisher, proof, runner
         finally:
@@ -64,7 +66,7 @@ def publishing(checkpoint, trainer, strategy="block", fp8=True, secret=SECRET):
 def test_what_is_sent_is_what_is_held(checkpoint, trainer, strategy, fp8) -> None:
     with publishing(checkpoint, trainer, strategy, fp8) as (_, client, publisher, proof, runner):
         publisher.publish(1)
-        assert {part.name for part in proof._holders.parts} == set(trainer[1].names)
+        assert {part.name for part in proof._holdings.held.parts} == set(trainer[1].names)
         digests = [
             unpacked(runner.run(client.ask_ranks("digests", key=key_of(SECRET, version).hex()))[0][0])
             for version in ("1", "2")

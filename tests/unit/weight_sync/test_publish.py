@@ -14,7 +14,8 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.tensor_payload import deserialize_bucket
 from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
-from posttrain.weight_sync.publish import WeightPublisher, whole_checkpoint
+from posttrain.weight_sync.holdings import Holdings
+from posttrain.weight_sync.publish import WeightPublisher, untrained
 
 CONFIG = Path(__file__).parents[3] / "config"
 
@@ -36,17 +37,16 @@ def trained():
 def test_what_is_not_trained_is_the_mtp_layer(folder, trained):
     everything = random_tensors(TINY, 1)
     assert len(trained) < len(everything)
-    assert dict(whole_checkpoint(trained.items(), folder, TINY.num_hidden_layers, drafts=False)) == trained
-    sent = dict(whole_checkpoint(trained.items(), folder, TINY.num_hidden_layers, drafts=True))
+    assert dict(untrained(trained, folder, TINY.num_hidden_layers, drafts=False)) == {}
+    sent = trained | dict(untrained(trained, folder, TINY.num_hidden_layers, drafts=True))
     assert sent.keys() == everything.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in everything.items())
 
 
 def test_what_is_missing_is_named(folder, trained):
     del trained["model.norm.weight"], trained["model.layers.1.mlp.gate.e_score_correction_bias"]
-    sent = whole_checkpoint(trained.items(), folder, TINY.num_hidden_layers, drafts=True)
     with pytest.raises(CheckpointError, match=r"e_score_correction_bias, model\.norm\.weight$") as raised:
-        dict(sent)
+        untrained(trained, folder, TINY.num_hidden_layers, drafts=True)
     assert str(folder) in str(raised.value)
 
 
@@ -55,6 +55,10 @@ class Weights:
 
     def __init__(self, tensors):
         self._tensors = tensors
+
+    @property
+    def sent_specs(self):
+        return self._tensors
 
     def gather(self):
         yield from self._tensors.items()
@@ -87,7 +91,8 @@ def publish(engine, folder, tensors, mtp_steps, architecture=TINY):
         runner.run(server.start_server())
         client = EngineClient([str(server.make_url(""))], "", 10)
         runner.run(client.__aenter__())
-        WeightPublisher(config, Weights(tensors), client, runner, folder / "none", folder).publish(4)
+        holdings = Holdings(Weights(tensors), client, runner)
+        WeightPublisher(config, holdings, folder / "none", folder).publish(4)
         runner.run(client.__aexit__(None, None, None))
         runner.run(server.close())
 

@@ -198,8 +198,16 @@ class EngineClient:
         answers = await self._call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
         return [answer["ranks"][0]["checksums"] for answer in answers]
 
-    async def ask_ranks(self, call: str, **order: Any) -> list[list[str]]:
+    async def ask_ranks(
+        self, call: str, may_repeat: bool = True, each: Sequence[Mapping[str, Any]] = (), **order: Any
+    ) -> list[list[str]]:
         """Have every rank of every engine answer an order about its weights (`posttrain_plugin.held`).
+
+        Args:
+            call: What is asked.
+            may_repeat: It does no harm twice.
+            each: What is told each engine alone.
+            order: What is told all.
 
         Returns:
             Answers per engine, in the order of its ranks.
@@ -207,8 +215,9 @@ class EngineClient:
         Raises:
             RuntimeError: A rank could not; names it.
         """
-        body = {"action": json.dumps({"call": call, **order}), "selector": "target"}
-        answers = await self._call_all("POST", "/weights_checker", body, may_repeat=True)
+        orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
+        bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
+        answers = await self._call_each("POST", "/weights_checker", bodies, may_repeat)
         return [_by_rank(engine, answer["ranks"]) for engine, answer in zip(self._engines, answers, strict=True)]
 
     async def flush_cache(self) -> None:
@@ -281,6 +290,12 @@ class EngineClient:
         await self._call_all("POST", "/end_weight_update", {})
         self._update_is_open, self._closed_because = False, ""
 
+    async def end_received(self, version: int) -> None:
+        """Close an update whose tensors went another way than over HTTP."""
+        await self._call_all("POST", "/flush_cache", {})
+        await self._call_all("POST", "/update_weight_version", {"new_version": str(version)})
+        await self.end_update()
+
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
         """Let all engines load a checkpoint folder that they can see.
 
@@ -315,7 +330,15 @@ class EngineClient:
         self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
     ) -> list[Any]:
         """Make one call to every engine at the same time; raise one error that names all that failed."""
-        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine in self._engines]
+        return await self._call_each(method, path, [body] * len(self._engines), may_repeat)
+
+    async def _call_each(
+        self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
+    ) -> list[Any]:
+        calls: list[Awaitable[Any]] = [
+            self._call(engine, method, path, body, may_repeat)
+            for engine, body in zip(self._engines, bodies, strict=True)
+        ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failures:

@@ -37,6 +37,11 @@ class ServedPart(NamedTuple):
     box: Box
     values: torch.Tensor
 
+    def cut(self, box: Box) -> ServedPart:
+        """Return what lies within a box."""
+        row, column, rows, columns = box.within(self.box)
+        return ServedPart(self.name, box, self.values[row : row + rows, column : column + columns])
+
 
 class ServedValues:
     """The numbers that engines have for this rank's shards; making it is collective.
@@ -66,6 +71,16 @@ class ServedValues:
             sent |= served.served_specs(name, spec) if served else {name: spec}
         return sent
 
+    @cached_property
+    def holders(self) -> dict[str, dict[Box, list[int]]]:
+        """Which ranks can make which part of everything that engines load: name -> part -> ranks."""
+        found: dict[str, dict[Box, list[int]]] = {}
+        for name, held in self._weights.holders.items():
+            for rank, where in held:
+                for sent, box in self.boxes(name, where):
+                    found.setdefault(sent, {}).setdefault(box, []).append(rank)
+        return found
+
     def differ(self, shard: Shard) -> bool:
         """Tell whether engines may have other numbers than the trainer."""
         return self._format_of(shard.hf_name) is not None or shard.values.dtype != self._dtype(shard.hf_name)
@@ -94,14 +109,27 @@ class ServedValues:
         if served is None or not as_codes:
             yield _part(shard.hf_name, shard.corner, self.of(shard, magnitudes))
             return
-        values = shard.values.to(self._dtype(shard.hf_name))
+        values, origin = shard.values.to(self._dtype(shard.hf_name)), self._scales(shard.where)
         codes, scales = served.quantize_part(values, shard.corner, self._agreed(shard, magnitudes))
-        yield _part(shard.hf_name, shard.corner, codes)
-        all_of, own = self._scales(shard.where), self._own_scales(shard.where)
-        inner = tuple(slice(o.start - a.start, o.stop - a.start) for o, a in zip(own, all_of, strict=True))
-        if all(axis.stop > axis.start for axis in inner) and self._speaks_for_scales(shard):
-            corner = (*(axis.start for axis in own), 0, 0)[: max(2, len(own))]
-            yield _part(shard.hf_name + served.scale_suffix, corner, scales[inner])
+        corner = tuple(axis.start for axis in origin) + (0,) * (2 - len(origin))
+        made = {shard.hf_name: _part(shard.hf_name, shard.corner, codes)}
+        made |= {(name := shard.hf_name + served.scale_suffix): _part(name, corner, scales)}
+        for name, box in self.boxes(shard.hf_name, shard.where):
+            yield made[name].cut(box)
+
+    def boxes(self, name: str, where: tuple[slice, ...]) -> Iterator[tuple[str, Box]]:
+        """Yield name and place of everything that `parts` makes of a part of a tensor as codes.
+
+        Args:
+            name: Of the tensor.
+            where: How to index it so as to get the part.
+        """
+        rows, columns = (slice(0, 1), slice(0, 1), *where)[-2:]
+        box = Box(rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
+        yield name, box
+        served = self._format_of(name)
+        if served and (own := _scales_that_begin(served.strategy, box)):
+            yield name + served.scale_suffix, own
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -179,18 +207,6 @@ class ServedValues:
             return tuple(slice(axis.start // BLOCK, -(-axis.stop // BLOCK)) for axis in (rows, columns))
         return (rows,) if strategy == "channel" else ()
 
-    def _own_scales(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return which of a tensor's scales begin in a part of it: each begins in one."""
-        if self._served and self._served.strategy == "block":
-            return tuple(slice(-(-axis.start // BLOCK), -(-axis.stop // BLOCK)) for axis in where)
-        return self._scales(where)
-
-    def _speaks_for_scales(self, shard: Shard) -> bool:
-        """Tell whether scales of rows, or of a tensor, begin in a shard."""
-        strategy = self._served.strategy if self._served else ""
-        rows, columns = shard.corner
-        return strategy == "block" or (columns == 0 and (strategy == "channel" or rows == 0))
-
     def _scale_spec(self, name: str) -> TensorSpec:
         served = self._format_of(name)
         assert served is not None, name
@@ -207,6 +223,18 @@ def _part(name: str, corner: tuple[int, ...], values: torch.Tensor) -> ServedPar
     row, column = (0, 0, *corner)[-2:]
     box = whole_box(values.shape)
     return ServedPart(name, box._replace(row=row, column=column), values.reshape(box.rows, box.columns))
+
+
+def _scales_that_begin(strategy: str, box: Box) -> Box | None:
+    """Return which scales begin in a part of a matrix, of which each begins in one; None where none does."""
+    row, column, rows, columns = box
+    if strategy == "tensor":
+        return Box(0, 0, 1, 1) if row == column == 0 else None
+    if strategy == "channel":
+        return Box(row, 0, rows, 1) if column == 0 else None
+    top, left = -(-row // BLOCK), -(-column // BLOCK)
+    below, beside = -(-(row + rows) // BLOCK), -(-(column + columns) // BLOCK)
+    return Box(top, left, below - top, beside - left) if below > top and beside > left else None
 
 
 def served_part(

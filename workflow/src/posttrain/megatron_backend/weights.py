@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -92,13 +93,12 @@ class HubWeights:
             values = self._local[piece][in_piece]
             view = values[(0,) * (values.dim() - len(corner))]
             self._shards[name].append(Shard(name, corner, view, piece.is_main))
+        self._placed, self._pieces = placed, pieces
         # On rank 0, which parts others send, in the order in which each of them sends its own.
         self._sources: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
         if dist.get_rank() == 0:
             others = [piece for piece in pieces if piece.is_main and piece.rank != 0]
-            for name, piece, in_piece, corner in _parts_of(placed, others):
-                sizes = (axis.stop - axis.start for axis in in_piece[len(in_piece) - len(corner) :])
-                where = tuple(slice(start, start + size) for start, size in zip(corner, sizes, strict=True))
+            for name, piece, where in _placed_parts(placed, others):
                 self._sources[name].append((piece.rank, where))
 
     @property
@@ -120,6 +120,14 @@ class HubWeights:
     def shards(self) -> list[Shard]:
         """What this rank holds of the Hub's tensors, in checkpoint order."""
         return [*itertools.chain(*self._shards.values())]
+
+    @cached_property
+    def holders(self) -> dict[str, list[tuple[int, tuple[slice, ...]]]]:
+        """Who holds which part of a Hub tensor, replicas too: (rank, how to index the tensor), by name."""
+        found: dict[str, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)
+        for name, piece, where in _placed_parts(self._placed, self._pieces):
+            found[name].append((piece.rank, where))
+        return found
 
     def leave_only(self, names: Set[str]) -> None:
         """Gather no other tensors from now on; the same on all ranks."""
@@ -195,6 +203,15 @@ def _parts_of(placed: Sequence[Placement], pieces: Iterable[Piece]) -> Parts:
                     first_axis, *others = in_chunk[placement.num_stack_axes :]
                     corner = (rows.start + first_axis.start, *(axis.start for axis in others))
                     yield placement.hf_name, piece, in_piece, corner
+
+
+def _placed_parts(
+    placed: Sequence[Placement], pieces: Iterable[Piece]
+) -> Iterator[tuple[str, Piece, tuple[slice, ...]]]:
+    """Yield (Hub name, piece, how to index the Hub's tensor so as to get what the piece has of it)."""
+    for name, piece, in_piece, corner in _parts_of(placed, pieces):
+        sizes = (axis.stop - axis.start for axis in in_piece[len(in_piece) - len(corner) :])
+        yield name, piece, tuple(slice(start, start + size) for start, size in zip(corner, sizes, strict=True))
 
 
 def _local_pieces(chunks: Sequence[LogprobModel]) -> dict[Piece, torch.Tensor]:

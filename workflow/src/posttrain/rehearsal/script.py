@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -146,6 +147,7 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
     from posttrain.training.assembly import objective_of
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
+    from posttrain.weight_sync.holdings import Holdings
     from posttrain.weight_sync.publish import WeightPublisher, served_format
 
     everybody = weights_module.gather_plain
@@ -159,13 +161,15 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
     weights.leave_only(one_of_each_kind(weights.names))
     values = ServedValues(weights, served_format(config))
     has_engines, runner = uses_engines(config), asyncio.Runner()
+    # Nobody is there to receive anything: what every rank would send through rank 0 is gathered instead.
+    by_rank0 = replace(config, engine=replace(config.engine, weight_transport="tensor"))
     run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
-        publisher=WeightPublisher(config, values, None, runner, Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(by_rank0, Holdings(values, None, runner), Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),

@@ -37,6 +37,7 @@ from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.types import Prompt
+from posttrain.weight_sync.holdings import Holdings
 from posttrain.weight_sync.proof import WeightProof, can_prove
 from posttrain.weight_sync.publish import WeightPublisher, served_format
 
@@ -88,14 +89,15 @@ def open_run(
             last = to_load.finished or None
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
         values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
-        proof = WeightProof(values, client, runner, engine_secret) if engine_urls and can_prove(config) else None
+        holdings = Holdings(values, client, runner)
+        proof = WeightProof(holdings, engine_secret) if engine_urls and can_prove(config) else None
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
-            publisher=_publisher_of(config, values, client, runner, run_folder, model_folder, proof),
+            publisher=_publisher_of(config, holdings, run_folder, model_folder, proof),
             state=SavedState(policy, torch_dist, to_load, checkpoints, _writer_of(config, policy, checkpoints, store)),
             sinks=sinks,
             traces=run_folder / "traces",
@@ -118,17 +120,11 @@ def _source_of(
 
 
 def _publisher_of(
-    config: Config,
-    values: ServedValues,
-    client: EngineClient | None,
-    runner: asyncio.Runner,
-    run_folder: Path,
-    model_folder: Path,
-    proof: WeightProof | None,
+    config: Config, holdings: Holdings, run_folder: Path, model_folder: Path, proof: WeightProof | None
 ) -> WeightPublisher | None:
     if not uses_engines(config):
         return None
-    return WeightPublisher(config, values, client, runner, run_folder / "served_weights", model_folder, proof)
+    return WeightPublisher(config, holdings, run_folder / "served_weights", model_folder, proof)
 
 
 def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore) -> CheckpointWriter:

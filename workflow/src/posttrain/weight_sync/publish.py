@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import fp8_settings
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
-from posttrain.engines.client import EngineClient
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
-from posttrain.megatron_backend.served_values import ServedValues
+from posttrain.weight_sync.holdings import Holdings, listed
 from posttrain.weight_sync.proof import WeightProof
+from posttrain.weight_sync.sharded import ShardedTransfer
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -35,9 +35,7 @@ class WeightPublisher:
 
     Args:
         config: The resolved configuration.
-        values: What engines have of the trainer's weights.
-        client: The engines, on rank 0; None elsewhere.
-        runner: Event loop of rank 0.
+        holdings: The engines, and what they have of the trainer's weights.
         disk_folder: Where the "disk" transport puts the weights.
         model_folder: The checkpoint that engines started from; its config and tokenizer go along with weights on disk.
         proof: What engines show after each update; None where they cannot.
@@ -46,15 +44,14 @@ class WeightPublisher:
     def __init__(
         self,
         config: Config,
-        values: ServedValues,
-        client: EngineClient | None,
-        runner: asyncio.Runner,
+        holdings: Holdings,
         disk_folder: Path,
         model_folder: Path,
         proof: WeightProof | None = None,
     ):
-        self._config, self._values, self._client = config, values, client
-        self._runner, self._disk_folder, self._model_folder = runner, disk_folder, model_folder
+        self._config, self._values, self._client = config, holdings.values, holdings.client
+        self._runner, self._disk_folder, self._model_folder = holdings.runner, disk_folder, model_folder
+        self._sharded = ShardedTransfer(config, holdings) if config.engine.weight_transport == "sharded" else None
         self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
 
@@ -71,6 +68,9 @@ class WeightPublisher:
             self._proof.check(version)
 
     def _send(self, version: int) -> None:
+        if self._sharded:
+            self._sharded.send(version, self._in_buckets(self._untrained()))
+            return
         if self._client is None:
             for _ in self._values.gather():
                 pass
@@ -102,18 +102,23 @@ class WeightPublisher:
         return folder
 
     def _buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        return self._in_buckets(self._served_tensors())
+
+    def _in_buckets(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         has_query_latent = self._config.model.architecture.q_lora_rank > 0
-        return make_buckets(self._served_tensors(), self._bucket_bytes, has_query_latent)
+        return make_buckets(tensors, self._bucket_bytes, has_query_latent)
 
     def _served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the engines load: FP8 codes with scales, or the tensors as they are."""
         assert self._client is not None, "rank 0 talks to the engines"
-        tensors = self._whole_tensors()
-        if NO_WEIGHTS in self._runner.run(self._client.weight_versions()):
-            num_layers = self._config.model.architecture.num_hidden_layers
-            drafts = self._config.engine.mtp_steps > 0
-            return whole_checkpoint(tensors, self._model_folder, num_layers, drafts)
-        return tensors
+        return itertools.chain(self._whole_tensors(), self._untrained())
+
+    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what engines need from elsewhere; on rank 0, where they have no weights yet."""
+        if not self._client or NO_WEIGHTS not in self._runner.run(self._client.weight_versions()):
+            return iter(())
+        num_layers, drafts = self._config.model.architecture.num_hidden_layers, self._config.engine.mtp_steps > 0
+        return untrained(self._values.sent_specs, self._model_folder, num_layers, drafts)
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._values.gather():
@@ -121,13 +126,13 @@ class WeightPublisher:
             yield name, tensor
 
 
-def whole_checkpoint(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, num_layers: int, drafts: bool
+def untrained(
+    trained: Collection[str], folder: Path, num_layers: int, drafts: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, then what engines that started without weights need besides.
+    """Return what engines that started without weights need besides what is trained.
 
     Args:
-        tensors: What is trained, by Hub name, with scales.
+        trained: Hub names, those of scales, too.
         folder: The checkpoint that the engines started from.
         num_layers: Decoder layers; the MTP layers come after them.
         drafts: Engines draft with the MTP layers, which nobody trains: they are read from the checkpoint.
@@ -136,18 +141,13 @@ def whole_checkpoint(
         CheckpointError: The checkpoint has tensors in other layers that are not trained: engines would compute with
             noise. Names them.
     """
-    missing = dict.fromkeys(read_index(folder).weight_map)
-    for name, tensor in tensors:
-        missing.pop(name, None)
-        yield name, tensor
-    untrained = [name for name in missing if (layer_of(name) or 0) >= num_layers]
-    if unknown := [*missing.keys() - untrained]:
-        listed = ", ".join(sorted(unknown)[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        raise CheckpointError(f"{folder}: engines started without weights, and the trainer does not have {listed}")
-    if drafts:
-        checkpoint = CheckpointReader(folder)
-        for name in untrained:
-            yield name, checkpoint.tensor(name)
+    missing = [name for name in read_index(folder).weight_map if name not in trained]
+    of_drafts = [name for name in missing if (layer_of(name) or 0) >= num_layers]
+    if unknown := sorted({*missing} - {*of_drafts}):
+        words = f"engines started without weights, and the trainer does not have {listed(unknown)}"
+        raise CheckpointError(f"{folder}: {words}")
+    checkpoint = CheckpointReader(folder)
+    return ((name, checkpoint.tensor(name)) for name in of_drafts if drafts)
 
 
 def served_format(config: Config) -> Fp8Format | None:

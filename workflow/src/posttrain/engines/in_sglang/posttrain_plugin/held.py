@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .digests import Digester, as_text, together
+from .exchange import Channel, Receiver, meet
 from .followed import Kept, Record
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -45,6 +46,7 @@ class _Found:
 
 # A process has one model that is trained; a draft's has another number.
 _FOUND: dict[int, _Found] = {}
+_RECEIVERS: dict[int, Receiver] = {}
 
 
 def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -54,13 +56,14 @@ def answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **
     """
     if not action.startswith("{"):
         return handle(checker, action, *args, **kwargs)
-    order = json.loads(action)
+    order, place = json.loads(action), checker._parallelism_info(role=kwargs["role"])
+    if "first_rank" in order:
+        order["rank"] = order.pop("first_rank") + place.tp_rank
     try:
         told = {"answer": CALLS[order.pop("call")](checker._get_model(), **order)}
     except Exception as error:
         logging.getLogger(__name__).exception("an order about weights failed")
         told = {"error": f"{type(error).__name__}: {error}"}
-    place = checker._parallelism_info(role=kwargs["role"])
     return {"checksums": told, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
 
 
@@ -107,6 +110,21 @@ def digests(model: torch.nn.Module, key: str) -> str:
         Packed: 32 hexadecimal digits each.
     """
     return pack([as_text(found) for found in _digests(model, key)])
+
+
+def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float) -> str:
+    """Meet the trainer and hear what comes in a transfer; see `Channel`."""
+    channel = Channel(meet(place, size, seconds), rank, size, seconds)
+    _RECEIVERS[id(model)] = Receiver(channel, range(senders))
+    return ""
+
+
+def receive(model: Any) -> str:
+    """Fill the parts with what the trainer sends, and return how many bytes that were."""
+    num_bytes = _RECEIVERS[id(model)].receive(_views(model))
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+    return str(num_bytes)
 
 
 def pack(content: Any) -> str:
@@ -181,4 +199,4 @@ def _layout(parameter: torch.Tensor) -> Layout:
     return parameter.shape, parameter.stride(), parameter.dtype
 
 
-CALLS: Mapping[str, Callable[..., str]] = {"parts": parts, "digest": digest, "digests": digests}
+CALLS: Mapping[str, Callable[..., str]] = {call.__name__: call for call in (parts, digest, digests, join, receive)}

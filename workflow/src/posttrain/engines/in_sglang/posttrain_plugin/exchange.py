@@ -1,0 +1,162 @@
+"""The way that weights take: from trainer ranks that have a part to engine ranks that keep it, each byte once.
+
+All of them are members of one group. What one sends another is decided once, by the trainer, and told once; from then
+on a transfer is rounds of flat messages, at most one from each sender to each receiver in a round, so that nobody
+needs more memory than two rounds of it. Senders are at work at the same time, wherever they are.
+
+Messages go over gloo, through host memory. That stands beside everything: engines on the trainer's own GPUs, of which
+NCCL takes no two members, memory savers, and expandable segments, whose memory CUDA IPC cannot share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .followed import Box
+
+# Of each piece of a message: all element sizes divide it.
+ALIGNMENT_BYTES = 16
+TABLES = 1 << 20  # a tag that no round has
+
+
+class Piece(NamedTuple):
+    """Something that one member sends another.
+
+    Args:
+        round: When.
+        part: Which of the receiver's parts it belongs to.
+        box: Which rows and columns of that part.
+    """
+
+    round: int
+    part: int
+    box: Box
+
+
+class Channel:
+    """A group of its own of trainer and engine ranks, over gloo.
+
+    Args:
+        store: Where they meet.
+        rank: Of this member; trainers come first.
+        size: All members.
+        seconds: Within which whatever others do has to be done.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, seconds: float):
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+        self.num_sent = self.num_received = 0
+
+    def exchange(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], number: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pass on the messages of a round; yields what has come, (from whom, message), when all have.
+
+        Args:
+            sent: To whom -> message, any bytes in one dimension.
+            received: From whom -> something as large as its message, where it is to be.
+            number: Of the round.
+        """
+        messages = {to: tensor.cpu() for to, tensor in sent.items()}
+        places = {by: torch.empty_like(tensor, device="cpu") for by, tensor in received.items()}
+        works = [self._group.recv([place], by, number) for by, place in places.items()]
+        works += [self._group.send([message], to, number) for to, message in messages.items()]
+        for work in works:
+            work.wait()
+        self.num_sent += sum(map(len, messages.values()))
+        self.num_received += sum(map(len, places.values()))
+        for by, place in places.items():
+            yield by, place.to(received[by].device)
+
+    def send_table(self, table: torch.Tensor, to: int) -> None:
+        """Tell a member something: [n, k] int64."""
+        for tensor in (torch.tensor(table.shape), table.contiguous()):
+            self._group.send([tensor], to, TABLES).wait()
+
+    def receive_table(self, by: int) -> torch.Tensor:
+        """Return what a member tells."""
+        shape = self._received(torch.empty(2, dtype=torch.int64), by)
+        return self._received(torch.empty(*shape.tolist(), dtype=torch.int64), by)
+
+    def _received(self, place: torch.Tensor, by: int) -> torch.Tensor:
+        self._group.recv([place], by, TABLES).wait()
+        return place
+
+
+def meet(place: str | tuple[str, int], size: int, seconds: float) -> dist.Store:
+    """Return the store at a place: a file that did not exist before, or host and port where a member listens."""
+    if isinstance(place, str):
+        return dist.FileStore(place, size)
+    host, port = place
+    return dist.TCPStore(host, port, size, False, timedelta(seconds=seconds))
+
+
+class Receiver:
+    """What an engine rank does in a transfer.
+
+    Args:
+        channel: With the trainer.
+        senders: Members that may send.
+    """
+
+    def __init__(self, channel: Channel, senders: Sequence[int]):
+        self._channel = channel
+        tables = {sender: channel.receive_table(sender).tolist() for sender in senders}
+        self._pieces = {sender: [Piece(r, part, Box(*box)) for r, part, *box in tables[sender]] for sender in senders}
+        self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
+
+    @torch.no_grad()
+    def receive(self, views: Sequence[torch.Tensor]) -> int:
+        """Fill parts with what the trainer sends, and return how many bytes that were.
+
+        Args:
+            views: The parts, [rows, columns] each, in their order.
+        """
+        before = self._channel.num_received
+        by_round: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
+        for sender, pieces in self._pieces.items():
+            for piece in pieces:
+                by_round[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
+        for number, places in enumerate(by_round):
+            messages = {sender: _flat(targets) for sender, targets in places.items()}
+            for sender, message in self._channel.exchange({}, messages, number):
+                for target, octets in zip(places[sender], _split(message, places[sender]), strict=True):
+                    target.copy_(octets)
+        return self._channel.num_received - before
+
+
+def message_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one message, [bytes] uint8, of pieces, [rows, columns] each."""
+    message = _flat(values)
+    for place, value in zip(_split(message, values), values, strict=True):
+        place.copy_(value)
+    return message
+
+
+def size_of(rows: int, columns: int, element_size: int) -> int:
+    """Return how many bytes a piece takes in a message."""
+    return -(-rows * columns * element_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _cut(view: torch.Tensor, box: Box) -> torch.Tensor:
+    return view[box.row : box.row + box.rows, box.column : box.column + box.columns]
+
+
+def _flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a message that has no content yet; every byte of it is defined."""
+    size = sum(size_of(len(piece), piece.shape[1], piece.element_size()) for piece in pieces)
+    return torch.zeros(size, dtype=torch.uint8, device=pieces[0].device)
+
+
+def _split(message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the place of each piece in a message, with its type and shape."""
+    begin = 0
+    for piece in pieces:
+        octets = message[begin : begin + piece.numel() * piece.element_size()]
+        yield octets.view(piece.dtype).view(piece.shape)
+        begin += size_of(len(piece), piece.shape[1], piece.element_size())

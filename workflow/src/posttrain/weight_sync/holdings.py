@@ -1,0 +1,101 @@
+"""Which parts of the trainer's weights each rank of each engine holds; asked once, and so for as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from posttrain.engines.buckets import weight_of
+from posttrain.engines.client import EngineClient
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
+from posttrain.megatron_backend.plain_data import share_plain
+from posttrain.megatron_backend.served_values import ServedValues
+
+CODES = "float8_e4m3fn"
+MOST_NAMES = 5
+
+
+class HeldPart(NamedTuple):
+    """A part of a tensor as a rank of an engine holds it.
+
+    Args:
+        name: Of the tensor, on the Hub.
+        box: Which part.
+        dtype: As torch spells it.
+    """
+
+    name: str
+    box: Box
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """What engines hold.
+
+    Args:
+        parts: All that differ.
+        of_ranks: For each rank of each engine, which of `parts` it holds, in its order.
+        without: For each engine, names that it lacks, or has no copy of; empty where there are none.
+    """
+
+    parts: list[HeldPart]
+    of_ranks: list[list[list[int]]]
+    without: list[str]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Asks the engines what they hold.
+
+    Args:
+        values: What engines have for this rank's shards.
+        client: The engines, on rank 0; None elsewhere.
+        runner: Event loop of rank 0.
+    """
+
+    values: ServedValues
+    client: EngineClient | None
+    runner: asyncio.Runner = field(repr=False)
+
+    @cached_property
+    def held(self) -> Held:
+        """What they hold, on every rank alike; collective when it is asked first."""
+        numbers: dict[HeldPart, int] = {}
+        of_ranks, without = [], []
+        for told in self._asked() if self.client else []:
+            held = [[HeldPart(name, Box(*box), dtype) for name, *box, dtype in rank["parts"]] for rank in told]
+            of_ranks.append([[numbers.setdefault(part, len(numbers)) for part in rank] for rank in held])
+            names = {part.name: part.dtype for rank in held for part in rank}
+            derived = {name for rank in told for name in rank["derived"]}
+            without.append(listed(sorted(self._expected_names(names) ^ names.keys() | derived)))
+        found = [[part.name, [*part.box], part.dtype] for part in numbers]
+        parts, of_ranks, without = share_plain([found, of_ranks, without])
+        return Held([HeldPart(name, Box(*box), dtype) for name, box, dtype in parts], of_ranks, without)
+
+    def _asked(self) -> list[list[dict[str, Any]]]:
+        """Return what each rank of each engine tells of its parts, with their names."""
+        assert self.client
+        sent = [[name, list(spec.shape), spec.dtype] for name, spec in self.values.sent_specs.items()]
+        engines = self.runner.run(self.client.ask_ranks("parts", tensors=sent))
+        told = [[unpacked(answer) for answer in answers] for answers in engines]
+        for rank in itertools.chain(*told):
+            rank["parts"] = [[sent[index][0], *rest] for index, *rest in rank["parts"]]
+        return told
+
+    def _expected_names(self, dtypes: Mapping[str, str]) -> set[str]:
+        """Return the names that an engine has to hold: scales only where it holds codes."""
+        names = self.values.sent_specs
+        of_scales = {name: code for name in names if (code := weight_of(name)) != name and code in names}
+        return {name for name in names if dtypes.get(of_scales.get(name, ""), CODES) == CODES}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

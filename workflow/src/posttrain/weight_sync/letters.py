@@ -1,0 +1,101 @@
+"""Who sends which part of which tensor to whom, and when: decided once, alike on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Piece, size_of
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.weight_sync.holdings import HeldPart
+
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class Letter(NamedTuple):
+    """A part of a tensor on its way.
+
+    Args:
+        sender: Trainer rank.
+        receiver: Engine rank, counted through all engines.
+        name: Of the tensor.
+        made: Which part of it the sender makes, of which this is one.
+        box: Which part of the tensor.
+        dtype: As the receiver keeps it.
+        piece: What the receiver is told of it.
+    """
+
+    sender: int
+    receiver: int
+    name: str
+    made: Box
+    box: Box
+    dtype: str
+    piece: Piece
+
+    @property
+    def num_bytes(self) -> int:
+        """In a message."""
+        return size_of(self.box.rows, self.box.columns, SIZES[self.dtype])
+
+
+def plan_letters(
+    held: Sequence[Sequence[HeldPart]], holders: Mapping[str, Mapping[Box, Sequence[int]]], round_bytes: int
+) -> list[Letter]:
+    """Return all letters, those of a sender in the order of the Hub's tensors.
+
+    Each number of each receiver's parts comes from one sender; where several have it, from that with the least to send.
+
+    Args:
+        held: What each receiver keeps.
+        holders: Name -> part -> senders that can make it.
+        round_bytes: What a sender sends in a round; a larger part goes alone.
+
+    Raises:
+        ValueError: Nobody has a part of what is kept; names it.
+    """
+    loads: dict[int, int] = {}
+    order = {name: number for number, name in enumerate(holders)}
+    letters = []
+    for receiver, parts in enumerate(held):
+        for number, part in enumerate(parts):
+            for letter in _letters_of(part, number, receiver, holders.get(part.name, {}), loads):
+                loads[letter.sender] = loads.get(letter.sender, 0) + letter.num_bytes
+                letters.append(letter)
+    letters.sort(key=lambda letter: (letter.sender, order[letter.name], letter.made, letter.receiver))
+    return [*_in_rounds(letters, round_bytes)]
+
+
+def _letters_of(
+    part: HeldPart, number: int, receiver: int, holders: Mapping[Box, Sequence[int]], loads: Mapping[int, int]
+) -> Iterator[Letter]:
+    missing = part.box.rows * part.box.columns
+    for made, senders in holders.items():
+        if both := made.meets(part.box):
+            sender = min(senders, key=lambda rank: (loads.get(rank, 0), rank))
+            piece = Piece(0, number, both.within(part.box))
+            yield Letter(sender, receiver, part.name, made, both, part.dtype, piece)
+            missing -= both.rows * both.columns
+    if missing:
+        found = "too little of it" if missing > 0 else "some of it twice"
+        raise ValueError(f"{part.name}, {part.box}: the trainer's ranks have {found}")
+
+
+def _in_rounds(letters: Sequence[Letter], round_bytes: int) -> Iterator[Letter]:
+    sender, number, size = -1, 0, 0
+    for letter in letters:
+        if letter.sender != sender:
+            sender, number, size = letter.sender, 0, 0
+        if size and size + letter.num_bytes > round_bytes:
+            number, size = number + 1, 0
+        size += letter.num_bytes
+        yield letter._replace(piece=letter.piece._replace(round=number))
+
+
+def spread(letters: Sequence[Letter], num_senders: int) -> float:
+    """Return what the busiest of the senders sends, in units of their mean."""
+    sent = [0] * num_senders
+    for letter in letters:
+        sent[letter.sender] += letter.num_bytes
+    return max(sent) / (math.fsum(sent) / num_senders)

@@ -1,0 +1,190 @@
+"""Weights from every trainer rank that has a part to every engine rank that keeps it, without a gather.
+
+What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
+into flat messages and passes them on (`posttrain_plugin.exchange`); engines write them where their own loading would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from posttrain.config.schema import Config
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.tensor_payload import NamedTensors
+from posttrain.errors import CheckpointError
+from posttrain.megatron_backend.plain_data import gather_plain, share_plain
+from posttrain.megatron_backend.served_values import Magnitudes, ServedPart, ServedValues
+from posttrain.rendezvous import FILE_VARIABLE
+from posttrain.weight_sync.holdings import CODES, Holdings
+from posttrain.weight_sync.letters import Letter, plan_letters, spread
+
+log = logging.getLogger(__name__)
+MIB, GIB = 1 << 20, 1 << 30
+
+T = TypeVar("T")
+
+
+class ShardedTransfer:
+    """Sends weights to the engines; every method is collective.
+
+    Args:
+        config: The resolved configuration.
+        holdings: What engines keep.
+    """
+
+    def __init__(self, config: Config, holdings: Holdings):
+        self._config, self._holdings, self._values = config, holdings, holdings.values
+        self._channel: Channel | None = None
+        self._rounds: list[list[Letter]] = []
+
+    def send(self, version: int, besides: Iterable[NamedTensors] = ()) -> None:
+        """Bring all engines to the present weights under a version.
+
+        Args:
+            version: What the engines report with each response from now on.
+            besides: What goes to them over HTTP in the same update, on rank 0: layers that only draft.
+
+        Raises:
+            CheckpointError: A weight that is quantised is NaN or infinite.
+            RuntimeError: An engine did not take them; none generates with what it has now.
+        """
+        client = self._holdings.client
+        if client:
+            self._holdings.runner.run(client.begin_update(version))
+        if self._channel is None:
+            self._connect()
+        magnitudes = self._values.agreed_magnitudes()
+        asked = client.ask_ranks("receive", may_repeat=False) if client else None
+        are_finite = self._beside(asked, lambda: self._send_rounds(magnitudes))
+        if not all(gather_plain(are_finite)):
+            raise CheckpointError("weights hold NaN or infinity; they must be finite to be quantised")
+        if client:
+            for bucket in besides:
+                self._holdings.runner.run(client.send_bucket(bucket))
+            self._holdings.runner.run(client.end_received(version))
+
+    def _connect(self) -> None:
+        """Decide who sends what, meet the engines, and tell each rank of theirs what it gets."""
+        held, client = self._holdings.held, self._holdings.client
+        receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
+        letters = plan_letters(receivers, self._values.holders, self._config.engine.weight_bucket_mib * MIB)
+        num_senders, rank = dist.get_world_size(), dist.get_rank()
+        if rank == 0:
+            total = sum(letter.num_bytes for letter in letters)
+            log.info(
+                "weights go from %d ranks to %d, %.2f GiB in all, the busiest sends %.2f of the mean",
+                num_senders,
+                len(receivers),
+                total / GIB,
+                spread(letters, num_senders),
+            )
+        mine = [letter for letter in letters if letter.sender == rank]
+        self._rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
+        sizes = [len(ranks) for ranks in held.of_ranks]
+        firsts = [num_senders + sum(sizes[:number]) for number in range(len(sizes))]
+        size, seconds = num_senders + len(receivers), self._config.engine.request_timeout_seconds
+        listener, place = _meeting_place() if rank == 0 else (None, None)
+        place = share_plain(place)
+        order = {"place": place, "size": size, "senders": num_senders, "seconds": seconds}
+        each = [{"first_rank": first} for first in firsts]
+        self._beside(
+            client.ask_ranks("join", may_repeat=False, each=each, **order) if client else None,
+            lambda: self._join(_store(listener, place, size, seconds), mine, num_senders, size, seconds),
+        )
+
+    def _join(self, store: dist.Store, mine: Sequence[Letter], first: int, size: int, seconds: float) -> None:
+        self._channel = Channel(store, dist.get_rank(), size, seconds)
+        told: dict[int, list[list[int]]] = defaultdict(list)
+        for letter in mine:
+            told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
+        for receiver in range(first, size):
+            self._channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
+
+    @torch.no_grad()
+    def _send_rounds(self, magnitudes: Magnitudes) -> bool:
+        """Send everything that is this rank's to send; returns whether all scales are finite."""
+        assert self._channel
+        first, made = dist.get_world_size(), _Made(self._values, magnitudes)
+        for number, letters in enumerate(self._rounds):
+            by_receiver: dict[int, list[torch.Tensor]] = defaultdict(list)
+            for letter in letters:
+                by_receiver[first + letter.receiver].append(made.part(letter))
+            sent = {receiver: message_of(values) for receiver, values in by_receiver.items()}
+            for _ in self._channel.exchange(sent, {}, number):
+                pass
+        return made.are_finite()
+
+    def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
+        """Do something while engines do their part, which rank 0 asks them for."""
+        if asked is None:
+            return work()
+
+        async def both() -> T:
+            _, done = await asyncio.gather(asked, asyncio.to_thread(work))
+            return done
+
+        return self._holdings.runner.run(both())
+
+
+class _Made:
+    """What a rank has made of its shards for a transfer; of one tensor at a time.
+
+    Args:
+        values: What engines have for this rank's shards.
+        magnitudes: Of the present weights.
+    """
+
+    def __init__(self, values: ServedValues, magnitudes: Magnitudes):
+        self._values, self._magnitudes = values, magnitudes
+        self._shards = {
+            (name, box): shard for shard in values.shards for name, box in values.boxes(shard.hf_name, shard.where)
+        }
+        self._of = ""
+        self._parts: dict[tuple[str, Box, bool], ServedPart] = {}
+        self._finite: list[torch.Tensor] = []
+
+    def part(self, letter: Letter) -> torch.Tensor:
+        """Return what a letter carries, [rows, columns] in the receiver's type."""
+        shard = self._shards[letter.name, letter.made]
+        as_codes = letter.dtype == CODES or letter.name != shard.hf_name
+        if self._of != shard.hf_name:
+            self._of, self._parts = shard.hf_name, {}
+        if (letter.name, letter.made, as_codes) not in self._parts:
+            for part in self._values.parts(shard, self._magnitudes, as_codes):
+                self._parts[part.name, part.box, as_codes] = part
+                if part.name != shard.hf_name:
+                    self._finite.append(torch.isfinite(part.values).all())
+        made = self._parts[letter.name, letter.made, as_codes]
+        return made.cut(letter.box).values.to(getattr(torch, letter.dtype))
+
+    def are_finite(self) -> bool:
+        """Tell whether all scales are: those of weights that are not are neither."""
+        return not self._finite or bool(torch.stack(self._finite).all())
+
+
+def _meeting_place() -> tuple[socket.socket | None, Any]:
+    """Return where trainer and engines meet: a file where the ranks met in one, else a port of their address."""
+    if path := os.environ.get(FILE_VARIABLE):
+        return None, f"{path}-{secrets.token_hex(8)}"
+    listener = socket.create_server((os.environ["MASTER_ADDR"], 0))
+    return listener, [*listener.getsockname()[:2]]
+
+
+def _store(listener: socket.socket | None, place: Any, size: int, seconds: float) -> dist.Store:
+    if listener is None:
+        return meet(place, size, seconds)
+    host, port = place
+    return dist.TCPStore(host, port, size, True, timedelta(seconds=seconds), master_listen_fd=listener.detach())
