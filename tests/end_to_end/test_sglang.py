@@ -22,8 +22,8 @@ from tests.support.workflow_runs import FAST, WorkflowFolder
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 
-# Of one rank.
-GLOO_GROUPS = 25
+# Of one rank, with the one in which weights go to the engine.
+GLOO_GROUPS = 25 + 1
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -79,6 +79,7 @@ def settings(model: Path, prompts: dict[str, Path]) -> dict[str, object]:
         "trainer.save_interval": 10,
         "optimizer.lr": 1e-2,
         "engine.kind": "sglang",
+        "engine.weight_transport": "sharded",
         "engine.python": PYTHON,
         "engine.num_threads": 1,
         "engine.groups_per_request": 8,

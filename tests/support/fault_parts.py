@@ -28,6 +28,7 @@ PARTS = {
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
     "rehearsal": "recipes and seeded faults, rehearsed on devices that are said to be there (`make env-rehearsal`)",
     "rehearsal-plan": "the plan's memory against the rehearsal's, of recipes and of 30 combinations",
+    "transfer": "messages of a weight transfer dropped, repeated, cut, spoiled or forged; members that end in it",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",

@@ -120,7 +120,7 @@ KNOWN = {
     # Asked while it loads or ends it says nothing.
     "engine": Known(r"posttrain\.engines\.embedded|sglang_server\.py", "tcp", rf"HTTP/1\.1 401 .*|nothing|{CLOSED}"),
     "head of a job": Known(r"train_grpo\.py", "tcp", CLOSED),
-    "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", "nothing"),
+    "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", f"nothing|{CLOSED}"),
     "meeting of ranks": Known(re.escape(RANK), "tcp", "nothing"),
     "BitTorrent": Known(r"stage_to_node_local\.py|posttrain\.launch\.node", "tcp|udp", CLOSED),
     "preflight": Known(r"posttrain\.preflight\.links|posttrain\.launch\.node", "tcp", f"nothing|{CLOSED}"),
@@ -184,8 +184,8 @@ def _is_settled(found: Listener) -> bool:
 
 
 def silent_sockets(found: Sequence[Listener]) -> list[Listener]:
-    """Return those of the trainer ranks that say nothing to another user."""
-    return [at for at in found if at.program == RANK and at.heard == "nothing"]
+    """Return those of the trainer ranks that say nothing to another user, or end meanwhile."""
+    return [at for at in found if at.program == RANK and re.fullmatch(f"nothing|{CLOSED}", at.heard)]
 
 
 def _fail_for(sockets: Sequence[Listener]) -> None:

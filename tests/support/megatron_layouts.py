@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -132,7 +133,7 @@ def run(config: Config, checkpoint: Path, folder: Path, other: Path | None) -> d
 
 
 def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
-    """Return of engines' weights: shards not seen, wrong, changed for good; other digests, sent otherwise.
+    """Return of engines' weights: shards not seen, wrong, changed for good; other digests, sent and received otherwise.
 
     Engines get whole tensors through the quantiser. Each layer is looked at when its forward pass begins, the rest
     before; and all of it when the pass is over.
@@ -159,6 +160,7 @@ def count_not_served(policy, weights, tensors, strategy: str) -> list[int]:
         hook.remove()
     changed = sum(not torch.equal(shard.values, own) for shard, own in zip(shards, before, strict=True))
     differing = count_other_digests(values, held), count_sent_otherwise(values, weights, tensors, strategy)
+    differing += (count_received_otherwise(policy.config, values, weights, tensors, held, strategy),)
     return [len(shards) - len(wrong), sum(wrong.values()), changed, *differing]
 
 
@@ -188,6 +190,43 @@ def count_sent_otherwise(values, weights, tensors, strategy: str) -> int:
     if dist.get_rank() != 0:
         return sum(tensor is not None for tensor in sent.values())
     return sum(not equal_bits(tensor, expected[name]) for name, tensor in sent.items())
+
+
+def count_received_otherwise(config, values, weights, tensors, held, strategy: str, num_ranks: int = 3) -> int:
+    """Return how many parts of engines' ranks have other bits than the whole tensors after two sharded transfers."""
+    from tests.support.loopback_engines import LoopbackEngines
+
+    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.sharded import ShardedTransfer
+
+    sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
+    is_first = dist.get_rank() == 0
+    engines = LoopbackEngines(sent, 2, num_ranks) if is_first else None
+    with asyncio.Runner() as runner:
+        transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 14)
+        for version in (1, 2):
+            transfer.send(version)
+    if engines is None:
+        return 0
+    assert engines.version == 2
+    return received_otherwise(engines, weights, tensors, held, strategy)
+
+
+def received_otherwise(engines, weights, tensors, held, strategy: str) -> int:
+    """Return how many parts of engines have other bits than the whole tensors, quantised in one piece."""
+    from tests.support.loopback_engines import cut_from
+
+    from posttrain.checkpoint.quantization.fp8 import Fp8Format
+    from posttrain.weight_sync.holdings import CODES
+
+    codes = quantised({name: tensors[name] for name in weights.names}, Fp8Format(strategy)) if strategy else {}
+    is_kept_as_codes = {part.name for rank in engines.ranks for part in rank.parts if part.dtype == CODES}
+
+    def expected(part):
+        is_scale = part.name not in held
+        return cut_from((codes if is_scale or part.name in is_kept_as_codes else held)[part.name], part)
+
+    return sum(rank.count_wrong(expected) for rank in engines.ranks)
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

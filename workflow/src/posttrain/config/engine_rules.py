@@ -90,6 +90,12 @@ def _deepep_buffers(config: Config) -> Problems:
         yield Problem("engine.graph_batch_size", str(engine.graph_batch_size), allowed, "lower it, or engine.mtp_steps")
 
 
+def _transport(config: Config) -> Problems:
+    if config.engine.kind == "embedded" and config.engine.weight_transport == "sharded":
+        allowed = "tensor or disk with engine.kind=embedded, which is one process"
+        yield Problem("engine.weight_transport", "sharded", allowed, "set engine.weight_transport=tensor")
+
+
 def _world_sizes(config: Config) -> list[tuple[str, int]]:
     sizes = [("engine.gpus_per_engine", config.engine.gpus_per_engine)]
     if config.engine.pd.num_prefill_engines:
@@ -108,4 +114,5 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _speculation,
     _disaggregation,
     _deepep_buffers,
+    _transport,
 )

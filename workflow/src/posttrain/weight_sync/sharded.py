@@ -43,12 +43,19 @@ class ShardedTransfer:
     Args:
         config: The resolved configuration.
         holdings: What engines keep.
+        round_bytes: What a rank sends in a round, see `plan_letters`; by default a bucket.
     """
 
-    def __init__(self, config: Config, holdings: Holdings):
+    def __init__(self, config: Config, holdings: Holdings, round_bytes: int = 0):
         self._config, self._holdings, self._values = config, holdings, holdings.values
+        self._round_bytes = round_bytes or config.engine.weight_bucket_mib * MIB
         self._channel: Channel | None = None
         self._rounds: list[list[Letter]] = []
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self._channel.num_sent if self._channel else 0
 
     def send(self, version: int, besides: Iterable[NamedTensors] = ()) -> None:
         """Bring all engines to the present weights under a version.
@@ -80,7 +87,7 @@ class ShardedTransfer:
         """Decide who sends what, meet the engines, and tell each rank of theirs what it gets."""
         held, client = self._holdings.held, self._holdings.client
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
-        letters = plan_letters(receivers, self._values.holders, self._config.engine.weight_bucket_mib * MIB)
+        letters = plan_letters(receivers, self._values.holders, self._round_bytes)
         num_senders, rank = dist.get_world_size(), dist.get_rank()
         if rank == 0:
             total = sum(letter.num_bytes for letter in letters)

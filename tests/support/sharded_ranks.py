@@ -1,0 +1,69 @@
+"""Eight ranks of a trainer, and four of an engine in threads: what a sharded transfer sends, and how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def main() -> None:
+    """Run one gang after the other; rank 0 writes down what was sent."""
+    from tests.support.megatron_single import run_forked
+
+    for request in json.loads(sys.argv[1])["requests"]:
+        folder = Path(request["folder"])
+        run_forked(request["ranks"], folder / "meeting", partial(run_rank, request, folder))
+
+
+def run_rank(request: dict[str, Any], folder: Path) -> None:
+    from tests.support.hub_tensors import fill
+    from tests.support.loopback_engines import LoopbackEngines
+    from tests.support.megatron_layouts import as_served, received_otherwise
+    from tests.support.megatron_single import test_config
+    from tests.support.tiny_checkpoint import TRAINED, random_tensors
+
+    from posttrain.megatron_backend.initialize import initialize
+    from posttrain.megatron_backend.model import build_policy
+    from posttrain.megatron_backend.plain_data import gather_plain
+    from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.weight_sync.holdings import Holdings
+    from posttrain.weight_sync.sharded import ShardedTransfer
+
+    config = test_config(TRAINED, **request["parallel"])
+    initialize(config)
+    policy = build_policy(config)
+    weights, tensors = HubWeights(policy.chunks, TRAINED), random_tensors(TRAINED, 3)
+    fill(weights, tensors)
+    values, held = as_served(weights, tensors, request["strategy"])
+    sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
+    engines = LoopbackEngines(sent, 1, request["engine_ranks"]) if dist.get_rank() == 0 else None
+    with asyncio.Runner() as runner:
+        transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 16)
+        transfer.send(1)
+        dist.barrier()
+        started = time.process_time()
+        transfer.send(2)
+        seconds = time.process_time() - started
+    ranks = engines.ranks if engines else []
+    told = {
+        "sent": gather_plain(transfer.num_sent),
+        "seconds": gather_plain(seconds),
+        "received": [rank.channel.num_received for rank in ranks],
+        "kept": [rank.num_bytes for rank in ranks],
+        "parts": [len(rank.parts) for rank in ranks],
+        "wrong": received_otherwise(engines, weights, tensors, held, request["strategy"]) if engines else 0,
+    }
+    if engines:
+        (folder / "told.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Weights from eight trainer ranks to four engine ranks: each byte once, nobody much more than the others."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tests.support.loopback_engines import LoopbackEngines
+from tests.support.megatron_single import run_gangs
+
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import ALIGNMENT_BYTES
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.weight_sync.holdings import HeldPart
+from posttrain.weight_sync.letters import plan_letters, spread
+
+LAYOUTS = {
+    "tensor, expert, data": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "pipeline, expert": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4},
+}
+
+
+def test_eight_ranks_send_each_byte_once(tmp_path: Path) -> None:
+    requests = []
+    for number, parallel in enumerate(LAYOUTS.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        requests.append(
+            {"ranks": 8, "engine_ranks": 4, "parallel": parallel, "strategy": "block", "folder": str(folder)}
+        )
+    run_gangs("sharded_ranks", {"requests": requests})
+    for request in requests:
+        told = json.loads((Path(request["folder"]) / "told.json").read_text())
+        assert told["wrong"] == 0
+        assert sum(told["sent"]) == sum(told["received"])
+        # Two transfers; parts are aligned.
+        for received, kept, parts in zip(told["received"], told["kept"], told["parts"], strict=True):
+            assert received <= 2 * (1.05 * kept + 8 * parts * ALIGNMENT_BYTES)
+        assert max(told["sent"]) <= 1.2 * sum(told["sent"]) / 8, told["sent"]
+
+
+def test_every_number_comes_from_one_that_has_it_and_the_busiest_is_spared() -> None:
+    """Drawn cuts of senders and receivers; what they say of each other is looked at number by number."""
+    for seed in range(20):
+        drawn = random.Random(seed)
+        shapes = {f"w{i}": (drawn.randrange(4, 40), drawn.randrange(4, 40)) for i in range(30)}
+        engines = LoopbackEngines({name: (shape, "BF16") for name, shape in shapes.items()}, 2, 3, seed)
+        held = [rank.parts for rank in engines.ranks]
+        holders = {name: _cuts(shape, drawn) for name, shape in shapes.items()}
+        letters = plan_letters(held, holders, 512)
+        got = {(r, n): 0 for r, parts in enumerate(held) for n in range(len(parts))}
+        for letter in letters:
+            part = held[letter.receiver][letter.piece.part]
+            assert letter.sender in holders[letter.name][letter.made]
+            assert letter.box.meets(letter.made) == letter.box.meets(part.box) == letter.box
+            assert letter.piece.box == letter.box.within(part.box)
+            got[letter.receiver, letter.piece.part] += letter.box.rows * letter.box.columns
+        assert all(size == held[r][n].box.rows * held[r][n].box.columns for (r, n), size in got.items())
+        assert spread(letters, 4) < 1.2
+        assert plan_letters(held, holders, 512) == letters, "alike on every rank"
+        in_order = [(letter.sender, letter.piece.round) for letter in letters]
+        assert in_order == sorted(in_order)
+        for place in set(in_order):
+            size = [letter.num_bytes for letter in letters if (letter.sender, letter.piece.round) == place]
+            assert sum(size) <= 512 or len(size) == 1
+
+
+def _cuts(shape: tuple[int, int], drawn: random.Random) -> dict[Box, list[int]]:
+    """Cut a tensor between pairs of four senders, or leave it whole on all of them."""
+    rows, columns = shape
+    if drawn.random() < 0.5:
+        return {Box(0, 0, rows, columns): [0, 1, 2, 3]}
+    cut = drawn.randrange(1, rows)
+    return {Box(0, 0, cut, columns): [0, 2], Box(cut, 0, rows - cut, columns): [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("holders", "words"),
+    [
+        ({}, "too little of it"),
+        ({Box(0, 0, 3, 4): [0]}, "too little of it"),
+        ({Box(0, 0, 4, 4): [0], Box(2, 0, 2, 4): [1]}, "some of it twice"),
+    ],
+)
+def test_what_nobody_has_is_named(holders: dict[Box, list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"w, Box\(row=0.*{words}"):
+        plan_letters([[HeldPart("w", Box(0, 0, 4, 4), "bfloat16")]], {"w": holders}, 512)
