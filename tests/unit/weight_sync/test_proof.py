@@ -98,6 +98,17 @@ def test_an_engine_that_holds_something_else_is_named(checkpoint, trainer, way) 
             proof.check(1)
 
 
+def test_an_engine_that_holds_something_else_at_the_end_of_a_rollout_is_named(checkpoint, trainer) -> None:
+    with publishing(checkpoint, trainer) as (model, _, publisher, _, _):
+        publisher.prove_again()  # of nothing: no version was published
+        publisher.publish(1)
+        publisher.prove_again()
+        with torch.no_grad():
+            views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
+        with pytest.raises(RuntimeError, match=rf"weight version 1: .*\(engine 0: {re.escape(GATE)}\)"):
+            publisher.prove_again()
+
+
 def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer, monkeypatch) -> None:
     views = ServedWeights._views
     monkeypatch.setattr(ServedWeights, "_views", lambda self: {n: v for n, v in views(self).items() if n != GATE})

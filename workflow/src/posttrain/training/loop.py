@@ -51,7 +51,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     run.reseed(step)
     evaluated = run.evaluate(step, clock)
     with clock.phase("rollout"):
-        rollout = run.source.collect(step)
+        rollout = run.collect(step)
     run.state.finish_save(clock)
     run.find_slow_ranks()  # while engines rest, and nothing is written
     updates = run.make_updates(rollout.groups)

@@ -98,6 +98,17 @@ class TrainingRun:
         if self.publisher:
             self.publisher.publish(finished)
 
+    def collect(self, step: int) -> RolloutResult:
+        """Return the rollout of a step, from 0, of engines that held the same weights until its end; collective.
+
+        Raises:
+            RuntimeError: One held others; nothing is trained on.
+        """
+        rollout = self.source.collect(step)
+        if self.publisher:
+            self.publisher.prove_again()
+        return rollout
+
     def evaluate(self, finished: int, clock: PhaseClock) -> dict[str, float]:
         """Measure the engines' weights where that is due, and return metrics, on rank 0; collective.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,21 @@ def can_prove(config: Config) -> bool:
     return config.engine.kind == "embedded" or not (is_blackwell and config.rollout.fp8)
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """What engines have to show.
+
+    Args:
+        version: Of the weights.
+        key: Hexadecimal.
+        digests: Of each of the parts that engines hold, [parts, 2] int64.
+    """
+
+    version: int
+    key: str
+    digests: torch.Tensor
+
+
 class WeightProof:
     """Compares the trainer's digests with the engines'.
 
@@ -32,6 +48,7 @@ class WeightProof:
 
     def __init__(self, holdings: Holdings, secret: str):
         self._holdings, self._secret = holdings, secret
+        self._expected: _Expected | None = None
 
     def check(self, version: int) -> None:
         """Have every rank of every engine prove that it holds the present weights under a version; collective.
@@ -42,33 +59,44 @@ class WeightProof:
         held, is_first = self._holdings.held, self._holdings.client is not None
         key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
         expected = digests(self._holdings.values, bytes.fromhex(key), held.parts)
-        wrong = share_plain([*self._wrong(held, key, expected)])
+        self._expected = _Expected(version, key, expected)
+        self.check_again()
+
+    def check_again(self) -> None:
+        """Have them prove that they still hold what they were checked for; nothing where they never were.
+
+        Raises:
+            RuntimeError: See `check`.
+        """
+        if self._expected is None:
+            return
+        wrong = share_plain([*self._wrong(self._holdings.held, self._expected)])
         if any(wrong):
             told = "; ".join(f"engine {number}: {names}" for number, names in enumerate(wrong) if names)
             raise RuntimeError(
-                f"weight version {version}: engines hold other weights than the trainer has sent ({told}). Their "
-                "samples would be another policy's; the run goes on from its last checkpoint when it is started again"
+                f"weight version {self._expected.version}: engines hold other weights than the trainer has sent "
+                f"({told}). Their samples would be another policy's; the run goes on from its last checkpoint when it "
+                "is started again"
             )
 
-    def _wrong(self, held: Held, key: str, expected: torch.Tensor) -> Iterator[str]:
+    def _wrong(self, held: Held, expected: _Expected) -> Iterator[str]:
         """Yield for each engine the names of tensors that differ; on rank 0."""
         client, runner = self._holdings.client, self._holdings.runner
         if client is None:
             return
-        answers = runner.run(client.ask_ranks("digest", key=key))
-        wanted = [
-            [as_text(together(expected[parts], bytes.fromhex(key))) for parts in ranks] for ranks in held.of_ranks
-        ]
-        details = answers if answers == wanted else runner.run(client.ask_ranks("digests", key=key))
+        answers = runner.run(client.ask_ranks("digest", key=expected.key))
+        key, parts_of = bytes.fromhex(expected.key), held.of_ranks
+        wanted = [[as_text(together(expected.digests[parts], key)) for parts in ranks] for ranks in parts_of]
+        details = answers if answers == wanted else runner.run(client.ask_ranks("digests", key=expected.key))
         for number, lacking in enumerate(held.without):
             names = {
                 held.parts[part].name
                 for parts, answer, told, own in zip(
-                    held.of_ranks[number], answers[number], details[number], wanted[number], strict=True
+                    parts_of[number], answers[number], details[number], wanted[number], strict=True
                 )
                 if answer != own
                 for part, digest in zip(parts, unpacked(told), strict=True)
-                if digest != as_text(expected[part])
+                if digest != as_text(expected.digests[part])
             }
             yield ", ".join(filter(None, (listed(sorted(names)), lacking)))
 

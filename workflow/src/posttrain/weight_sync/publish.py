@@ -67,6 +67,15 @@ class WeightPublisher:
         if self._proof:
             self._proof.check(version)
 
+    def prove_again(self) -> None:
+        """Have engines prove that they still hold what was published last; collective.
+
+        Raises:
+            RuntimeError: One holds something else: what it has sampled since is nobody's policy.
+        """
+        if self._proof:
+            self._proof.check_again()
+
     def _send(self, version: int) -> None:
         if self._sharded:
             self._sharded.send(version, self._in_buckets(self._untrained()))
