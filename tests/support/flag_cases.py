@@ -44,6 +44,7 @@ SMALL = {
     "glm4.5_air-recipe": {"model": "glm4.5_air"},
     "qwen3_30b_a3b-recipe": {"model": "qwen3_30b_a3b"},
     "qwen3_4b-recipe": {"model": "qwen3_4b"},
+    "qwen3_4b-deterministic": {"model": "qwen3_4b", "set": "engine.deterministic=true"},
 }
 
 

@@ -21,6 +21,8 @@ VIOLATIONS = (
     ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
     ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
     ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
+    ("glm5", "engine.deterministic=true", "engine.deterministic"),
+    ("tiny", "engine.weight_transport=sharded", "engine.weight_transport"),
     ("tiny", PREFILL, "engine.pd.num_prefill_engines"),
     # 128 GPUs are taken by one engine that decodes and one that prefills
     ("glm5", "engine.num_engines=2", "engine.pd.num_prefill_engines"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -85,14 +86,29 @@ class Wire:
     def num_received(self) -> int:
         return self._channel.num_received
 
-    def exchange(self, sent: Any, received: Any, number: int) -> Iterator[tuple[int, torch.Tensor]]:
-        for by, message in self._channel.exchange(sent, received, number):
-            place, came = (number, by), message.clone()
-            if self.spoil and self.spoil[1] == place:
-                message = self.spoil[0](message, place, self.before, self.spoil[2])
-            self.before[place] = came
-            if message is not None:
-                yield by, message
+    def begin(self, sent: Any, sizes: Any, number: int) -> Spoiled:
+        return Spoiled(self, self._channel.begin(sent, sizes, number), number)
+
+    def came(self, place: Place, message: torch.Tensor) -> torch.Tensor | None:
+        """Return what a receiver gets of a message."""
+        came = message.clone()
+        if self.spoil and self.spoil[1] == place:
+            message = self.spoil[0](message, place, self.before, self.spoil[2])
+        self.before[place] = came
+        return message
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A round on its way."""
+
+    wire: Wire
+    begun: Any
+    number: int
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        came = {by: self.wire.came((self.number, by), message) for by, message in self.begun.wait().items()}
+        return {by: message for by, message in came.items() if message is not None}
 
 
 class Transfers:
@@ -211,7 +227,7 @@ class _Dying:
     def __init__(self, channel: Any, rounds: int):
         self._channel, self._rounds = channel, rounds
 
-    def exchange(self, sent: Any, received: Any, number: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def begin(self, sent: Any, sizes: Any, number: int) -> Any:
         if number == self._rounds:
             raise DiesError("a member has ended")
-        return self._channel.exchange(sent, received, number)
+        return self._channel.begin(sent, sizes, number)

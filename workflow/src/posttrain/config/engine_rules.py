@@ -90,6 +90,12 @@ def _deepep_buffers(config: Config) -> Problems:
         yield Problem("engine.graph_batch_size", str(engine.graph_batch_size), allowed, "lower it, or engine.mtp_steps")
 
 
+def _determinism(config: Config) -> Problems:
+    if config.engine.deterministic and _is_sglang_on_gpus(config) and config.model.architecture.index_n_heads:
+        allowed = "false for sparse attention: SGLang 0.5.23 has no kernel of it whose sums are the same in any batch"
+        yield Problem("engine.deterministic", "true", allowed, "leave it off")
+
+
 def _transport(config: Config) -> Problems:
     if config.engine.kind == "embedded" and config.engine.weight_transport == "sharded":
         allowed = "tensor or disk with engine.kind=embedded, which is one process"
@@ -115,4 +121,5 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _disaggregation,
     _deepep_buffers,
     _transport,
+    _determinism,
 )

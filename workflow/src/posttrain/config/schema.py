@@ -282,6 +282,12 @@ class Engine:
     deepep: bool = _doc(
         "DeepEP carries tokens to experts, in engines with FP8 weights and on hardware that has it", True
     )
+    deterministic: bool = _doc(
+        "SGLang on GPUs samples each response from its own seed, by kernels whose sums do not depend on the batch: a "
+        "resumed run then has the samples of an undisturbed one on the same hardware. Slower, by how much depends on "
+        "the kernels; on CPUs it is always so",
+        False,
+    )
     mtp_steps: int = _doc(
         "Tokens that the MTP layer drafts ahead (EAGLE); 0: no speculation. The draft is not trained: it slows down as "
         "the policy moves away from it, and never changes what is sampled",

@@ -45,6 +45,8 @@ ENGINE = (
         "--sglang-speculative-num-draft-tokens 4", "",
         "--speculative-algorithm --speculative-eagle-topk --speculative-num-draft-tokens",
         "follow from `engine.mtp_steps`"),
+    row("--sglang-enable-deterministic-inference", "engine.deterministic", "--enable-deterministic-inference",
+        convert=to.always(engine__deterministic=True), absent="false"),
     row("--prefill-num-servers 1", "engine.pd.num_prefill_engines engine.pd.gpus_per_prefill_engine", "",
         "with W 16, or 64 from 16 nodes on, in the recipes of 6, 16 and 32 nodes",
         told="`--disaggregation-mode prefill` and `decode`, `--disaggregation-transfer-backend`",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Round, meet, message_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.tensor_payload import NamedTensors
 from posttrain.errors import CheckpointError
@@ -125,13 +125,17 @@ class ShardedTransfer:
         """Send everything that is this rank's to send; returns whether all scales are finite."""
         assert self._channel
         first, made = dist.get_world_size(), _Made(self._values, magnitudes)
+        begun: Round | None = None
         for number, letters in enumerate(self._rounds):
             by_receiver: dict[int, list[torch.Tensor]] = defaultdict(list)
             for letter in letters:
                 by_receiver[first + letter.receiver].append(made.part(letter))
             sent = {receiver: message_of(values) for receiver, values in by_receiver.items()}
-            for _ in self._channel.exchange(sent, {}, number):
-                pass
+            if begun:  # was on its way while this one was made
+                begun.wait()
+            begun = self._channel.begin(sent, {}, number)
+        if begun:
+            begun.wait()
         return made.are_finite()
 
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:

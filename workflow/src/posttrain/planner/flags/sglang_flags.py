@@ -213,6 +213,7 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
         _speculation,
         _disaggregation,
         _nodes,
+        _determinism,
     )
     return flags + [item for part in parts for item in part(config, role)]
 
@@ -307,6 +308,12 @@ def _disaggregation(config: Config, role: str) -> list[Flag]:
 def _nodes(config: Config, role: str) -> list[Flag]:
     nodes = nodes_per_engine(config, role)
     return [flag("--nnodes", nodes, _world_size_key(role), "hardware.gpus_per_node")] if nodes > 1 else []
+
+
+def _determinism(config: Config, role: str) -> list[Flag]:
+    reason = "without it `sampling_seed` has no effect"
+    chosen = [flag("--enable-deterministic-inference", True, "engine.deterministic", reason=reason)]
+    return chosen if config.engine.deterministic else []
 
 
 def _world_size_key(role: str) -> str:

@@ -11,6 +11,7 @@ NCCL takes no two members, memory savers, and expandable segments, whose memory 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -38,6 +39,27 @@ class Piece(NamedTuple):
     box: Box
 
 
+@dataclass(frozen=True)
+class Round:
+    """Messages that are on their way.
+
+    Args:
+        works: Of each.
+        sent: Kept until they have left.
+        received: From whom -> where its message goes, on the CPU.
+    """
+
+    works: Sequence[Any]
+    sent: Mapping[int, torch.Tensor]
+    received: Mapping[int, torch.Tensor]
+
+    def wait(self) -> Mapping[int, torch.Tensor]:
+        """Return what has come, when all of it has, and all has left."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
 class Channel:
     """A group of its own of trainer and engine ranks, over gloo.
 
@@ -52,26 +74,21 @@ class Channel:
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
         self.num_sent = self.num_received = 0
 
-    def exchange(
-        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], number: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Pass on the messages of a round; yields what has come, (from whom, message), when all have.
+    def begin(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int], number: int) -> Round:
+        """Begin to pass on the messages of a round.
 
         Args:
-            sent: To whom -> message, any bytes in one dimension.
-            received: From whom -> something as large as its message, where it is to be.
+            sent: To whom -> message, [bytes] uint8.
+            sizes: From whom -> bytes of its message.
             number: Of the round.
         """
-        messages = {to: tensor.cpu() for to, tensor in sent.items()}
-        places = {by: torch.empty_like(tensor, device="cpu") for by, tensor in received.items()}
+        messages = {to: message.cpu() for to, message in sent.items()}
+        places = {by: torch.empty(size, dtype=torch.uint8) for by, size in sizes.items()}
         works = [self._group.recv([place], by, number) for by, place in places.items()]
         works += [self._group.send([message], to, number) for to, message in messages.items()]
-        for work in works:
-            work.wait()
         self.num_sent += sum(map(len, messages.values()))
-        self.num_received += sum(map(len, places.values()))
-        for by, place in places.items():
-            yield by, place.to(received[by].device)
+        self.num_received += sum(sizes.values())
+        return Round(works, messages, places)
 
     def send_table(self, table: torch.Tensor, to: int) -> None:
         """Tell a member something: [n, k] int64."""
@@ -118,21 +135,25 @@ class Receiver:
             views: The parts, [rows, columns] each, in their order.
         """
         before = self._channel.num_received
-        by_round: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
+        places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
         for sender, pieces in self._pieces.items():
             for piece in pieces:
-                by_round[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
-        for number, places in enumerate(by_round):
-            messages = {sender: _flat(targets) for sender, targets in places.items()}
-            for sender, message in self._channel.exchange({}, messages, number):
-                for target, octets in zip(places[sender], _split(message, places[sender]), strict=True):
+                places[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
+        sizes = [{sender: _size_of(targets) for sender, targets in of_round.items()} for of_round in places]
+        begun = [self._channel.begin({}, sizes[0], 0)] if sizes else []
+        for number, of_round in enumerate(places):
+            if number + 1 < len(sizes):  # comes while this one is written
+                begun.append(self._channel.begin({}, sizes[number + 1], number + 1))
+            for sender, message in begun.pop(0).wait().items():
+                here = message.to(of_round[sender][0].device)
+                for target, octets in zip(of_round[sender], _split(here, of_round[sender]), strict=True):
                     target.copy_(octets)
         return self._channel.num_received - before
 
 
 def message_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one message, [bytes] uint8, of pieces, [rows, columns] each."""
-    message = _flat(values)
+    """Return one message, [bytes] uint8, of pieces, [rows, columns] each; what is between them is not defined."""
+    message = torch.empty(_size_of(values), dtype=torch.uint8, device=values[0].device)
     for place, value in zip(_split(message, values), values, strict=True):
         place.copy_(value)
     return message
@@ -147,10 +168,8 @@ def _cut(view: torch.Tensor, box: Box) -> torch.Tensor:
     return view[box.row : box.row + box.rows, box.column : box.column + box.columns]
 
 
-def _flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a message that has no content yet; every byte of it is defined."""
-    size = sum(size_of(len(piece), piece.shape[1], piece.element_size()) for piece in pieces)
-    return torch.zeros(size, dtype=torch.uint8, device=pieces[0].device)
+def _size_of(pieces: Sequence[torch.Tensor]) -> int:
+    return sum(size_of(len(piece), piece.shape[1], piece.element_size()) for piece in pieces)
 
 
 def _split(message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -1,0 +1,171 @@
+"""Weights from trainer ranks to engine ranks: how fast one pair of them is, who sends how much, and what follows.
+
+    python -m benchmarks.weight_sync
+
+Measured: one process quantises nothing and sends parts of matrices to another, which writes them where they belong, by
+the way that a training takes (`posttrain_plugin.exchange`); beside it, one `memcpy` of as many bytes. Counted: what
+each of 128 trainer ranks sends of GLM-5 to one engine of 64 ranks, whose attention is data-parallel. What follows is
+a forecast, of host memory and of the network's rate by the hardware's table.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from benchmarks.claims import report
+
+from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.config.schema import Config
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
+from posttrain.planner.resolve import resolve
+from posttrain.weight_sync.holdings import HeldPart
+from posttrain.weight_sync.letters import Letter, plan_letters, spread
+from posttrain.weight_sync.publish import served_format
+
+CONFIG_DIR = Path(__file__).parents[1] / "config"
+# Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
+ROWS, COLUMNS, PARTS, ROUNDS, REPEATS = 2048, 6144, 8, 8, 5
+DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+EXPERT = re.compile(r"experts\.(\d+)\.")
+GB = 1e9
+
+
+def main() -> None:
+    """Print the tables, and a line of JSON for each claim."""
+    rate, copied = measure_pair()
+    print(f"one sender, one receiver: {rate:.2f} GB/s of parts packed, sent and written; memcpy {copied:.2f} GB/s")
+    config = resolve({"model": "glm5", "nodes": 16, "site": "local"}, CONFIG_DIR).config
+    started = time.process_time()
+    held, holders = layout_of(config, senders=128, stages=4, cut=4, receivers=64)
+    letters = plan_letters(held, holders, config.engine.weight_bucket_mib << 20)
+    seconds = time.process_time() - started
+    total, most = totals(letters)
+    print(f"GLM-5, 128 to 64 ranks: {len(letters)} letters decided in {seconds:.1f} s, {total / GB:,.0f} GB, ", end="")
+    print(f"the busiest sends {most / GB:.1f} GB, {spread(letters, 128):.2f} of the mean")
+    report("share of memcpy's rate of one sender and one receiver", rate / copied, 0.1, at_least=True)
+    report("GB that an engine rank of GLM-5 gets, over what it keeps", received(letters, held), 1.05)
+    report("seconds in which a rank decides who sends what of GLM-5, once", seconds, 30)
+
+
+def measure_pair() -> tuple[float, float]:
+    """Return GB/s of a transfer between two processes, and of a copy in memory; medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"{folder}/meeting"
+        context = multiprocessing.get_context("spawn")
+        other = context.Process(target=_receive, args=(place,))
+        other.start()
+        rates = _send(place)
+        other.join()
+    source = torch.zeros(ROUNDS * PARTS * ROWS * COLUMNS, dtype=torch.uint8)
+    target, copies = torch.ones_like(source), []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        target.copy_(source)
+        copies.append(len(source) / GB / (time.perf_counter() - started))
+    return statistics.median(rates), statistics.median(copies)
+
+
+def _send(place: str) -> list[float]:
+    torch.set_num_threads(1)
+    channel = Channel(meet(place, 2, 60), 0, 2, 60)
+    table = [[r, r * PARTS + p, 0, 0, ROWS, COLUMNS] for r in range(ROUNDS) for p in range(PARTS)]
+    channel.send_table(torch.tensor(table), 1)
+    parts = torch.randint(0, 256, (PARTS, ROWS, COLUMNS), dtype=torch.uint8)
+    rates = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        begun = []
+        for number in range(ROUNDS):
+            message = message_of([*parts])
+            if begun:
+                begun.pop().wait()
+            begun.append(channel.begin({1: message}, {}, number))
+        begun.pop().wait()
+        channel.receive_table(1)
+        rates.append(ROUNDS * parts.numel() / GB / (time.perf_counter() - started))
+    return rates[1:]
+
+
+def _receive(place: str) -> None:
+    torch.set_num_threads(1)
+    channel = Channel(meet(place, 2, 60), 1, 2, 60)
+    receiver = Receiver(channel, [0])
+    views = [*torch.zeros(ROUNDS * PARTS, ROWS, COLUMNS, dtype=torch.uint8)]
+    for _ in range(REPEATS + 1):
+        receiver.receive(views)
+        channel.send_table(torch.zeros(1, 1, dtype=torch.int64), 0)
+
+
+Holders = dict[str, dict[Box, list[int]]]
+
+
+def layout_of(
+    config: Config, senders: int, stages: int, cut: int, receivers: int
+) -> tuple[list[list[HeldPart]], Holders]:
+    """Return what each engine rank keeps, and which trainer ranks have what.
+
+    Args:
+        config: The resolved configuration.
+        senders: Trainer ranks, in stages of consecutive ones.
+        stages: Of the pipeline.
+        cut: Tensor-parallel ranks of a stage; experts are spread over all of it.
+        receivers: Engine ranks: each has all of attention, and its share of the experts.
+    """
+    arch, served = config.model.architecture, served_format(config)
+    held: list[list[HeldPart]] = [[] for _ in range(receivers)]
+    holders: Holders = {}
+    of_stage, experts = senders // stages, arch.n_routed_experts
+    for name, spec in expected_tensors(arch).items():
+        if (layer := layer_of(name)) is not None and layer >= arch.num_hidden_layers:
+            continue
+        is_last = layer is None and "embed" not in name
+        first = of_stage * (stages - 1 if is_last else (layer or 0) * stages // arch.num_hidden_layers)
+        includes = served is not None and served.selection.includes(name, spec.shape)
+        for sent, sent_spec in (served.served_specs(name, spec) if served and includes else {name: spec}).items():
+            whole, dtype = whole_box(sent_spec.shape), DTYPES[sent_spec.dtype]
+            if found := EXPERT.search(name):
+                number = int(found[1])
+                held[number * receivers // experts].append(HeldPart(sent, whole, dtype))
+                holders[sent] = {whole: [first + number * of_stage // experts]}
+                continue
+            for keeper in held:
+                keeper.append(HeldPart(sent, whole, dtype))
+            num_cuts = cut if whole.rows > cut and whole.rows % cut == 0 else 1
+            rows = whole.rows // num_cuts
+            holders[sent] = {
+                Box(i * rows, 0, rows, whole.columns): [
+                    first + rank for rank in range(of_stage) if num_cuts == 1 or rank % cut == i
+                ]
+                for i in range(num_cuts)
+            }
+    return held, holders
+
+
+def totals(letters: list[Letter]) -> tuple[int, int]:
+    """Return bytes that are sent by all, and by the busiest."""
+    sent: dict[int, int] = {}
+    for letter in letters:
+        sent[letter.sender] = sent.get(letter.sender, 0) + letter.num_bytes
+    return sum(sent.values()), max(sent.values())
+
+
+def received(letters: list[Letter], held: list[list[HeldPart]]) -> float:
+    """Return what the ranks of an engine get, over what they keep; the worst of them."""
+    got = [0] * len(held)
+    for letter in letters:
+        got[letter.receiver] += letter.num_bytes
+    sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+    kept = [sum(part.box.rows * part.box.columns * sizes[part.dtype] for part in parts) for parts in held]
+    return max(g / k for g, k in zip(got, kept, strict=True))
+
+
+if __name__ == "__main__":
+    main()
