@@ -84,7 +84,7 @@ def _send(place: str) -> list[float]:
         started = time.perf_counter()
         begun = []
         for number in range(ROUNDS):
-            message = message_of([*parts])
+            message = message_of([*parts], channel, number, 1)
             if begun:
                 begun.pop().wait()
             begun.append(channel.begin({1: message}, {}, number))

@@ -225,7 +225,7 @@ class _Dying:
     """A channel that ends after some rounds."""
 
     def __init__(self, channel: Any, rounds: int):
-        self._channel, self._rounds = channel, rounds
+        self._channel, self._rounds, self.buffer = channel, rounds, channel.buffer
 
     def begin(self, sent: Any, sizes: Any, number: int) -> Any:
         if number == self._rounds:

@@ -130,7 +130,7 @@ class ShardedTransfer:
             by_receiver: dict[int, list[torch.Tensor]] = defaultdict(list)
             for letter in letters:
                 by_receiver[first + letter.receiver].append(made.part(letter))
-            sent = {receiver: message_of(values) for receiver, values in by_receiver.items()}
+            sent = {to: message_of(values, self._channel, number, to) for to, values in by_receiver.items()}
             if begun:  # was on its way while this one was made
                 begun.wait()
             begun = self._channel.begin(sent, {}, number)

@@ -23,6 +23,8 @@ from .followed import Box
 # Of each piece of a message: all element sizes divide it.
 ALIGNMENT_BYTES = 16
 TABLES = 1 << 20  # a tag that no round has
+ROUNDS_AT_ONCE = 2
+CPU = torch.device("cpu")
 
 
 class Piece(NamedTuple):
@@ -72,6 +74,7 @@ class Channel:
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float):
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+        self._buffers: dict[tuple[str, int, int, torch.device], torch.Tensor] = {}
         self.num_sent = self.num_received = 0
 
     def begin(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int], number: int) -> Round:
@@ -82,13 +85,29 @@ class Channel:
             sizes: From whom -> bytes of its message.
             number: Of the round.
         """
-        messages = {to: message.cpu() for to, message in sent.items()}
-        places = {by: torch.empty(size, dtype=torch.uint8) for by, size in sizes.items()}
+        messages = {to: self._on_host(message, "sent", number, to) for to, message in sent.items()}
+        places = {by: self.buffer(size, CPU, "received", number, by) for by, size in sizes.items()}
         works = [self._group.recv([place], by, number) for by, place in places.items()]
         works += [self._group.send([message], to, number) for to, message in messages.items()]
         self.num_sent += sum(map(len, messages.values()))
         self.num_received += sum(sizes.values())
         return Round(works, messages, places)
+
+    def buffer(self, size: int, device: torch.device, use: str, number: int, member: int) -> torch.Tensor:
+        """Return memory for a message, [size] uint8, in the place of the last but one round's of the same use.
+
+        New memory would be faulted in page by page, which takes longer than to send it.
+        """
+        key = (use, number % ROUNDS_AT_ONCE, member, device)
+        if key not in self._buffers or len(self._buffers[key]) < size:
+            is_pinned = device == CPU and torch.cuda.is_available()
+            self._buffers[key] = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        return self._buffers[key][:size]
+
+    def _on_host(self, message: torch.Tensor, use: str, number: int, member: int) -> torch.Tensor:
+        if message.device == CPU:
+            return message
+        return self.buffer(len(message), CPU, use, number, member).copy_(message)
 
     def send_table(self, table: torch.Tensor, to: int) -> None:
         """Tell a member something: [n, k] int64."""
@@ -151,9 +170,16 @@ class Receiver:
         return self._channel.num_received - before
 
 
-def message_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one message, [bytes] uint8, of pieces, [rows, columns] each; what is between them is not defined."""
-    message = torch.empty(_size_of(values), dtype=torch.uint8, device=values[0].device)
+def message_of(values: Sequence[torch.Tensor], channel: Channel, number: int, receiver: int) -> torch.Tensor:
+    """Return one message, [bytes] uint8, of pieces, [rows, columns] each; what is between them is not defined.
+
+    Args:
+        values: The pieces.
+        channel: That sends it.
+        number: Of its round.
+        receiver: To whom it goes.
+    """
+    message = channel.buffer(_size_of(values), values[0].device, "made", number, receiver)
     for place, value in zip(_split(message, values), values, strict=True):
         place.copy_(value)
     return message
