@@ -34,7 +34,9 @@ from posttrain.planner.timing.step_time import (
     evaluation_share,
     step_durations,
     step_with_save_seconds,
+    sync_seconds,
 )
+from posttrain.readable import format_seconds
 
 
 def find_problems(config: Config) -> list[Problem]:
@@ -61,6 +63,7 @@ def find_warnings(config: Config) -> list[Problem]:
     return [
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
         *_check_sleep(config),
+        *_check_transport(config),
         *_check_margin(config),
         *_check_node_names(config),
     ]
@@ -123,6 +126,15 @@ def _check_sleep(config: Config) -> Iterator[Problem]:
         found = f"{fraction}: {awake:.1f} GiB per rank that trains while engines keep their memory, as they do today"
         remedy = "give engines less, or the job more nodes; the plan's phases count on engines that sleep"
         yield Problem("engine.mem_fraction_static", found, _limit(config), remedy)
+
+
+def _check_transport(config: Config) -> Iterator[Problem]:
+    """Yield that SGLang's stock endpoint is asked for: everything goes through rank 0, once for each rank."""
+    is_sglang = config.hardware.device == "cuda" and config.engine.kind == "sglang"
+    if is_sglang and uses_engines(config) and config.engine.weight_transport == "tensor":
+        seconds = sync_seconds(config, Bandwidths().shared_storage)
+        found = f"tensor: {format_seconds(seconds)} for each update, through rank 0"
+        yield Problem("engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded")
 
 
 def _check_margin(config: Config) -> Iterator[Problem]:

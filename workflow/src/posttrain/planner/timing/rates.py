@@ -25,9 +25,11 @@ LAYER_SECONDS = 221e-6
 # on H800).
 MEMORY_SHARE = 0.9
 
-# New weights of the whole model per second, by broadcast, on nodes with 400 GB/s: 1,487.8 GB of GLM-5 in 58.3 s
-# (radixark/miles, docs/advanced/p2p-weight-transfer.md). The same page has 8.48 s with RDMA from peer to peer.
-SYNC_BYTES_PER_SECOND, SYNC_NETWORK_GB_PER_S = 1487.8e9 / 58.3, 400.0
+# New weights, by how they reach the engines. From shard to shard: what one rank of an engine gets per second through a
+# host's memory and gloo, packed, sent and written (`benchmarks/weight_sync.py`, two CPU cores). Through rank 0: JSON of
+# all ranks' copies per second (measured on the same kind of machine), and how much base64 adds. Others have 58.3 s for
+# 1,487.8 GB of GLM-5 by broadcast, and 8.48 s by RDMA (radixark/miles, docs/advanced/p2p-weight-transfer.md).
+SHARD_BYTES_PER_SECOND, JSON_BYTES_PER_SECOND, BASE64 = 2.0e9, 0.11e9, 4 / 3
 
 # Mean length of a response as a share of the longest: 5,698 of 8,192 tokens (NVIDIA-NeMo/RL,
 # docs/about/performance-summary.md, Qwen3-235B). Depends on model and data more than anything else here.

@@ -5,7 +5,7 @@
     old_logprobs   a forward pass over the samples of all updates but the first; none where the engine's are taken
     train          forward, backward, recomputation and collectives by cause (`update_time`), and the optimizer's state
                    read and written once per update
-    weight_sync    all weights in the engines' format, at the rate of a published broadcast
+    weight_sync    what each rank of an engine keeps, through the host's memory; or all through rank 0 or shared files
     save           one checkpoint at the rate of shared storage; every `trainer.save_interval` steps, during the next
                    step's rollout, so that a step waits only for what is longer
     evaluation     held-out prompts and suites: on one node before and after the run; with `evaluation.interval` on the
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posttrain.config.derived import (
+    engine_gpus,
     layers_per_stage,
     num_updates_per_step,
     prefill_gpus,
@@ -34,18 +35,20 @@ from posttrain.config.schema import Config, Parallel
 from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
 from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
+from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
-from posttrain.planner.sizing.memory import BYTES
+from posttrain.planner.sizing.memory import BYTES, GIB
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
 from posttrain.planner.sizing.storage import storage
 from posttrain.planner.timing.decoding import DecodingGpus, RolloutTime, rollout_time
 from posttrain.planner.timing.rates import (
+    BASE64,
     HOST_OPTIMIZER_BYTES_PER_SECOND,
+    JSON_BYTES_PER_SECOND,
     MEAN_RESPONSE_SHARE,
     MEMORY_SHARE,
     PROMPT_TOKENS,
-    SYNC_BYTES_PER_SECOND,
-    SYNC_NETWORK_GB_PER_S,
+    SHARD_BYTES_PER_SECOND,
 )
 from posttrain.planner.timing.update_time import Trainer, forward_causes, mfu, train_causes
 
@@ -181,7 +184,7 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
         "rollout": rollout.seconds,
         "old_logprobs": _share_of_old_pass(config) * logprob_seconds(trainer, work),
         "train": sum(causes.values()),
-        "weight_sync": sync_seconds(config) if uses_engines(config) else 0.0,
+        "weight_sync": sync_seconds(config, shared_storage) if uses_engines(config) else 0.0,
         "save": storage(config).training_checkpoint / shared_storage,
     }
     phases["idle"] = rollout.seconds * (1 - rollout.busy_share) + causes.get("pipeline idle", 0.0)
@@ -253,11 +256,23 @@ def optimizer_seconds(config: Config) -> float:
     return moved / (world_size(config) * config.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE)
 
 
-def sync_seconds(config: Config) -> float:
-    """Return the time in which all engines get new weights."""
+def sync_seconds(config: Config, shared_storage: float) -> float:
+    """Return the time in which all engines get new weights, as `engine.weight_transport` says.
+
+    Args:
+        config: The resolved configuration.
+        shared_storage: Bytes per second.
+    """
+    served = engine_memory(config)
+    kept = max(part.weights_gib_per_gpu for part in (served, served.prefill) if part) * GIB
+    if config.engine.weight_transport == "sharded":
+        node_bytes = kept * min(config.hardware.gpus_per_node, engine_gpus(config))
+        return max(kept / SHARD_BYTES_PER_SECOND, node_bytes / (config.hardware.network_gb_per_s * 1e9))
     weights = model_weights(config.model.architecture)
     size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
-    return size / (SYNC_BYTES_PER_SECOND * config.hardware.network_gb_per_s / SYNC_NETWORK_GB_PER_S)
+    if config.engine.weight_transport == "disk":  # written by rank 0, then read by every engine
+        return size * (1 + config.engine.num_engines) / shared_storage
+    return size * BASE64 * engine_gpus(config) / JSON_BYTES_PER_SECOND
 
 
 def evaluation_seconds(config: Config) -> float:
