@@ -22,6 +22,7 @@ from benchmarks.claims import report
 
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import layer_of
+from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
 from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
@@ -45,7 +46,7 @@ def main() -> None:
     config = resolve({"model": "glm5", "nodes": 16, "site": "local"}, CONFIG_DIR).config
     started = time.process_time()
     held, holders = layout_of(config, senders=128, stages=4, cut=4, receivers=64)
-    letters = plan_letters(held, holders, config.engine.weight_bucket_mib << 20)
+    letters = plan_letters(held, holders, update_bytes_at_once(config))
     seconds = time.process_time() - started
     total, most = totals(letters)
     print(f"GLM-5, 128 to 64 ranks: {len(letters)} letters decided in {seconds:.1f} s, {total / GB:,.0f} GB, ", end="")

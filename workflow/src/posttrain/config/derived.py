@@ -9,6 +9,9 @@ from typing import Any
 
 from posttrain.config.schema import Config
 
+# What a rank sends in one round from shard to shard. Rounds go through host memory, two at a time, on every rank.
+SHARDED_ROUND_BYTES = 256 << 20
+
 
 def world_size(config: Config) -> int:
     """Return the number of trainer ranks."""
@@ -64,6 +67,12 @@ def lr_decay_steps(config: Config) -> int:
 def prefill_gpus(config: Config) -> int:
     """Return the GPUs of the engines that only prefill."""
     return config.engine.pd.num_prefill_engines * config.engine.pd.gpus_per_prefill_engine
+
+
+def update_bytes_at_once(config: Config) -> int:
+    """Return how much of a weight update a rank sends at a time: a bucket, or a round from shard to shard."""
+    bucket = config.engine.weight_bucket_mib << 20
+    return min(bucket, SHARDED_ROUND_BYTES) if config.engine.weight_transport == "sharded" else bucket
 
 
 def engine_gpus(config: Config) -> int:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
 from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Round, meet, message_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
@@ -32,7 +33,7 @@ from posttrain.weight_sync.holdings import CODES, Holdings
 from posttrain.weight_sync.letters import Letter, plan_letters, spread
 
 log = logging.getLogger(__name__)
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 
 T = TypeVar("T")
 
@@ -43,12 +44,12 @@ class ShardedTransfer:
     Args:
         config: The resolved configuration.
         holdings: What engines keep.
-        round_bytes: What a rank sends in a round, see `plan_letters`; by default a bucket.
+        round_bytes: What a rank sends in a round, see `plan_letters`; by default `update_bytes_at_once`.
     """
 
     def __init__(self, config: Config, holdings: Holdings, round_bytes: int = 0):
         self._config, self._holdings, self._values = config, holdings, holdings.values
-        self._round_bytes = round_bytes or config.engine.weight_bucket_mib * MIB
+        self._round_bytes = round_bytes or update_bytes_at_once(config)
         self._channel: Channel | None = None
         self._rounds: list[list[Letter]] = []
 

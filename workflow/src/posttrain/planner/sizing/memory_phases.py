@@ -10,7 +10,7 @@ in host memory, gradients apart, which are dropped. Per phase and rank:
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`)
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
-    weight_sync       a bucket of weights, gathered and in the engines' precision
+    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks, uses_engines
+from posttrain.config.derived import stage_chunks, update_bytes_at_once, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
@@ -43,7 +43,6 @@ from posttrain.planner.sizing.memory import (
 from posttrain.planner.sizing.phases import ASLEEP, PHASES, Phase
 from posttrain.planner.sizing.unseen import unseen_terms
 
-MIB = 1 << 20
 # Master weights and moments: FP32.
 STATE_BYTES = 4
 # The others hold part of what one of these holds.
@@ -197,7 +196,7 @@ class _Plan:
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
-            return {"sync_bucket": 2 * config.engine.weight_bucket_mib * MIB / GIB}
+            return {"sync_bucket": 2 * update_bytes_at_once(config) / GIB}
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
