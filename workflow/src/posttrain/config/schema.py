@@ -283,9 +283,8 @@ class Engine:
         "DeepEP carries tokens to experts, in engines with FP8 weights and on hardware that has it", True
     )
     deterministic: bool = _doc(
-        "SGLang on GPUs samples each response from its own seed, by kernels whose sums do not depend on the batch: a "
-        "resumed run then has the samples of an undisturbed one on the same hardware. Slower, by how much depends on "
-        "the kernels; on CPUs it is always so",
+        "SGLang on GPUs samples each response from its own seed, by kernels whose sums do not depend on the batch: "
+        "slower, and a resumed run has the samples of an undisturbed one on the same hardware. On CPUs it always is so",
         False,
     )
     mtp_steps: int = _doc(

@@ -31,6 +31,7 @@ import aiohttp
 from posttrain.engines.responses import (
     GenerateRequest,
     GenerateResult,
+    answers_of_ranks,
     check_prompts,
     generate_body,
     parse_generate_answer,
@@ -218,7 +219,10 @@ class EngineClient:
         orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
         bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
         answers = await self._call_each("POST", "/weights_checker", bodies, may_repeat)
-        return [_by_rank(engine, answer["ranks"]) for engine, answer in zip(self._engines, answers, strict=True)]
+        return [
+            answers_of_ranks(str(engine), answer["ranks"])
+            for engine, answer in zip(self._engines, answers, strict=True)
+        ]
 
     async def flush_cache(self) -> None:
         """Drop what engines remember of earlier prompts."""
@@ -396,12 +400,3 @@ class EngineClient:
                 return response.status == 200
         except (aiohttp.ClientConnectionError, TimeoutError):
             return False
-
-
-def _by_rank(engine: _Engine, answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what ranks have answered; with DP attention each of them has everybody's answers."""
-    found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
-    for rank, told in found.items():
-        if "error" in told:
-            raise RuntimeError(f"{engine}, rank {rank}: {told['error']}")
-    return [found[rank]["answer"] for rank in sorted(found)]

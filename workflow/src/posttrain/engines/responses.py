@@ -115,3 +115,20 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
 
 def _version_number(version: Any) -> int | None:
     return int(version) if version is not None and str(version).isdigit() else None
+
+
+def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what an engine's ranks have answered to an order about its weights (`posttrain_plugin.held`).
+
+    Args:
+        engine: Its name.
+        answers: In any order; with DP attention each rank has everybody's.
+
+    Raises:
+        RuntimeError: A rank could not; names it.
+    """
+    found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
+    for rank, told in found.items():
+        if "error" in told:
+            raise RuntimeError(f"{engine}, rank {rank}: {told['error']}")
+    return [found[rank]["answer"] for rank in sorted(found)]
