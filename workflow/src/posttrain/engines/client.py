@@ -219,10 +219,8 @@ class EngineClient:
         orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
         bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
         answers = await self._call_each("POST", "/weights_checker", bodies, may_repeat)
-        return [
-            answers_of_ranks(str(engine), answer["ranks"])
-            for engine, answer in zip(self._engines, answers, strict=True)
-        ]
+        named = zip(map(str, self._engines), answers, strict=True)
+        return [answers_of_ranks(name, answer["ranks"]) for name, answer in named]
 
     async def flush_cache(self) -> None:
         """Drop what engines remember of earlier prompts."""
@@ -339,10 +337,8 @@ class EngineClient:
     async def _call_each(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
     ) -> list[Any]:
-        calls: list[Awaitable[Any]] = [
-            self._call(engine, method, path, body, may_repeat)
-            for engine, body in zip(self._engines, bodies, strict=True)
-        ]
+        told = zip(self._engines, bodies, strict=True)
+        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine, body in told]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failures:
