@@ -69,6 +69,15 @@ def prefill_gpus(config: Config) -> int:
     return config.engine.pd.num_prefill_engines * config.engine.pd.gpus_per_prefill_engine
 
 
+def proves_weights(config: Config) -> bool:
+    """Tell whether engines compute with the very numbers that they load, and can show it.
+
+    On other GPUs than Hopper SGLang has kernels for which it rearranges or requantises weights after loading.
+    """
+    is_hopper = config.hardware.compute_capability.startswith("9.")
+    return config.engine.kind == "embedded" or config.hardware.device == "cpu" or is_hopper
+
+
 def update_bytes_at_once(config: Config) -> int:
     """Return how much of a weight update a rank sends at a time: a bucket, or a round from shard to shard."""
     bucket = config.engine.weight_bucket_mib << 20

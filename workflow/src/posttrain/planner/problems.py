@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from posttrain.config.derived import engine_gpus, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, proves_weights, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
@@ -64,6 +64,7 @@ def find_warnings(config: Config) -> list[Problem]:
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
         *_check_sleep(config),
         *_check_transport(config),
+        *_check_proof(config),
         *_check_margin(config),
         *_check_node_names(config),
     ]
@@ -135,6 +136,14 @@ def _check_transport(config: Config) -> Iterator[Problem]:
         seconds = sync_seconds(config, Bandwidths().shared_storage)
         found = f"tensor: {format_seconds(seconds)} for each update, through rank 0"
         yield Problem("engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded")
+
+
+def _check_proof(config: Config) -> Iterator[Problem]:
+    """Yield that nobody will know whether engines compute with the trainer's weights."""
+    if uses_engines(config) and not proves_weights(config):
+        found = f"{config.hardware.name}: what SGLang makes of weights after loading is not proven"
+        remedy = "watch mismatch/abs_diff_mean, which would rise"
+        yield Problem("hardware.name", found, "CPUs and NVIDIA's Hopper, where it computes with what it loads", remedy)
 
 
 def _check_margin(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from posttrain.algorithm.objective import Objective
 from posttrain.algorithm.policy_gradient import PolicyGradient
 from posttrain.algorithm.sft import SupervisedFineTuning
-from posttrain.config.derived import uses_engines
+from posttrain.config.derived import proves_weights, uses_engines
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
@@ -38,7 +38,7 @@ from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
 from posttrain.types import Prompt
 from posttrain.weight_sync.holdings import Holdings
-from posttrain.weight_sync.proof import WeightProof, can_prove
+from posttrain.weight_sync.proof import WeightProof
 from posttrain.weight_sync.publish import WeightPublisher, served_format
 
 
@@ -90,7 +90,7 @@ def open_run(
             sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
         values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
         holdings = Holdings(values, client, runner)
-        proof = WeightProof(holdings, engine_secret) if engine_urls and can_prove(config) else None
+        proof = WeightProof(holdings, engine_secret) if engine_urls and proves_weights(config) else None
         yield TrainingRun(
             config=config,
             policy=policy,

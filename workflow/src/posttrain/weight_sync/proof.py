@@ -9,18 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from posttrain.config.schema import Config
 from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, key_of, together
 from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import ServedValues
 from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings, listed
-
-
-def can_prove(config: Config) -> bool:
-    """Tell whether engines compute with what they load. SGLang makes other codes and scales of FP8 on Blackwell."""
-    is_blackwell = config.hardware.device == "cuda" and float(config.hardware.compute_capability) >= 10
-    return config.engine.kind == "embedded" or not (is_blackwell and config.rollout.fp8)
 
 
 @dataclass(frozen=True)

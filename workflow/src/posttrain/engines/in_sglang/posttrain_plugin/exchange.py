@@ -74,7 +74,7 @@ class Channel:
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float):
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-        self._buffers: dict[tuple[str, int, int, torch.device], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self.num_sent = self.num_received = 0
 
     def begin(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int], number: int) -> Round:
@@ -94,14 +94,16 @@ class Channel:
         return Round(works, messages, places)
 
     def buffer(self, size: int, device: torch.device, use: str, number: int, member: int) -> torch.Tensor:
-        """Return memory for a message, [size] uint8, in the place of the last but one round's of the same use.
+        """Return memory for a message, [size] uint8; on the host in the place of the last but one round's.
 
-        New memory would be faulted in page by page, which takes longer than to send it.
+        New memory of the host would be faulted in page by page, which takes longer than to send it. A GPU's allocator
+        has what it has freed, and others have use for it between two transfers.
         """
-        key = (use, number % ROUNDS_AT_ONCE, member, device)
+        if device != CPU:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        key = (use, number % ROUNDS_AT_ONCE, member)
         if key not in self._buffers or len(self._buffers[key]) < size:
-            is_pinned = device == CPU and torch.cuda.is_available()
-            self._buffers[key] = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+            self._buffers[key] = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return self._buffers[key][:size]
 
     def _on_host(self, message: torch.Tensor, use: str, number: int, member: int) -> torch.Tensor:
