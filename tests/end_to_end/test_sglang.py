@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import signal
@@ -17,10 +18,17 @@ import pytest
 from tests.support.interruptions import assert_gone, assert_same_training, start
 from tests.support.listening import assert_all_known, watched_sockets
 from tests.support.sglang_environment import PYTHON, require_sglang
-from tests.support.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
+from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
+from posttrain.config.schema import Architecture
+
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
+ARCHITECTURES = {
+    "deepseek": ARCHITECTURE,
+    "glm4_moe": dataclasses.replace(TINY_GLM4_MOE, num_nextn_predict_layers=0),
+    "qwen3": TINY_QWEN3,
+}
 
 # Of one rank, with the one in which weights go to the engine.
 GLOO_GROUPS = 25 + 1
@@ -34,12 +42,17 @@ def environment() -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return getattr(request, "param", ARCHITECTURE)
+
+
+@pytest.fixture
+def model(tmp_path: Path, architecture: Architecture) -> Path:
     from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 
     folder = tmp_path / "model"
-    make_random_checkpoint(folder, ARCHITECTURE, seed=1)
-    make_tokenizer(ARCHITECTURE.max_position_embeddings).save_pretrained(folder)
+    make_random_checkpoint(folder, architecture, seed=1)
+    make_tokenizer(architecture.max_position_embeddings).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     # What SGLang asks of this class and transformers does not write.
     config |= {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -57,13 +70,13 @@ def prompts(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def settings(model: Path, prompts: dict[str, Path]) -> dict[str, object]:
+def settings(model: Path, prompts: dict[str, Path], architecture: Architecture) -> dict[str, object]:
     return {
         **FAST,
         # Where it is of another kind than `tiny`; a group of keys has the defaults there too.
         **{
             f"model.architecture.{key}": value
-            for key, value in dataclasses.asdict(ARCHITECTURE).items()
+            for key, value in dataclasses.asdict(architecture).items()
             if not isinstance(value, dict)
         },
         **{f"data.{key}": path for key, path in prompts.items()},
@@ -119,6 +132,29 @@ def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
     kill_at(killed, "checkpoints/step_000001")
     finish_without_weights(killed)
     assert_same_training(killed, straight)
+
+
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES, indirect=True)
+def test_classes_learn_in_bf16_with_two_engines(
+    tmp_path: Path, settings: dict[str, object], architecture: Architecture
+) -> None:
+    """Every 10,000 tokens and more, over 20 updates and more, until it is sure of its answer: trainer beside engine."""
+    settings |= {"training.num_steps": 45, "trainer.save_interval": 45, "engine.num_engines": 2}
+    settings |= {"trainer.params_dtype": "bf16", "engine.dtype": "bfloat16", "logging.keep_rollouts": "true"}
+    workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
+    workflow.run("train_grpo", timeout=900)
+    rows = workflow.metrics()
+    assert rows[-1]["rollout/reward_mean"] > 0.9
+    assert max(row["mismatch/abs_diff_mean"] for row in rows) <= 5e-3
+    logprobs = [
+        value
+        for path in workflow.run_folder.glob("train/rollouts/step_00004?/chunk_*.json")
+        for value in re.findall(r'"logprobs": \[(-?[0-9.e-]+)', path.read_text())
+    ]
+    entropy = -sum(map(float, logprobs)) / len(logprobs)
+    assert len(logprobs) > 256
+    assert entropy < 0.5 * math.log(architecture.vocab_size)
 
 
 def assert_no_secret(workflow: WorkflowFolder) -> None:
