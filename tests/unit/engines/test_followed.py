@@ -34,7 +34,7 @@ def turned(kept: Tensors, sent: Tensors) -> None:
 
 def fused(kept: Tensors, sent: Tensors) -> None:
     whole = torch.cat([sent["a"][:5], sent["b"]], dim=0)
-    kept["p"].data.copy_(whole[1:].to(torch.float64))
+    kept["p"].data.copy_(whole[1:].to("cpu", torch.float64))
 
 
 def beside(kept: Tensors, sent: Tensors) -> None:

@@ -84,8 +84,7 @@ class TrainingRun:
         """Load the state to go on from and bring the engines to it; returns the number of finished steps."""
         finished = self.state.restore()
         self.source.wait_ready()
-        if finished or self.config.engine.weight_transport == "sharded":
-            # Also at the start: what an engine has read itself from a checkpoint is not proven to be the trainer's.
+        if finished or (self.publisher and self.publisher.is_due_at_start):
             self.publish(finished)
         if self.is_rank0:
             self.state.remove_leftovers()

@@ -67,6 +67,14 @@ class WeightPublisher:
         if self._proof:
             self._proof.check(version)
 
+    @property
+    def is_due_at_start(self) -> bool:
+        """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be the trainer's.
+
+        Through rank 0, or shared files, that would take too long.
+        """
+        return self._sharded is not None
+
     def prove_again(self) -> None:
         """Have engines prove that they still hold what was published last; collective.
 

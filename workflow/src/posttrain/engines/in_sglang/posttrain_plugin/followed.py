@@ -126,6 +126,8 @@ class Record(TorchDispatchMode):
             return tensors[0]
         if target and kind in ("aten::fill_", "aten::zero_"):
             self.filled.add(target)
+        if kind == "aten::_to_copy" and sources:  # what has no memory has no device either
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name == "dtype"}
         made = func(*args, **(kwargs or {}))
         if sources and target is None:
             for tensor in made if isinstance(made, list | tuple) else [made]:
