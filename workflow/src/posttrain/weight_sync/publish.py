@@ -69,7 +69,7 @@ class WeightPublisher:
 
     @property
     def is_due_at_start(self) -> bool:
-        """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be the trainer's.
+        """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be ours.
 
         Through rank 0, or shared files, that would take too long.
         """
