@@ -92,7 +92,6 @@ def settings(model: Path, prompts: dict[str, Path], architecture: Architecture) 
         "trainer.save_interval": 10,
         "optimizer.lr": 1e-2,
         "engine.kind": "sglang",
-        "engine.weight_transport": "sharded",
         "engine.python": PYTHON,
         "engine.num_threads": 1,
         "engine.groups_per_request": 8,

@@ -77,9 +77,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
     written = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(written | ASKED_FOR))
     config = test_config(arch)
-    # Small rounds: there are several.
-    sharded = {"weight_transport": "sharded", "weight_bucket_mib": 0.03125}
-    engine = dataclasses.replace(config.engine, kind="sglang", python=str(PYTHON), num_threads=1, **sharded)
+    engine = dataclasses.replace(config.engine, kind="sglang", python=str(PYTHON), num_threads=1)
     rollout = dataclasses.replace(config.rollout, fp8=False)
     config = dataclasses.replace(config, engine=engine, rollout=rollout)
     initialize_single_rank(config)
@@ -89,6 +87,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
     from posttrain.weight_sync.holdings import Holdings
     from posttrain.weight_sync.proof import WeightProof
     from posttrain.weight_sync.publish import WeightPublisher
+    from posttrain.weight_sync.sharded import ShardedTransfer
 
     policy = build_policy(config)
     weights = HubWeights(policy.chunks, arch)
@@ -108,6 +107,7 @@ def served(folder: Path, kind: str, num_ranks: int, monkeypatch: pytest.MonkeyPa
             holdings = Holdings(values, client, runner)
             proof = WeightProof(holdings, engines[0].secret)
             publisher = WeightPublisher(config, holdings, folder / "none", model, proof)
+            publisher._sharded = ShardedTransfer(config, holdings, round_bytes=1 << 15)  # several rounds
             yield Served(weights, publisher, proof, client, runner)
         finally:
             runner.run(client.__aexit__(None, None, None))

@@ -78,10 +78,16 @@ def proves_weights(config: Config) -> bool:
     return config.engine.kind == "embedded" or config.hardware.device == "cpu" or is_hopper
 
 
+def weight_transport(config: Config) -> str:
+    """Return how new weights reach the engines: "sharded", "tensor" or "disk"."""
+    best = "sharded" if config.engine.kind == "sglang" else "tensor"
+    return best if config.engine.weight_transport == "auto" else config.engine.weight_transport
+
+
 def update_bytes_at_once(config: Config) -> int:
     """Return how much of a weight update a rank sends at a time: a bucket, or a round from shard to shard."""
     bucket = config.engine.weight_bucket_mib << 20
-    return min(bucket, SHARDED_ROUND_BYTES) if config.engine.weight_transport == "sharded" else bucket
+    return min(bucket, SHARDED_ROUND_BYTES) if weight_transport(config) == "sharded" else bucket
 
 
 def engine_gpus(config: Config) -> int:

@@ -265,10 +265,10 @@ class Engine:
         minimum=1,
     )
     weight_transport: str = _doc(
-        "How new weights reach the engines: sharded (from each rank that has a part to each that keeps it; SGLang "
-        "alone), tensor (all through rank 0, over HTTP) or disk (through shared files)",
-        "sharded",
-        choices=("sharded", "tensor", "disk"),
+        "How new weights reach the engines: sharded (from each rank that has a part to each that keeps it), tensor "
+        "(all through rank 0, over HTTP), disk (through shared files); auto: sharded with SGLang, else tensor",
+        "auto",
+        choices=("auto", "sharded", "tensor", "disk"),
     )
     weight_bucket_mib: int = _doc("Largest bucket of a weight update", 2048, minimum=1)
     start_timeout_seconds: float = _doc("An engine must answer within this", 1800.0, exclusive_minimum=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from posttrain.config.derived import engine_gpus, proves_weights, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, proves_weights, uses_engines, weight_transport, world_size
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
@@ -132,7 +132,7 @@ def _check_sleep(config: Config) -> Iterator[Problem]:
 def _check_transport(config: Config) -> Iterator[Problem]:
     """Yield that SGLang's stock endpoint is asked for: everything goes through rank 0, once for each rank."""
     is_sglang = config.hardware.device == "cuda" and config.engine.kind == "sglang"
-    if is_sglang and uses_engines(config) and config.engine.weight_transport == "tensor":
+    if is_sglang and uses_engines(config) and weight_transport(config) == "tensor":
         seconds = sync_seconds(config, Bandwidths().shared_storage)
         found = f"tensor: {format_seconds(seconds)} for each update, through rank 0"
         yield Problem("engine.weight_transport", found, "sharded", "set engine.weight_transport=sharded")

@@ -17,7 +17,7 @@ from posttrain.checkpoint.formats.shard_writer import write_index
 from posttrain.checkpoint.quantization.fp8 import Fp8Format
 from posttrain.checkpoint.quantization.quantize import make_fp8
 from posttrain.checkpoint.quantization.quantized_names import layer_of
-from posttrain.config.derived import fp8_settings
+from posttrain.config.derived import fp8_settings, weight_transport
 from posttrain.config.schema import Config
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.responses import NO_WEIGHTS
@@ -51,7 +51,7 @@ class WeightPublisher:
     ):
         self._config, self._values, self._client = config, holdings.values, holdings.client
         self._runner, self._disk_folder, self._model_folder = holdings.runner, disk_folder, model_folder
-        self._sharded = ShardedTransfer(config, holdings) if config.engine.weight_transport == "sharded" else None
+        self._sharded = ShardedTransfer(config, holdings) if weight_transport(config) == "sharded" else None
         self._proof = proof
         self._bucket_bytes = config.engine.weight_bucket_mib * MIB
 
@@ -92,7 +92,7 @@ class WeightPublisher:
             for _ in self._values.gather():
                 pass
             return
-        if self._config.engine.weight_transport == "disk":
+        if weight_transport(self._config) == "disk":
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
             shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
         else:

@@ -29,6 +29,7 @@ from posttrain.config.derived import (
     prefill_gpus,
     rollout_samples_per_step,
     uses_engines,
+    weight_transport,
     world_size,
 )
 from posttrain.config.schema import Config, Parallel
@@ -265,12 +266,12 @@ def sync_seconds(config: Config, shared_storage: float) -> float:
     """
     served = engine_memory(config)
     kept = max(part.weights_gib_per_gpu for part in (served, served.prefill) if part) * GIB
-    if config.engine.weight_transport == "sharded":
+    if weight_transport(config) == "sharded":
         node_bytes = kept * min(config.hardware.gpus_per_node, engine_gpus(config))
         return max(kept / SHARD_BYTES_PER_SECOND, node_bytes / (config.hardware.network_gb_per_s * 1e9))
     weights = model_weights(config.model.architecture)
     size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
-    if config.engine.weight_transport == "disk":  # written by rank 0, then read by every engine
+    if weight_transport(config) == "disk":  # written by rank 0, then read by every engine
         return size * (1 + config.engine.num_engines) / shared_storage
     return size * BASE64 * engine_gpus(config) / JSON_BYTES_PER_SECOND
 
