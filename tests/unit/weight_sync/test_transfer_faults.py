@@ -221,6 +221,24 @@ def test_members_that_end_leave_no_version(trainer, times: int) -> None:
             assert transfers.num_wrong == 0
 
 
+def test_weights_that_are_not_finite_get_no_version(trainer) -> None:
+    from posttrain.errors import CheckpointError
+
+    with asyncio.Runner() as runner:
+        transfers = Transfers(*trainer, runner)
+        (part,) = (s.values for s in trainer[1].shards if s.hf_name.endswith("layers.1.mlp.experts.3.gate_proj.weight"))
+        before = part[0, 0].item()
+        part[0, 0] = torch.nan
+        try:
+            with pytest.raises(CheckpointError, match="NaN or infinity"):
+                transfers.publish()
+        finally:
+            part[0, 0] = before
+        assert transfers.engines.version == -1
+        transfers.publish()
+        assert transfers.num_wrong == 0
+
+
 class _Dying:
     """A channel that ends after some rounds."""
 
