@@ -221,12 +221,16 @@ def test_members_that_end_leave_no_version(trainer, times: int) -> None:
             assert transfers.num_wrong == 0
 
 
-def test_weights_that_are_not_finite_get_no_version(trainer) -> None:
+@pytest.mark.parametrize("kept_as", ["float8_e4m3fn", "bfloat16"])
+def test_weights_that_are_not_finite_get_no_version(trainer, kept_as: str) -> None:
+    """Of engines that keep codes, and of those that keep the numbers of a tensor that is quantised."""
     from posttrain.errors import CheckpointError
 
     with asyncio.Runner() as runner:
         transfers = Transfers(*trainer, runner)
-        (part,) = (s.values for s in trainer[1].shards if s.hf_name.endswith("layers.1.mlp.experts.3.gate_proj.weight"))
+        held = {part.name: part.dtype for rank in transfers.engines.ranks for part in rank.parts}
+        names = [name for name, dtype in held.items() if dtype == kept_as and "gate_proj" in name]
+        (part,) = (shard.values for shard in trainer[1].shards if shard.hf_name == names[0])
         before = part[0, 0].item()
         part[0, 0] = torch.nan
         try:

@@ -66,7 +66,7 @@ class ShardedTransfer:
             besides: What goes to them over HTTP in the same update, on rank 0: layers that only draft.
 
         Raises:
-            CheckpointError: A weight that is quantised is NaN or infinite.
+            CheckpointError: A weight is NaN or infinite.
             RuntimeError: An engine did not take them; none generates with what it has now.
         """
         client = self._holdings.client
@@ -78,7 +78,7 @@ class ShardedTransfer:
         asked = client.ask_ranks("receive", may_repeat=False) if client else None
         are_finite = self._beside(asked, lambda: self._send_rounds(magnitudes))
         if not all(gather_plain(are_finite)):
-            raise CheckpointError("weights hold NaN or infinity; they must be finite to be quantised")
+            raise CheckpointError("weights hold NaN or infinity; they must be finite to be served")
         if client:
             for bucket in besides:
                 self._holdings.runner.run(client.send_bucket(bucket))
@@ -123,7 +123,7 @@ class ShardedTransfer:
 
     @torch.no_grad()
     def _send_rounds(self, magnitudes: Magnitudes) -> bool:
-        """Send everything that is this rank's to send; returns whether all scales are finite."""
+        """Send everything that is this rank's to send; returns whether it is finite."""
         assert self._channel
         first, made = dist.get_world_size(), _Made(self._values, magnitudes)
         begun: Round | None = None
@@ -177,13 +177,13 @@ class _Made:
         if (letter.name, letter.made, as_codes) not in self._parts:
             for part in self._values.parts(shard, self._magnitudes, as_codes):
                 self._parts[part.name, part.box, as_codes] = part
-                if part.name != shard.hf_name:
+                if part.values.dtype != torch.float8_e4m3fn:
                     self._finite.append(torch.isfinite(part.values).all())
         made = self._parts[letter.name, letter.made, as_codes]
         return made.cut(letter.box).values.to(getattr(torch, letter.dtype))
 
     def are_finite(self) -> bool:
-        """Tell whether all scales are: those of weights that are not are neither."""
+        """Tell whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
 
 
