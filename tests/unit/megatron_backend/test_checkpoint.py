@@ -92,6 +92,33 @@ def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
     assert sum(".exp_avg_sq." in name and bool(values.any()) for name, values in loaded.items()) > 30
 
 
+def test_a_state_from_before_the_first_update_is_one_to_go_on_from(make_policy, tmp_path):
+    """Steps whose rewards are all alike teach nothing: then there are no moments yet, and nothing else is missing."""
+    one, other = make_policy(test_config(TRAINED)), make_policy(test_config(TRAINED))
+    assert not any(part.optimizer.state for part in one.optimizer.chained_optimizers)
+    prepare_save(one, 3, tmp_path)()
+    for tensor in other.parameters():
+        tensor.data.fill_(7.0)
+    assert load_training_state(other, tmp_path) == 3
+    assert count_steps(other.optimizer) == 0
+    states = [state for part in other.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    assert moments
+    assert not any(moment.any() for moment in moments)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    for policy in (one, other):
+        for part in policy.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for number, weight in enumerate(group["params"]):
+                    weight.grad = torch.full_like(weight, 1e-3 * (1 + number))
+            part.optimizer.step()
+    ends = [
+        [w for part in p.optimizer.chained_optimizers for g in part.optimizer.param_groups for w in g["params"]]
+        for p in (one, other)
+    ]
+    assert all(map(torch.equal, *ends))
+
+
 def test_an_optimizer_that_makes_its_own_state_is_filled_where_it_is(make_policy, tmp_path, monkeypatch):
     """As Transformer Engine's is; handed a state, it would make all of it once more."""
     policy = make_policy(test_config(TRAINED))

@@ -48,7 +48,13 @@ from posttrain.errors import CheckpointError, reason_of
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.host_copies import HostCopies
 from posttrain.megatron_backend.model import Policy
-from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
+from posttrain.megatron_backend.optimizer_state import (
+    allocate_state,
+    count_steps,
+    restore_state,
+    sharded_state,
+    without_moments,
+)
 
 
 def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
@@ -110,7 +116,10 @@ def load_training_state(policy: Policy, folder: Path) -> int:
     counts = _read_counts(folder)
     allocate_state(policy.optimizer)
     # The pieces of the optimizer's state are views of it: the load fills them where they are.
-    state = _load(_training_state(policy), folder)
+    wanted = _training_state(policy)
+    if not counts["optimizer_steps"]:
+        wanted["optimizer"] = without_moments(wanted["optimizer"])
+    state = _load(wanted, folder)
     _fill(policy.chunks, state["model"])
     restore_state(policy.optimizer, counts["optimizer_steps"])
     return counts["step"]

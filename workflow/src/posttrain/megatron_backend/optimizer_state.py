@@ -20,7 +20,7 @@ which names them in a form that checkpoints no longer take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 # What Megatron calls the FP32 master copy where it reads it back.
 MAIN_WEIGHT = {"param": "fp32_param"}
+MOMENTS = "optimizer.state.exp_avg"
 
 
 def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> list[ShardedTensor]:
     """Return master weights and moments of this rank, to be written, or to be filled by a load.
 
     Args:
-        optimizer: Has state: it has made a step, or `allocate_state` has run.
+        optimizer: It has moments when it has made a step, or `allocate_state` has run.
         weights: Sharded weights of the model, by which the state is named and placed.
     """
     by_weight = {named.data: named for named in weights.values()}
@@ -53,6 +54,14 @@ def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> li
         for name, values in _state_of(part, weight).items()
         for piece in _pieces(by_weight[weight], run, values, f"optimizer.state.{name}")
     ]
+
+
+def without_moments(state: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+    """Set moments to zero, and return the rest: a checkpoint from before the first update has none."""
+    moments = [piece for piece in state if piece.key.startswith(MOMENTS)]
+    for piece in moments:
+        piece.data.zero_()
+    return [piece for piece in state if not piece.key.startswith(MOMENTS)]
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
