@@ -48,13 +48,7 @@ from posttrain.errors import CheckpointError, reason_of
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.host_copies import HostCopies
 from posttrain.megatron_backend.model import Policy
-from posttrain.megatron_backend.optimizer_state import (
-    allocate_state,
-    count_steps,
-    restore_state,
-    sharded_state,
-    without_moments,
-)
+from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
 
 
 def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
@@ -114,14 +108,15 @@ def load_training_state(policy: Policy, folder: Path) -> int:
     """
     assert policy.optimizer is not None, "a policy without optimizer has no training state"
     counts = _read_counts(folder)
-    allocate_state(policy.optimizer)
+    # From before the first update there are no moments, and an optimizer without any goes on in the same way.
+    has_moments = counts["optimizer_steps"] > 0
+    if has_moments:
+        allocate_state(policy.optimizer)
     # The pieces of the optimizer's state are views of it: the load fills them where they are.
-    wanted = _training_state(policy)
-    if not counts["optimizer_steps"]:
-        wanted["optimizer"] = without_moments(wanted["optimizer"])
-    state = _load(wanted, folder)
+    state = _load(_training_state(policy), folder)
     _fill(policy.chunks, state["model"])
-    restore_state(policy.optimizer, counts["optimizer_steps"])
+    if has_moments:
+        restore_state(policy.optimizer, counts["optimizer_steps"])
     return counts["step"]
 
 

@@ -20,7 +20,7 @@ which names them in a form that checkpoints no longer take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 # What Megatron calls the FP32 master copy where it reads it back.
 MAIN_WEIGHT = {"param": "fp32_param"}
-MOMENTS = "optimizer.state.exp_avg"
 
 
 def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> list[ShardedTensor]:
@@ -54,14 +53,6 @@ def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> li
         for name, values in _state_of(part, weight).items()
         for piece in _pieces(by_weight[weight], run, values, f"optimizer.state.{name}")
     ]
-
-
-def without_moments(state: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-    """Set moments to zero, and return the rest: a checkpoint from before the first update has none."""
-    moments = [piece for piece in state if piece.key.startswith(MOMENTS)]
-    for piece in moments:
-        piece.data.zero_()
-    return [piece for piece in state if not piece.key.startswith(MOMENTS)]
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
