@@ -125,7 +125,7 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[st
 def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
     tmp_path: Path, settings: dict[str, object]
 ) -> None:
-    settings |= {"training.num_steps": 3, "trainer.save_interval": 1, "rollout.max_response_tokens": 4}
+    settings |= {"training.num_steps": 3, "trainer.save_interval": 1, "rollout.max_response_tokens": 1}
     straight, killed = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
     straight.run("train_grpo", timeout=420)
     kill_at(killed, "checkpoints/step_000001")

@@ -92,16 +92,21 @@ def test_what_megatron_0_16_wrote_is_loaded_bit_by_bit(tmp_path):
     assert sum(".exp_avg_sq." in name and bool(values.any()) for name, values in loaded.items()) > 30
 
 
+def moments_of(policy):
+    # Reading the state of a weight that has none leaves an empty one there.
+    return [state for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values() if state]
+
+
 def test_a_state_from_before_the_first_update_is_one_to_go_on_from(make_policy, tmp_path):
     """Steps whose rewards are all alike teach nothing: then there are no moments yet, and nothing else is missing."""
     one, other = make_policy(test_config(TRAINED)), make_policy(test_config(TRAINED))
-    assert not any(part.optimizer.state for part in one.optimizer.chained_optimizers)
+    assert not moments_of(one)
     prepare_save(one, 3, tmp_path)()
     for tensor in other.parameters():
         tensor.data.fill_(7.0)
     assert load_training_state(other, tmp_path) == 3
     assert count_steps(other.optimizer) == 0
-    assert not any(part.optimizer.state for part in other.optimizer.chained_optimizers)
+    assert not moments_of(other)
     assert all(map(torch.equal, one.parameters(), other.parameters()))
     for policy in (one, other):
         for part in policy.optimizer.chained_optimizers:
