@@ -27,9 +27,14 @@ def test_the_driver_finds_nothing_wrong() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_libraries_of_the_trainer_are_there() -> None:
-    """Each by itself, in a process of its own: which one cannot be loaded is then known."""
-    for module in ("transformer_engine.pytorch", "triton", "megatron.core"):
-        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    """Each in a process of its own: which one cannot be loaded is then known.
+
+    Behind torch, as the trainer imports them: without it, Transformer Engine does not find NCCL's wheel. cuDNN is
+    looked at once more, since Transformer Engine takes the system's where torch has one of its own.
+    """
+    for module in ("transformer_engine.pytorch", "triton", "megatron.core", "tilelang"):
+        command = [sys.executable, "-c", f"import torch, {module}; torch.backends.cudnn.version()"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{module}: {done.stderr[-2000:]}"
 
 

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.gpus import DEVICES
+from tests.support.chosen_keys import reference_kernel
+from tests.support.gpus import DEVICES, gpu
 
 from posttrain.algorithm.logprobs import chunked_logprobs
 from posttrain.megatron_backend.glm5.sparse_attention import attend, causal_mask, index_scores, select_topk
 
 Tensors = dict[str, torch.Tensor]
 T, HIDDEN, WORDS = 96, 64, 500
+# GLM-5's latent, rotary part and scale; a multiple of keys that TileLang's kernel takes.
+LATENT, ROTARY, KEPT, SCALE = 512, 64, 128, 256**-0.5
 
 
 def seeded(**shapes: tuple[int, ...]) -> Tensors:
@@ -104,3 +108,32 @@ def test_scores_and_the_choice_of_keys(device: str) -> None:
     assert torch.equal(scores, other_scores)
     assert torch.equal(keep, other_keep)
     assert len(scores.unique()) < scores.numel() / 10, "there are ties"
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "dtype"), [("cpu", "masked", torch.float32), gpu("cuda", "tilelang", torch.bfloat16)]
+)
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_attention_to_chosen_keys_in_the_space_of_latents(
+    heads: int, device: str, name: str, dtype: torch.dtype
+) -> None:
+    """Megatron's kernel, with queries that see fewer keys than are kept; on a CPU the reference itself."""
+    from posttrain.megatron_backend.sparse_kernels import load_kernel
+
+    kernel: Any = load_kernel(SimpleNamespace(sparse_attention=name)) or reference_kernel  # type: ignore[arg-type]
+    rows = 2 * KEPT
+    given = seeded(query=(rows, heads, LATENT + ROTARY), key=(rows, LATENT + ROTARY))
+    seen = causal_mask(0, rows, rows, torch.device("cpu"))
+    scores = torch.rand(rows, rows, generator=torch.Generator().manual_seed(5))
+    keep = select_topk(scores, seen, KEPT)
+    ordered = torch.where(keep, torch.arange(rows), rows).sort(-1).values[:, :KEPT]
+    places = ordered.masked_fill(ordered == rows, -1).int()
+
+    def attended(by: Any) -> Callable[[Tensors], torch.Tensor]:
+        return lambda part: by(part["query"], part["key"], places.to(part["key"].device), SCALE, LATENT)
+
+    inputs = rounded(given, torch.bfloat16)
+    reference = value_and_gradients(attended(reference_kernel), rounded(inputs, torch.float64))
+    found = value_and_gradients(attended(kernel), rounded(inputs, dtype, device))
+    for part, expected in reference.items():
+        assert far(found[part], expected) < 4 * 2**-8, part

@@ -20,7 +20,7 @@ REQUESTS = {
 @pytest.mark.parametrize("device", ["cpu", gpu("cuda")])
 def test_phases_hold_what_the_plan_says(device: str) -> None:
     """On a CPU the figures are those of a whole process, and only their being there is looked at."""
-    told: dict[str, Any] = told_by_ranks(1, work="memory", request=REQUESTS[device])
+    told: dict[str, Any] = told_by_ranks(1, work="steps", device=device, request=REQUESTS[device])
     assert {*told} == {"old_logprobs", "train"}
     for phase, row in told.items():
         assert row["peak_gib"] > 0

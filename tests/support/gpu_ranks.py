@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ LEARNING_RATE = 1e-3
 def main() -> None:
     """Do what is asked."""
     order = json.loads(sys.argv[1])
-    told = {"update": update, "memory": memory}[order["work"]](order)
+    told = {"update": update, "steps": steps}[order["work"]](order)
     print("\n" + json.dumps(told), flush=True)
 
 
@@ -64,33 +65,49 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
     return {"before": gathered_logprobs(made), "after": gathered_logprobs(after), "statistics": flat(statistics)}
 
 
-def memory(order: dict[str, Any]) -> dict[str, Any]:
-    """Make two steps on rows as full as there can be, and tell each phase's peak beside the plan's.
+def steps(order: dict[str, Any]) -> dict[str, Any]:
+    """Make steps on rows as full as there can be, and tell each phase's peak and the last one's time beside the plan's.
+
+    The first has shorter rows: it makes the optimizer's state. The second compiles what the third runs.
 
     Args:
-        order: request, of a configuration.
+        order: device, request, of a configuration.
     """
     from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
     from posttrain.planner.sizing.memory_phases import phase_memory
+    from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
+    from posttrain.planner.timing.update_time import forward_causes, train_causes
     from posttrain.rehearsal.outcome import UNSEEN
     from posttrain.rehearsal.samples import MadeUpRollouts, shortened
     from posttrain.training.batch import make_updates
     from posttrain.training.phases import PhaseClock
+    from posttrain.training.utilisation import model_flops_utilisation
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
-    policy, clock = begin(config), PhaseClock()
+    policy = begin(config)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.normal_(std=0.02)
     policy.optimizer.reload_model_params()
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
-    for step in range(2):
-        (made,) = make_updates(config, objective, MadeUpRollouts(config).of_step(step).groups, 0)
+    peaks: Counter[str] = Counter()
+    for step in (1, 2, 3):
+        groups = MadeUpRollouts(config).of_step(step).groups
+        lengths = [
+            len(sample.prompt_tokens) + len(sample.response_tokens) for group in groups for sample in group.samples
+        ]
+        (made,), clock = make_updates(config, objective, groups, 0), PhaseClock()
         with clock.phase("old_logprobs"):
             made = made.with_old_logprobs(train_step.compute_logprobs(policy, made.batches))
         with clock.phase("train"):
             train_step.update(policy, objective, made.micro_batches(objective.needs), LEARNING_RATE)
+        peaks |= Counter(clock.peak_gib)
+    trainer, mean = trainer_of(config), sum(lengths) / len(lengths)
+    planned = {
+        "old_logprobs": forward_causes(trainer, len(lengths), mean),
+        "train": train_causes(trainer, len(lengths), mean) | {"optimizer": optimizer_seconds(config)},
+    }
     parts = {row.phase: row.gpu for row in phase_memory(config) if row.stage == 0}
     # What a phase that sleeps would free is held: nothing of the trainer sleeps yet.
     parts["old_logprobs"] = {**parts["train"], **parts["old_logprobs"]}
@@ -99,8 +116,11 @@ def memory(order: dict[str, Any]) -> dict[str, Any]:
             "peak_gib": peak,
             "planned_gib": sum(size for part, size in parts[name].items() if part not in UNSEEN),
             "reserve_gib": sum(parts[name].get(part, 0.0) for part in ("reserve", "fragmentation")),
+            "seconds": clock.seconds[name],
+            "planned_seconds": planned[name],
+            "mfu": model_flops_utilisation(config, lengths, clock.seconds[name]),
         }
-        for name, peak in clock.peak_gib.items()
+        for name, peak in peaks.items()
     }
 
 

@@ -61,7 +61,11 @@ def initialize_single_rank(config: Config) -> None:
 
 @contextmanager
 def started_ranks(
-    script: Path, num_ranks: int, *arguments: str, logs: Path | None = None
+    script: Path,
+    num_ranks: int,
+    *arguments: str,
+    logs: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[list[subprocess.Popen]]:
     """Run a script once per rank over gloo, for the block.
 
@@ -70,16 +74,17 @@ def started_ranks(
         num_ranks: How often it runs.
         arguments: Of each.
         logs: Gets `{rank}.log`.
+        environment: Variables of theirs.
     """
-    environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
     processes = []
     for rank in range(num_ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({LOG_VARIABLE: str(logs / f"{rank}.log")} if logs else {})
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script), *arguments],
-                env=environment | own,
+                env=shared | own,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -92,9 +97,16 @@ def started_ranks(
             process.kill()
 
 
-def run_ranks(script: Path, num_ranks: int, *arguments: str, timeout: float = 240, exit_code: int = 0) -> list[str]:
+def run_ranks(
+    script: Path,
+    num_ranks: int,
+    *arguments: str,
+    timeout: float = 240,
+    exit_code: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """Run a script once per rank, return what each printed; fails with the log of what ends otherwise."""
-    with started_ranks(script, num_ranks, *arguments) as processes:
+    with started_ranks(script, num_ranks, *arguments, environment=environment) as processes:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         ended = f"rank {rank} of {num_ranks} ended with {process.returncode}:\n{output[-4000:]}"

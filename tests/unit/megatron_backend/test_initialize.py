@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import pickletools
 
+import pytest
 import torch
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TINY
 
 from posttrain.engines.tensor_payload import deserialize_bucket, serialize_bucket
+from posttrain.megatron_backend import cpu
 
 
 def test_engines_read_what_a_trainer_pickles():
@@ -21,3 +23,11 @@ def test_engines_read_what_a_trainer_pickles():
     assert not [word for word in words if "megatron" in word]
     ((name, tensor),) = deserialize_bucket(payload)
     assert (name, tensor.tolist()) == ("w", [[0, 1, 2], [3, 4, 5]])
+
+
+def test_a_gpu_that_is_not_to_be_used_has_to_be_hidden(monkeypatch):
+    """Megatron would wait for streams of a device that no tensor is on, and end by SIGSEGV."""
+    monkeypatch.setattr(cpu, "_enabled", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="set CUDA_VISIBLE_DEVICES to nothing"):
+        cpu.enable_cpu()

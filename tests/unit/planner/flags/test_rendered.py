@@ -132,6 +132,13 @@ def test_switches_take_no_value():
     assert words == ("--tp-size", "8", "--sleep-on-idle")
 
 
+@pytest.mark.parametrize(("model", "hidden"), [("tiny", ""), ("glm5", None)])
+def test_what_runs_on_a_cpu_sees_no_gpu(resolved, model, hidden):
+    config = resolved(model).config
+    for flags in (trainer_environment(config), environment_flags(config)):
+        assert as_environment(flags).get("CUDA_VISIBLE_DEVICES") == hidden
+
+
 def test_a_site_sets_variables_of_trainer_and_engines(resolved):
     config = resolved("tiny", site="example_slurm", nodes=2).config
     trainer, engine = as_environment(trainer_environment(config)), as_environment(environment_flags(config))

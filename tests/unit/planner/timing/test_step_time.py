@@ -100,13 +100,13 @@ def test_the_recipe_of_16_nodes(glm5):
     # 32.5 GB for each rank of the engine that decodes, whose attention is data-parallel
     assert seconds["step_weight_sync"] == pytest.approx(32.5e9 / 2e9, rel=0.01)
     assert 0 < seconds["step_idle"] < seconds["step_rollout"] + seconds["step_train"]
-    assert seconds["step_rollout"] > 10 * seconds["step_train"]  # the longest of 64 responses decides
+    assert seconds["step_rollout"] > 9 * seconds["step_train"]  # the longest of 64 responses decides
     causes = update_causes(glm5)
     assert seconds["step_train"] == pytest.approx(sum(causes.values()), abs=0.001)
     assert list(causes.values()) == sorted(causes.values(), reverse=True)
     # The first pass again, scores of all keys in FP32, stages that wait for few micro-batches.
     assert list(causes)[:3] == ["recomputation", "indexer", "pipeline idle"]
-    assert update_mfu(glm5) == pytest.approx(0.0495, abs=0.001)
+    assert update_mfu(glm5) == pytest.approx(0.0402, abs=0.001)
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):

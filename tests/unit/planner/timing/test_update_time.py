@@ -77,7 +77,7 @@ def test_a_kernel_multiplies_chosen_keys_that_are_missing_too(h200):
 def test_training_counts_the_kernel_that_the_plan_has_chosen(resolved):
     config = resolved("glm5").config
     masked = resolved("glm5", set="trainer.sparse_attention=masked").config
-    assert (trainer_of(config).kernel, trainer_of(masked).kernel) == ("sparse", None)
+    assert (trainer_of(config).kernel, trainer_of(masked).kernel) == ("tilelang", None)
     assert not trainer_of(config).is_indexer_fused
     short = resolved("glm5", set="rollout.max_response_tokens=2048 rollout.max_prompt_tokens=512").config
     assert trainer_of(short).kernel is None, "no longer than the keys that it may choose"

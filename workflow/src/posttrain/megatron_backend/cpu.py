@@ -2,7 +2,7 @@
 
 Megatron Core assumes a GPU in a few dozen places that have nothing to do with the mathematics: where a tensor is
 allocated, which stream copies it, whose random generator is saved. `enable_cpu()` answers each of them once, so that
-the trainer on a laptop is the trainer of the cluster. It does nothing where CUDA is there.
+the trainer on a laptop is the trainer of the cluster. Where CUDA is there, it has to be hidden.
 
 Each function below names the obstacle that it removes. Checked against megatron-core 0.19.2 and torch 2.13.
 """
@@ -25,11 +25,19 @@ _enabled = False
 def enable_cpu() -> None:
     """Let Megatron Core build, train and save models in host memory. Call it before any of its modules is built.
 
-    Does nothing when CUDA is available, or when it ran before.
+    Does nothing when it ran before.
+
+    Raises:
+        RuntimeError: Torch sees GPUs, and Megatron would use them here and there.
     """
     global _enabled
-    if torch.cuda.is_available() or _enabled:
+    if _enabled:
         return
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "hardware.device=cpu, and torch sees GPUs: set CUDA_VISIBLE_DEVICES to nothing, as the plan does for "
+            "what it starts, or choose another hardware="
+        )
     torch.compiler.set_stance("force_eager")  # small fused functions: not worth a C++ compiler on a user's machine
     _replace_device_queries()
     _replace_random_state()

@@ -167,7 +167,7 @@ def _given(
 
 
 def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
-    names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
+    names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES")
     shell = {name: value for name, value in os.environ.items() if name not in names}
     own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
     own |= {"PYTHONPATH": in_sglang.__path__[0]}

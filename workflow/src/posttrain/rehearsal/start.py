@@ -26,6 +26,8 @@ from posttrain.rehearsal.traces import read_traces
 VARIABLE = "POSTTRAIN_REHEARSAL_ENV"
 # Of a rank's own variables those that its Python asks for; the others are for what is not there.
 ASKED_PREFIXES = ("NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS")
+# What the shell says of another Python, and of devices that are there.
+FORGOTTEN = ("PYTHONHOME", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
 
 
 def require_rehearsable(resolved: Resolved) -> None:
@@ -91,7 +93,7 @@ def simulated(config: Config, folder: Path) -> dict[str, str]:
         config: The resolved configuration.
         folder: See `home`.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    environment = {name: value for name, value in os.environ.items() if name not in FORGOTTEN}
     asked = {
         name: value
         for name, value in as_environment(trainer_environment(config)).items()

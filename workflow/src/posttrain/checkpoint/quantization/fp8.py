@@ -367,8 +367,13 @@ def _untiled(tiled: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def _scale_of(amax: torch.Tensor, name: str) -> torch.Tensor:
     if name and not torch.isfinite(amax).all():
         raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
-    scale = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    scale = divide(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def divide(values: torch.Tensor, by: float) -> torch.Tensor:
+    """Return `values / by`, rounded once: on GPUs torch multiplies with the reciprocal of a number, not of a tensor."""
+    return values / values.new_full((), by)
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from posttrain import __version__
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.calibration import Calibration
-from posttrain.checkpoint.quantization.fp8 import E4M3_MAX, SMALLEST_SCALE, row_slabs
+from posttrain.checkpoint.quantization.fp8 import E4M3_MAX, SMALLEST_SCALE, divide, row_slabs
 from posttrain.checkpoint.quantization.quantized_names import Selection, fused_with, layer_of, tensor_class
 from posttrain.errors import CheckpointError
 
@@ -116,7 +116,7 @@ class Nvfp4Format:
             amax = self.calibration.input_amax(_same_place_in_layer(hf_name, self.names))
         if amax is None:
             raise CheckpointError(f"{hf_name}: no calibration file has the input of any expert of its layer")
-        return amax / (E2M1_MAX * E4M3_MAX)
+        return divide(amax, E2M1_MAX * E4M3_MAX)
 
     def quantization_config(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json."""
@@ -183,7 +183,7 @@ def global_scale(amax: torch.Tensor, name: str = "weight", given: torch.Tensor |
     if not torch.isfinite(amax):
         raise CheckpointError(f"{name}: holds NaN or infinity; weights must be finite to be quantised")
     amax = amax if given is None else given.to(amax.device)
-    scale_2 = (amax / (E2M1_MAX * E4M3_MAX)).clamp(min=SMALLEST_SCALE)
+    scale_2 = divide(amax, E2M1_MAX * E4M3_MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(amax == 0, torch.ones_like(scale_2), scale_2)
 
 

@@ -48,8 +48,10 @@ def thread_and_memory_environment(config: Config) -> list[Flag]:
     if _on_cuda(config):
         return flags
     kept = "memory that a step frees is the next one's, not the system's"
+    hidden = "torch, Megatron and SGLang ask whether there are GPUs, not whether they are to be used"
     return [
         *flags,
+        flag("CUDA_VISIBLE_DEVICES", "", "hardware.device", reason=hidden),
         flag("MALLOC_TRIM_THRESHOLD_", KEPT_BYTES, "hardware.device", reason=kept),
         flag("MALLOC_MMAP_THRESHOLD_", OWN_MAPPING_BYTES, "hardware.device", reason=kept),
     ]

@@ -35,7 +35,7 @@ from posttrain.config.derived import (
 from posttrain.config.schema import Config, Parallel
 from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
-from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
+from posttrain.planner.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
 from posttrain.planner.sizing.memory import BYTES, GIB
@@ -61,6 +61,9 @@ NOT_MODELLED = (
     "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
     "`benchmarks/published_training.py`)",
 )
+
+# Kernels of attention to chosen keys, by their names in `attainable`: cuDNN's has not been measured.
+SPARSE_KERNELS = {TILELANG: "tilelang", CUDNN: "sparse"}
 
 IN_EVERY_STEP = ("rollout", "old_logprobs", "train", "weight_sync")
 
@@ -220,7 +223,7 @@ def _trainer(config: Config, num_gpus: int, stages: tuple[int, ...], parallel: P
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
         num_updates=updates,
-        kernel="sparse" if work.mean_tokens > topk and sparse_kernel(config).name in FUSED else None,
+        kernel=SPARSE_KERNELS.get(sparse_kernel(config).name) if work.mean_tokens > topk else None,
         recompute=config.trainer.recompute_granularity == "full",
     )
     budget = config.trainer.max_tokens_per_gpu * trainer.context

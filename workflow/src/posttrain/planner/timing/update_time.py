@@ -46,9 +46,11 @@ P, GRADIENT = 2, 4
 # through four layers (1,254 for log-probabilities, 3,871 for training, which has two forward passes).
 KERNELS = (1254 / 8, (3871 - 2 * 1254) / 8)
 # Of FP32 scores of an indexer head: written by the product, read and written by the scale and by the ReLU, read by the
-# sum; and of their sum by the choice of keys (`megatron_backend/glm5/sparse_attention.py`, `index_scores`,
-# `select_topk`).
-HEAD_SCORE_BYTES, SCORE_BYTES = 24, 60
+# sum; and of their sum by a choice of keys that is a kernel, or is this trainer's own: as many as pass the memory while
+# `select_topk` and `places_of_mask` take their 0.095 ns a pair (`benchmarks/one_gpu.py`, H200).
+HEAD_SCORE_BYTES, SCORE_BYTES, CHOICE_BYTES = 24, 60, 395
+# Kernels for chosen keys, in the space of latents.
+OF_CHOSEN_KEYS = ("sparse", "tilelang")
 # Of a logit: the log-probabilities of a chunk pass it four times in FP32, forward and backward.
 LOGIT_BYTES = 32
 
@@ -200,7 +202,7 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     # those that are missing in front of a sequence's first queries, too.
     kernel = trainer.kernel or ("masked" if is_sparse else "fused")
     pairs = on_rank * (length + 1) / 2
-    if kernel == "sparse":
+    if kernel in OF_CHOSEN_KEYS:
         attended = on_rank * arch.index_topk
         width = 2 * arch.kv_lora_rank + arch.qk_rope_head_dim
     else:
@@ -211,9 +213,9 @@ def _attention(trainer: Trainer, on_rank: float, length: float) -> tuple[tuple[f
     scores = 0.0
     if is_sparse:
         rate = attainable.gemm(hardware) if trainer.is_indexer_fused else attainable.fp32_gemm(hardware)
-        heads = 0 if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads
+        moved = SCORE_BYTES if trainer.is_indexer_fused else HEAD_SCORE_BYTES * arch.index_n_heads + CHOICE_BYTES
         per_pair = 2 * arch.index_n_heads * arch.index_head_dim / rate
-        per_pair += (heads + SCORE_BYTES) / attainable.memory(hardware)
+        per_pair += moved / attainable.memory(hardware)
         scores = pairs * per_pair * num_indexers(arch) / arch.num_hidden_layers
     return (work / forward, attainable.ATTENTION_BACKWARD * work / backward), scores
 
@@ -243,7 +245,7 @@ def _communication(trainer: Trainer, tokens: float) -> dict[str, float]:
     arch, hardware = trainer.arch, trainer.hardware
     tensor, context = trainer.tensor, trainer.context
     on_rank, row = tokens / context, P * arch.hidden_size
-    if trainer.kernel == "sparse":
+    if trainer.kernel in OF_CHOSEN_KEYS:
         width: float = arch.kv_lora_rank + arch.qk_rope_head_dim
     else:
         heads = arch.num_attention_heads if arch.kv_lora_rank else arch.num_key_value_heads
