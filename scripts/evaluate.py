@@ -47,7 +47,14 @@ def main() -> None:
     inputs = {"checkpoint": checkpoint.digest, "dataset": dataset.digest}
     inputs |= {name: receipt.digest for name, receipt in receipts.items()}
     heldout, of_suites = results[HELD_OUT], {name: results[name] for name in suites}
-    measured = {"when": args.when, **heldout, **({"suites": of_suites} if suites else {}), "inputs": inputs}
+    precision = "fp8" if config.rollout.fp8 else "source"
+    measured = {
+        "when": args.when,
+        "precision": precision,
+        **heldout,
+        **({"suites": of_suites} if suites else {}),
+        "inputs": inputs,
+    }
     write_json(args.output, measured)
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)

@@ -20,7 +20,7 @@ def main() -> None:
         step=(str, "of the parts: what the format is for"),
     )
     settings = recoding_settings(args.resolved.config, args.step)
-    recoding = recoding_of(settings["format"])
+    recoding = recoding_of(args.step)
     inputs = source_of(args, recoding.source)
     making = RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source])
     join_parts(recoding.finalize_step, recoding.step, args, inputs, making)

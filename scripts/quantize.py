@@ -22,7 +22,7 @@ def main() -> None:
         step=(str, "of the parts: what the format is for"),
     )
     settings = recoding_settings(args.resolved.config, args.step)
-    recoding = recoding_of(settings["format"])
+    recoding = recoding_of(args.step)
     inputs = source_of(args, recoding.source)
     calibration = [Path(file) for file in settings.get("calibration", ())]
     make_part(

@@ -18,7 +18,7 @@ ASKED = ("nodes", "gpus", "runtime")
 
 
 def planned_jobs(folder: Path, configs: Sequence[Mapping[str, object]]) -> list[dict[str, list[dict[str, Any]]]]:
-    """Return the jobs of each configuration by name, that of the rule or of one of the two evaluations.
+    """Return the jobs of each configuration by name, that of the rule, and when, where it makes two things.
 
     Args:
         folder: An empty one, where Snakemake runs.
@@ -45,7 +45,9 @@ def _plan(config: dict[str, object]) -> list[dict[str, Any]]:
     from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
 
     def name_of(job: Any) -> str:
-        return f"{job.rule.name} {job.wildcards_dict.get('when', '')}".strip()
+        given = job.wildcards_dict
+        when = "after" if given.get("quantized", "").startswith("export_fp8") else given.get("when", "")
+        return f"{job.rule.name} {when}".strip()
 
     with SnakemakeApi(OutputSettings(dryrun=True)) as api:
         planned = api.workflow(ResourceSettings(cores=2), ConfigSettings(config=config), snakefile=ROOT / "Snakefile")

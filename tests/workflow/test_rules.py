@@ -83,6 +83,7 @@ PLANNED: list[dict[str, object]] = [
     {"model": "glm5_4layer", "site": "example_kubernetes"},
     {"model": "tiny", "site": "local"},
     {"model": "tiny", "site": "local", "set": "site.node_names=[] rollout.fp8=false"},
+    {"model": "tiny", "site": "local", "set": "rollout.fp8=false evaluation.precision=fp8"},
     {"model": "tiny", "site": "local", "set": "download.torch_dist_folder=somewhere"},
 ]
 

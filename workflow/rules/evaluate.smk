@@ -4,10 +4,14 @@
 # once one that it waits for runs, even when that file is `ancient` to it.
 
 from posttrain.config.suites import evaluation_settings, rows_of, suite_data
+from posttrain.planner.sizing.evaluation import evaluates_fp8
 
 # By what stands in the name of its folder, so that suites of the same rows are one.
 SUITES = {folder.name.removeprefix("suite-"): name for name, folder in SUITE_FOLDERS.items()}
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
+if evaluates_fp8(CFG):
+    EVALUATED = {"before": PATHS.rollout_fp8, "after": PATHS.export_fp8}
+IN_FP8 = ", in FP8" if evaluates_fp8(CFG) else ""
 
 
 rule download_suite:
@@ -63,7 +67,7 @@ rule evaluate:
         checkpoint=lambda wildcards: EVALUATED[wildcards.when],
         dataset=PATHS.dataset,
     message:
-        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts{''.join(f', {name}' for name in CFG.evaluation.suites)}, {{wildcards.when}} training{NEEDS.message('evaluate')}"
+        f"evaluate on {CFG.data.num_heldout_prompts} held-out prompts{''.join(f', {name}' for name in CFG.evaluation.suites)}, {{wildcards.when}} training{IN_FP8}{NEEDS.message('evaluate')}"
     shell:
         runs(
             "evaluate",
@@ -99,7 +103,7 @@ rule lm_eval:
         asked=json.dumps(dataclasses.asdict(LM_EVAL)),
         checkpoint=EVALUATED[LM_EVAL.when],
     message:
-        f"ask lm-eval's tasks ({', '.join(LM_EVAL.tasks) or 'none'}), {LM_EVAL.when} training{NEEDS.message('lm_eval')}"
+        f"ask lm-eval's tasks ({', '.join(LM_EVAL.tasks) or 'none'}), {LM_EVAL.when} training{IN_FP8}{NEEDS.message('lm_eval')}"
     shell:
         runs(
             "lm_eval",
@@ -113,7 +117,7 @@ rule lm_eval:
 rule benchmark_serving:
     """Answers: how fast the trained model is served."""
     input:
-        checkpoint=receipt_of(PATHS.hf_export),
+        checkpoint=receipt_of(EVALUATED["after"]),
         dataset=receipt_of(PATHS.dataset),
     log:
         PATHS.run_log("benchmark_serving"),
@@ -121,7 +125,7 @@ rule benchmark_serving:
     resources:
         **resources_of_serving(CFG),
     params:
-        checkpoint=PATHS.hf_export,
+        checkpoint=EVALUATED["after"],
         dataset=PATHS.dataset,
         measured=PATHS.run / "evaluation" / "serving.json",
     message:

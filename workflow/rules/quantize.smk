@@ -2,7 +2,7 @@
 from collections import UserString
 from types import SimpleNamespace
 
-from posttrain.artifacts.recodings import BF16, ENGINES, SERVING
+from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, SERVING
 
 # What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
 # BF16 before the format was one of them is not cast again.
@@ -17,6 +17,18 @@ QUANTIZED = {
         more={
             "quantize": f", a scale per {CFG.quantize.strategy}{NEEDS.message('quantize')}",
             "finalize_quantized": f"{NEEDS.message('finalize_quantized')}",
+        },
+    ),
+    PATHS.export_fp8.name: SimpleNamespace(
+        parts=parts_of(PATHS.export_fp8, CFG.convert.num_parts),
+        steps=EXPORT,
+        source=PATHS.hf_export,
+        settings=json.dumps(recoding_settings(CFG, EXPORT.step)),
+        calibration=[],
+        title="FP8",
+        more={
+            "quantize": f", a scale per {CFG.quantize.strategy}, to evaluate the trained model{NEEDS.message('quantize after')}",
+            "finalize_quantized": f"{NEEDS.message('finalize_quantized after')}",
         },
     ),
     PATHS.serving.name: SimpleNamespace(

@@ -41,7 +41,7 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.keep_checkpoints"]["value"] == 2
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    untrainable = {"nodes", "engine.pd.num_prefill_engines", "evaluate"}
+    untrainable = {"nodes", "engine.pd.num_prefill_engines"}
     assert not_trainable == (untrainable if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
@@ -184,7 +184,7 @@ def test_gpu_hours_and_their_price(plan_of, resolved):
     seconds = plan["durations_seconds"]
     gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
-    plan = plan_of("glm5")
+    plan = plan_of("glm5", set="evaluation.precision=source")
     gpu_seconds = 128 * plan["durations_seconds"]["train_grpo"]  # its evaluations are not run
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")
@@ -306,7 +306,7 @@ def test_lists_tell_runs_of_equal_items(plan_of):
 
 
 def test_phases_add_up_to_the_step(plan_of):
-    plan = plan_of("glm5")
+    plan = plan_of("glm5", set="evaluation.precision=source")
     step, seconds = plan["step"], plan["durations_seconds"]
     rows = {row["phase"]: row for row in step["phases"]}
     assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save"], "no node evaluates it"

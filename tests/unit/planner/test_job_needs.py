@@ -50,15 +50,19 @@ def test_the_recipe(resolved):
     needs = RuleNeeds(resolved("glm5").config)
     days = needs.seconds["train_grpo"] / 86400
     assert needs.message("train_grpo") == f" (16 nodes, 128 GPUs, about {days:.0f} days)"
-    assert needs.message("evaluate") == " (3 nodes, 24 GPUs)", "what is not run takes no time"
+    minutes = needs.seconds["evaluate after"] / 60
+    assert needs.message("evaluate") == f" (1 node, 8 GPUs, about {minutes:.0f} min)"
+    assert needs.message("quantize after") == needs.message("quantize")
+    large = RuleNeeds(resolved("glm5", set="evaluation.precision=source").config)
+    assert large.message("evaluate") == " (3 nodes, 24 GPUs)", "what is not run takes no time"
 
 
 @pytest.mark.parametrize(
     ("choice", "rule", "wanted"),
     [
         ({"model": "glm5", "nodes": 16}, "train_grpo", JobNeeds(16, 128)),
-        ({"model": "glm5", "nodes": 16}, "evaluate", JobNeeds(3, 24)),
-        ({"model": "glm5", "nodes": 16}, "benchmark_serving", JobNeeds(3, 24)),
+        ({"model": "glm5", "nodes": 16}, "evaluate", JobNeeds(1, 8)),
+        ({"model": "glm5", "set": "evaluation.precision=source"}, "benchmark_serving", JobNeeds(3, 24)),
         ({"model": "glm5", "nodes": 16}, "convert_hf_to_torch_dist", JobNeeds()),
         # A spare node is held as long as the others.
         ({"model": "glm5", "nodes": 16, "site": "example_slurm"}, "train_grpo", JobNeeds(17, 136, "2d")),

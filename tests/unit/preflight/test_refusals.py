@@ -59,11 +59,15 @@ def test_a_problem_of_two_rules_is_told_once() -> None:
 
 
 def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
-    config = resolve({"model": "glm5", "site": SLURM}, CONFIG_DIR).config
+    asked = {"model": "glm5", "site": SLURM, "set": "evaluation.precision=source"}
+    config = resolve(asked, CONFIG_DIR).config
     (found,) = find_refusals(config, {"evaluate"})
     assert (found.key, found.value) == ("evaluate", "3 nodes of 8 h200 hold the model")
     assert found.allowed == "1 node (8 GPUs) to evaluate with this version"
-    assert "finalize_export_hf instead of all" in found.remedy
+    assert found.remedy.startswith("set evaluation.precision=fp8, which one node holds, or ask for finalize_export_hf")
+    assert find_refusals(resolve({**asked, "set": ""}, CONFIG_DIR).config, {"evaluate"}) == []
+    (found_too,) = find_refusals(resolve({**asked, "set": "", "hardware": "h100"}, CONFIG_DIR).config, {"evaluate"})
+    assert found_too.remedy.startswith("ask for finalize_export_hf"), "FP8 is too large for a node, too"
     assert find_refusals(config, {"benchmark_serving"}) == [found]
     assert find_refusals(config, {"plan", "finalize_export_hf"}) == []
 
@@ -124,7 +128,7 @@ def test_where_only_the_evaluation_or_a_key_is_wrong_no_other_training_is_named(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    trainable = nearest(model="glm5", site=SLURM).removeprefix("set='")[:-1]
+    trainable = nearest(model="glm5", site=SLURM).removeprefix("set='")[:-1] + " evaluation.precision=source"
     for workflow in (
         {"model": "glm5", "site": SLURM, "set": trainable},
         {"model": "tiny", "site": "local", "set": "logging.wandb_mode=online"},

@@ -11,13 +11,14 @@ def test_glm5_by_hand(resolved):
     indexer = 78 * (2048 * 32 * 128 + 6144 * 128 + 6144 * 32 + 2 * 128)
     assert needed.training_checkpoint == 14 * 743_911_199_232 - 12 * indexer
     assert needed.num_training_checkpoints == 3
-    assert needed.shared_bytes == 3 * needed.hf + needed.rollout_fp8 + 3 * needed.training_checkpoint
+    # It is evaluated in FP8, before and after training.
+    assert needed.shared_bytes == 3 * needed.hf + 2 * needed.rollout_fp8 + 3 * needed.training_checkpoint
     assert needed.node_local_bytes == needed.torch_dist + needed.rollout_fp8
 
 
 def test_without_fp8_the_source_is_staged_instead(resolved):
     needed = storage(resolved("glm5", set="rollout.fp8=false").config)
-    assert needed.rollout_fp8 == 0
+    assert needed.rollout_fp8 == needed.export_fp8 == 0
     assert needed.node_local_bytes == 2 * needed.hf
 
 

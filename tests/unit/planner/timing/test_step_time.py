@@ -110,10 +110,12 @@ def test_the_recipe_of_16_nodes(glm5):
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
-    assert not {"evaluate before", "evaluate after"} & set(step_durations(glm5, SHARED_STORAGE)), "no node holds it"
+    large = resolved("glm5", set="evaluation.precision=source").config
+    assert not {"evaluate before", "evaluate after"} & set(step_durations(large, SHARED_STORAGE)), "no node holds it"
+    assert {"evaluate before", "evaluate after"} < set(step_durations(glm5, SHARED_STORAGE))
     seconds = step_durations(resolved("glm5_4layer").config, SHARED_STORAGE)
     assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
-    one_node = resolved("glm5_4layer", set="data.num_heldout_prompts=16").config
+    one_node = resolved("glm5_4layer", set="data.num_heldout_prompts=16 evaluation.precision=fp8").config
     fewer = step_durations(one_node, SHARED_STORAGE)
     assert one_node.nodes == 1, "where an evaluation has the engines of training"
     assert fewer["evaluate before"] == pytest.approx(fewer["step_rollout"], abs=0.002)  # 16 x 4 samples

@@ -21,9 +21,9 @@ from posttrain.artifacts.durable import (
     write_json,
     write_text,
 )
+from posttrain.artifacts.format_versions import FORMAT_VERSIONS
 from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import (
-    FORMAT_VERSIONS,
     MANIFEST_NAME,
     Paths,
     building,

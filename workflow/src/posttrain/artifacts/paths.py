@@ -14,6 +14,8 @@ from typing import Any
 
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.artifacts.format_versions import FORMAT_VERSIONS
+from posttrain.artifacts.recodings import EXPORT_FOLDER
 from posttrain.config.data import task_of
 from posttrain.config.derived import fp8_settings, serving_settings
 from posttrain.config.families import dimensions
@@ -25,33 +27,6 @@ log = logging.getLogger(__name__)
 
 # In a checkpoint of training: its files and their hashes.
 MANIFEST_NAME = "manifest.json"
-# Raised by one when a step writes something else than before for the same input: its receipts are then remade.
-FORMAT_VERSIONS: Mapping[str, int] = {
-    "make_tiny_model": 1,
-    "download_hf_checkpoint": 1,
-    "finalize_hf_checkpoint": 1,
-    "approve_data": 1,
-    "download_dataset": 2,
-    "download_suite": 1,
-    "patch_hf_config": 1,
-    "convert_hf_to_torch_dist": 1,
-    "finalize_torch_dist": 2,
-    "adopt_torch_dist": 1,
-    "quantize_rollout_fp8": 2,
-    "finalize_rollout_fp8": 2,
-    "quantize_serving": 1,
-    "finalize_serving": 1,
-    "cast_to_bf16": 1,
-    "finalize_bf16": 1,
-    "stage_to_node_local": 1,
-    "fork_checkpoint": 1,
-    "train_grpo": 1,
-    "export_hf": 2,
-    "finalize_export_hf": 1,
-    "evaluate": 1,
-    "lm_eval": 1,
-    "render_report": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -132,6 +107,12 @@ class Paths:
     def rollout_report(self) -> Path:
         """What FP8 did to the weights."""
         return self.rollout_fp8.with_name(f"{self.rollout_fp8.name}.report.json")
+
+    @property
+    def export_fp8(self) -> Path:
+        """What was trained in FP8, for an evaluation; the run's, though it lies beside other weights of the model."""
+        settings = self._quantize_settings(EXPORT_FOLDER, fp8_settings(self.resolved.config))
+        return self.model_root / f"{EXPORT_FOLDER}-{digest8([self.hf_export.parent.name, settings])}"
 
     @property
     def serving(self) -> Path:

@@ -24,8 +24,9 @@ from typing import Any
 from posttrain import __version__
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import append_json_line, hash_file, write_json
+from posttrain.artifacts.format_versions import FORMAT_VERSIONS
 from posttrain.artifacts.names import RelativeName, check_digest
-from posttrain.artifacts.paths import FORMAT_VERSIONS, part_receipt_of, partial_of
+from posttrain.artifacts.paths import part_receipt_of, partial_of
 from posttrain.artifacts.plain_json import read_json
 from posttrain.errors import CheckpointError
 

@@ -24,19 +24,24 @@ class Recoding:
     source: str
 
 
+# What the folder's name begins with that holds an export in FP8: it lies in the store, where other names are models'.
+EXPORT_FOLDER = "export_fp8"
 ENGINES = Recoding("quantize_rollout_fp8", "finalize_rollout_fp8", "hf_patched")
+EXPORT = Recoding("quantize_export_fp8", "finalize_export_fp8", "hf_export")
 SERVING = Recoding("quantize_serving", "finalize_serving", "hf_patched")
 BF16 = Recoding("cast_to_bf16", "finalize_bf16", "hf")
+RECODINGS = (ENGINES, EXPORT, SERVING, BF16)
 _RULES = {
     name: rule
-    for use in (ENGINES, SERVING, BF16)
+    for use in RECODINGS
     for name, rule in ((use.step, "quantize"), (use.finalize_step, "finalize_quantized"))
 }
 
 
-def recoding_of(number_format: str) -> Recoding:
-    """Return the steps of a format: "fp8" is for training's engines, "bf16" is a cast back, all others are served."""
-    return {"fp8": ENGINES, "bf16": BF16}.get(number_format, SERVING)
+def recoding_of(step: str) -> Recoding:
+    """Return what a step that makes parts belongs to."""
+    (found,) = (use for use in RECODINGS if use.step == step)
+    return found
 
 
 def rule_of(step: str) -> str:

@@ -77,7 +77,8 @@ def references_folder(store: Path) -> Path:
 def register_run(paths: Paths) -> None:
     """Say in the store what a run uses of it."""
     run, results = os.path.abspath(paths.run), os.path.abspath(paths.run.parent)
-    used = [RelativeName(path.relative_to(paths.store).as_posix()) for path in paths.store_artefacts.values()]
+    folders = (*paths.store_artefacts.values(), paths.export_fp8)
+    used = [RelativeName(path.relative_to(paths.store).as_posix()) for path in folders]
     reference = Reference(run, results, user_name(), socket.gethostname(), round(time.time(), 3), tuple(used))
     path = references_folder(paths.store) / f"{paths.run.name}-{digest8(run)}.json"
     with shared(path):

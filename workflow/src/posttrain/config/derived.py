@@ -162,7 +162,11 @@ def serving_settings(config: Config) -> dict[str, Any]:
 
 def recoding_settings(config: Config, step: str) -> dict[str, Any]:
     """Return what decides the bytes of a recoded checkpoint, by the step that makes its parts."""
-    of_step = {"quantize_rollout_fp8": fp8_settings, "quantize_serving": serving_settings}
+    of_step = {
+        "quantize_rollout_fp8": fp8_settings,
+        "quantize_export_fp8": fp8_settings,
+        "quantize_serving": serving_settings,
+    }
     return of_step[step](config) if step in of_step else {"format": "bf16"}
 
 

@@ -41,6 +41,12 @@ class Evaluation:
     num_samples_per_prompt: int = _doc("Responses per held-out prompt", 4, minimum=1)
     temperature: float = _doc("Sampling temperature; 0 takes the likeliest token", 1.0, minimum=0)
     seed: int = _doc("Seed of sampling", 1, minimum=0)
+    precision: str = _doc(
+        "Of the weights before and after training. source: as they came and are exported; fp8: quantised as for "
+        "rollouts; auto: the source's where one node holds them, else FP8 where it holds that and rollouts have it",
+        "auto",
+        choices=("auto", "source", "fp8"),
+    )
     interval: int = _doc(
         "Steps between measurements on training's own engines, beside those before and after; 0: none", 0, minimum=0
     )

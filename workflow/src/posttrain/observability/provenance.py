@@ -90,6 +90,7 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
     finals = [paths.train / str(train.receipt.settings.get("final_checkpoint")) for train in found if train.receipt]
     if not receipt_of(paths.hf_export).exists():
         found += _artefacts_of("run: hf", paths.hf_export)
+    found += _artefacts_of("export_fp8", paths.export_fp8)
     kept = sorted(paths.checkpoints.glob(f"step_*[0-9]/{MANIFEST_NAME}"))
     found += [_kept_checkpoint(path) for path in kept if path.parent not in finals]
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):

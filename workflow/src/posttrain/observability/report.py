@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from posttrain.artifacts.recodings import EXPORT, EXPORT_FOLDER, rule_of
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
@@ -92,14 +93,20 @@ def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]
     # Checkpoints of a training and parts of an export have receipts before all of it is there.
     made -= {"train_grpo"} if "the end of training" in run.missing else set()
     made -= {"export_hf"} if "the export" in run.missing else set()
+    made |= {f"{rule_of(step)} after" for step in (EXPORT.step, EXPORT.finalize_step) if step in made}
     states = {}
     for rule in rules:
-        # The two evaluations share a rule; their jobs' names end in before and after.
         when = rule.name.partition(" ")[2]
-        seconds = [time.seconds for time in run.times if time.rule == rule.rule and time.job.endswith(when)]
+        seconds = [time.seconds for time in run.times if time.rule == rule.rule and _is_of(time.job, rule)]
         is_done = rule.name in made or (bool(seconds) and not when)
         states[rule.name] = RuleState("done" if is_done else "not run", sum(seconds) if is_done and seconds else None)
     return states
+
+
+def _is_of(job: str, rule: RuleNode) -> bool:
+    """Tell which of two things a job made: evaluations end in before and after, what was exported has that name."""
+    when = rule.name.partition(" ")[2]
+    return job.endswith(when) if rule.rule == "evaluate" else (f".{EXPORT_FOLDER}" in job) == (when == "after")
 
 
 def pair_samples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[PromptSamples]:

@@ -68,12 +68,15 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
 
 
 def check_served(config: Config) -> Iterator[Problem]:
-    """Yield that a model is too large for one node, on which evaluations serve it in the precision of its source."""
+    """Yield that a model is too large for one node, on which evaluations serve it."""
     if (nodes := job_needs(config, "evaluate").nodes) > 1:
         on_node = serving_on_one_node(config).engine.gpus_per_engine
         found = f"{nodes} nodes of {config.hardware.gpus_per_node} {config.hardware.name} hold the model"
         allowed = f"1 node ({on_node} GPUs) to evaluate with this version"
         remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
+        in_fp8 = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, precision="fp8"))
+        if evaluation_nodes(in_fp8) == 1:
+            remedy = f"set evaluation.precision=fp8, which one node holds, or {remedy}"
         yield Problem("evaluate", found, allowed, remedy)
 
 

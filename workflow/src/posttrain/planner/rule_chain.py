@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from posttrain.artifacts import suite_folders
 from posttrain.config.schema import Config
+from posttrain.planner.sizing.evaluation import evaluates_fp8, quantises_for_engines
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class RuleNode:
     """One rule in the chain.
 
     Args:
-        name: Unique in the chain: the rule's name, or "evaluate before" and "evaluate after".
+        name: Unique in the chain: the rule's name, with "before" or "after" (training) where it makes two things.
         does: What it does, in a few words.
         after: Names of the rules it waits for.
         num_jobs: How many jobs of it run side by side.
@@ -47,8 +48,10 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "adopt_torch_dist": not config.download.torch_dist_folder,
         "convert_hf_to_torch_dist": bool(config.download.torch_dist_folder),
         "finalize_torch_dist": bool(config.download.torch_dist_folder),
-        "quantize": not config.rollout.fp8,
-        "finalize_quantized": not config.rollout.fp8,
+        "quantize": not quantises_for_engines(config),
+        "finalize_quantized": not quantises_for_engines(config),
+        "quantize after": not evaluates_fp8(config),
+        "finalize_quantized after": not evaluates_fp8(config),
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
         "download_suite": not config.evaluation.suites,
@@ -61,7 +64,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
 def _rules_of_weights(config: Config) -> list[RuleNode]:
     """Return all that there may be, each with all that it may wait for."""
     parts, joins, patched = config.convert.num_parts, "joins and checks the parts", ("patch_hf_config",)
-    ready = ("adopt_torch_dist", "finalize_torch_dist", "finalize_quantized", *patched)
+    ready = ("adopt_torch_dist", "finalize_torch_dist", *_quantised(config.rollout.fp8), *patched)
     downloaded, fetches = ("download_hf_checkpoint",), "fetches the model in parts, every file verified"
     return [
         RuleNode("make_tiny_model", "makes and warms up a small model", ()),
@@ -81,19 +84,26 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
 
 
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
-    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", "finalize_quantized")
+    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", *_quantised(config.rollout.fp8))
     before = (*ready, "approve_data", "fork_checkpoint")
     prompts = ("download_dataset", "download_suite")
-    checked = ("patch_hf_config", *prompts)
-    exported, evaluated = ("finalize_export_hf", *prompts), ("evaluate before", "evaluate after")
+    checked, came = ("patch_hf_config", *prompts), _quantised(evaluates_fp8(config))
+    exported = ("finalize_quantized after", "finalize_export_hf", *prompts)
+    evaluated = ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
     return [
         RuleNode("fork_checkpoint", "begins with another run's state", ()),
         RuleNode("approve_data", "grades every label as a response", checked),
-        RuleNode("evaluate before", "pass rate of the model as it came", checked),
+        RuleNode("evaluate before", "pass rate of the model as it came", (*came, *checked)),
         RuleNode("train_grpo", "rollout, update, weight sync", before),
         RuleNode("export_hf", "writes the trained model in Hub layout, in parts", ("train_grpo",), parts),
         RuleNode("finalize_export_hf", "joins and checks the parts", ("export_hf",)),
+        RuleNode("quantize after", "quantises to FP8 in parts", ("finalize_export_hf",), parts),
+        RuleNode("finalize_quantized after", "joins and checks the parts", ("quantize after",)),
         RuleNode("evaluate after", "pass rate of the trained model", exported),
         RuleNode("render_report", "writes the report", evaluated),
     ]
+
+
+def _quantised(is_needed: bool) -> tuple[str, ...]:
+    return ("finalize_quantized",) if is_needed else ()

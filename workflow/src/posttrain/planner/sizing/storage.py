@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
+from posttrain.planner.sizing.evaluation import evaluates_fp8, quantises_for_engines
 from posttrain.planner.sizing.memory import BYTES
 from posttrain.planner.sizing.model_size import count_parameters, model_weights, mtp_weights
 from posttrain.planner.sizing.node_copy import node_copy
@@ -28,6 +29,7 @@ class Storage:
         hf: The source checkpoint, MTP layers included.
         torch_dist: The same in Megatron's format.
         rollout_fp8: FP8 weights for the engines; 0 when engines serve the source's precision.
+        export_fp8: The trained model in FP8; 0 when it is evaluated in the source's precision.
         trained_weights: The weights, the frozen indexer's too, in one checkpoint of the training run.
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
         num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
@@ -38,6 +40,7 @@ class Storage:
     hf: int
     torch_dist: int
     rollout_fp8: int
+    export_fp8: int
     trained_weights: int
     training_checkpoint: int
     num_training_checkpoints: int
@@ -47,7 +50,7 @@ class Storage:
     @property
     def store_bytes(self) -> int:
         """Made once per model, below `site.store`."""
-        return self.hf + self.torch_dist + self.rollout_fp8
+        return self.hf + self.torch_dist + self.rollout_fp8 + self.export_fp8
 
     @property
     def run_bytes(self) -> int:
@@ -70,14 +73,15 @@ def storage(config: Config) -> Storage:
     trained = model_weights(arch)
     saved = [*trained, *mtp_weights(arch)]
     hf = sum(weight.bf16_bytes for weight in saved)
-    fp8 = sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else 0
+    fp8 = sum(weight.fp8_bytes for weight in saved)
     num_parameters = count_parameters(trained)
     frozen = count_parameters(weight for weight in trained if weight.component == "indexer")
     trained_weights = BYTES[config.trainer.params_dtype].weight * num_parameters
     return Storage(
         hf=hf,
         torch_dist=hf,
-        rollout_fp8=fp8,
+        rollout_fp8=fp8 if quantises_for_engines(config) else 0,
+        export_fp8=fp8 if evaluates_fp8(config) else 0,
         trained_weights=trained_weights,
         training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),
         num_training_checkpoints=config.trainer.keep_checkpoints + 1,

@@ -62,8 +62,9 @@ def durations_seconds(
     }
     if config.stage.copy != "nothing":
         seconds["stage_to_node_local"] = stage_seconds(node_copy(config, config.stage.copy), rates)
-    if needed.rollout_fp8:
-        seconds["quantize"] = _side_by_side(needed.hf + needed.rollout_fp8, parts, turns, rates)
+    for name, size in {"quantize": needed.rollout_fp8, "quantize after": needed.export_fp8}.items():
+        if size:
+            seconds[name] = _side_by_side(needed.hf + size, parts, turns, rates)
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 

@@ -1,0 +1,35 @@
+"""Versions of what steps write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Raised by one when a step writes something else than before for the same input: its receipts are then remade.
+FORMAT_VERSIONS: Mapping[str, int] = {
+    "make_tiny_model": 1,
+    "download_hf_checkpoint": 1,
+    "finalize_hf_checkpoint": 1,
+    "approve_data": 1,
+    "download_dataset": 2,
+    "download_suite": 1,
+    "patch_hf_config": 1,
+    "convert_hf_to_torch_dist": 1,
+    "finalize_torch_dist": 2,
+    "adopt_torch_dist": 1,
+    "quantize_rollout_fp8": 2,
+    "finalize_rollout_fp8": 2,
+    "quantize_export_fp8": 1,
+    "finalize_export_fp8": 1,
+    "quantize_serving": 1,
+    "finalize_serving": 1,
+    "cast_to_bf16": 1,
+    "finalize_bf16": 1,
+    "stage_to_node_local": 1,
+    "fork_checkpoint": 1,
+    "train_grpo": 1,
+    "export_hf": 2,
+    "finalize_export_hf": 1,
+    "evaluate": 1,
+    "lm_eval": 1,
+    "render_report": 1,
+}
