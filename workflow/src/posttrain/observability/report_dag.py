@@ -16,11 +16,11 @@ from posttrain.observability.report_charts import svg_text
 from posttrain.planner.rule_chain import RuleNode
 from posttrain.readable import format_seconds
 
-NODE_WIDTH, NODE_HEIGHT = 84.0, 72.0
-GAP_X, GAP_Y, LANE_HEIGHT = 12.0, 12.0, 8.0
+NODE_WIDTH, NODE_HEIGHT = 78.0, 72.0
+GAP_X, GAP_Y, LANE_HEIGHT = 11.0, 12.0, 8.0
 MARGIN = 4.0
 LINE_HEIGHT = 14.0
-MAX_LETTERS = 11
+MAX_LETTERS = 10
 
 
 @dataclass(frozen=True)
