@@ -96,7 +96,7 @@ def test_a_box_tells_its_state_and_its_seconds():
 def test_names_are_cut_at_their_words():
     for name, lines in (
         ("download_hf_checkpoint", ["download_", "hf_", "checkpoint"]),
-        ("convert_hf_to_torch_dist", ["convert_hf_", "to_torch_", "dist"]),
+        ("convert_hf_to_torch_dist", ["convert_", "hf_to_", "torch_dist"]),
         ("evaluate before", ["evaluate", "before"]),
         ("stage_to_node_local", ["stage_to_", "node_local"]),
         (
