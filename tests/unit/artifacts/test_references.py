@@ -199,3 +199,16 @@ def test_a_reference_that_another_gc_forgets_meanwhile_is_no_error(
     monkeypatch.setattr(Path, "unlink", slower)
     assert delete_unused(tmp_path, 14)[1] == []
     assert list(references_folder(tmp_path).iterdir()) == []
+
+
+def test_runs_of_one_name_share_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two users train the same into results of their own, over one store: what they trained is not the same."""
+    exports = set()
+    for user in ("one", "two"):
+        (tmp_path / user).mkdir()
+        monkeypatch.chdir(tmp_path / user)
+        asked = {"model": "tiny", "site": "local", "set": f"site.store={tmp_path}/store site.results=results"}
+        paths = Paths(resolve(asked, CONFIG))
+        exports.add((paths.run, paths.rollout_fp8, paths.export_fp8))
+    assert len({run for run, _, _ in exports}) == len({came for _, came, _ in exports}) == 1
+    assert len({trained for _, _, trained in exports}) == 2

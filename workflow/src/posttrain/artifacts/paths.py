@@ -112,7 +112,8 @@ class Paths:
     def export_fp8(self) -> Path:
         """What was trained in FP8, for an evaluation; the run's, though it lies beside other weights of the model."""
         settings = self._quantize_settings(EXPORT_FOLDER, fp8_settings(self.resolved.config))
-        return self.model_root / f"{EXPORT_FOLDER}-{digest8([self.hf_export.parent.name, settings])}"
+        # Runs of one name, in results of their own, may share a store.
+        return self.model_root / f"{EXPORT_FOLDER}-{digest8([os.path.abspath(self.hf_export), settings])}"
 
     @property
     def serving(self) -> Path:
