@@ -57,7 +57,9 @@ def test_what_runs_is_not_refused(words: list[str], tmp_path: Path) -> None:
 def test_an_evaluation_over_several_nodes_is_refused_with_their_number(tmp_path: Path) -> None:
     """Plan, dry run and refusal show one number; the export does not need it."""
     trainable = "set=engine.pd.num_prefill_engines=0 engine.num_engines=2"
-    config = ["--config", "model=glm5", "site=example_slurm", trainable]
+    config = ["--config", "model=glm5", "site=example_slurm"]
+    assert REFUSAL not in dry_run(tmp_path, *config, trainable), "in FP8 one node holds it"
+    config.append(f"{trainable} evaluation.precision=source")
     output = dry_run(tmp_path, *config)
     assert re.findall(r"held-out prompts, (\w+) training \((.*?)\)", output) == [
         ("before", "3 nodes, 24 GPUs"),

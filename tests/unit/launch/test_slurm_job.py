@@ -42,12 +42,13 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_asks_for_all_gpus_of_its_nodes() -> None:
-    """Of three nodes for GLM-5, as the plan says; that is refused, and one node is asked for where that is enough."""
-    for model, nodes in (("glm5", 3), ("glm5_4layer", 1)):
-        config = resolve({"model": model, "site": "example_slurm"}, CONFIG_DIR).config
+    """Of three nodes for GLM-5 in BF16, as the plan says; that is refused, and one is asked for where it is enough."""
+    for model, precision, nodes in (("glm5", "source", 3), ("glm5", "auto", 1), ("glm5_4layer", "source", 1)):
+        words = {"model": model, "set": f"evaluation.precision={precision}"}
+        config = resolve({**words, "site": "example_slurm"}, CONFIG_DIR).config
         topology = {"nodes": nodes, "gpus": nodes * 8}
         assert resources_of_serving(config) == topology | {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
-        assert resources_of_serving(resolve({"model": model, "site": "local"}, CONFIG_DIR).config) == topology
+        assert resources_of_serving(resolve({**words, "site": "local"}, CONFIG_DIR).config) == topology
     assert resources_of_serving(resolve({"model": "tiny", "site": "example_slurm"}, CONFIG_DIR).config) == {"nodes": 1}
 
 
