@@ -23,6 +23,7 @@ from posttrain.errors import CheckpointError
     ("name", "part", "step"),
     [
         ("rollout_fp8", 0, "quantize_rollout_fp8"),
+        ("export_fp8", 1, "quantize_export_fp8"),
         ("serving", 1, "quantize_serving"),
         ("bf16", 0, "cast_to_bf16"),
     ],

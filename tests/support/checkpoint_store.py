@@ -27,7 +27,12 @@ from posttrain.artifacts import (
 
 NUM_PARTS = 2
 DIMENSIONS = words_with(TINY)
-STEPS = {"rollout_fp8": "quantize_rollout_fp8", "serving": "quantize_serving", "bf16": "cast_to_bf16"}
+STEPS = {
+    "rollout_fp8": "quantize_rollout_fp8",
+    "export_fp8": "quantize_export_fp8",
+    "serving": "quantize_serving",
+    "bf16": "cast_to_bf16",
+}
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,9 @@ def test_fp8_weights_are_refused_where_nothing_computes_with_them():
         merge(choice, CONFIG_DIR)
     assert [problem.key for problem in caught.value.problems] == ["rollout.fp8"]
     merge({**choice, "set": "rollout.fp8=false"}, CONFIG_DIR)
+    with pytest.raises(ConfigError, match=r"set evaluation\.precision=source") as caught:
+        merge({**choice, "set": "rollout.fp8=false evaluation.precision=fp8"}, CONFIG_DIR)
+    assert [problem.key for problem in caught.value.problems] == ["evaluation.precision"]
     # The embedded engine dequantises, and a CPU emulates.
     merge({**MODELS["tiny"], "hardware": "mi300x"}, CONFIG_DIR)
     merge({**MODELS["tiny"], "set": "engine.kind=sglang"}, CONFIG_DIR)

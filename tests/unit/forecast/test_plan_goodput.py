@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,9 @@ from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_goodput import GOAL, INTERVALS, NODE_COUNTS, RATES, goodput_chart
 from posttrain.forecast.plan_page import render_plan
 from posttrain.forecast.plan_table import print_plan
+from posttrain.forecast.restart import means_today, restart_parts
+from posttrain.planner.sizing.storage import storage
+from posttrain.planner.timing.duration import Bandwidths, durations_seconds
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,19 @@ def test_a_state_that_is_read_before_engines_have_started_adds_nothing():
     fast = resolve_model("qwen3_4b", hardware="h200")
     (found,) = (part for part in parts_of(fast) if "training state" in part["part"])
     assert set(found["seconds"].values()) == {0.0}
+
+
+@pytest.mark.parametrize("rollouts", [True, False])
+def test_engines_that_read_weights_read_those_of_rollouts(rollouts):
+    """Not those that an evaluation has in FP8."""
+    words = f"rollout.fp8={str(rollouts).lower()} evaluation.precision=fp8"
+    config = resolve_model("glm5", nodes=32, set=words).config
+    needed, rates = storage(config), Bandwidths()
+    means = dataclasses.replace(means_today(config, needed), reads_weights=True)
+    parts = restart_parts(config, needed, rates, durations_seconds(config, needed, rates), means)
+    (found,) = (part for part in parts if "weights on each node" in part.part)
+    size = needed.rollout_fp8 if rollouts else needed.hf
+    assert found.note.startswith(f"{size / 1e9:,.0f} GB")
 
 
 def test_spare_nodes_are_those_that_the_site_asks_for():

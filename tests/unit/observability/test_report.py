@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 from tests.support.synthetic_run import REPOSITORY, make_run, workflow_of
 
-from posttrain.artifacts import Paths, receipt_of
+from posttrain.artifacts import Paths, Receipt, receipt_of, write_receipt
 from posttrain.errors import CheckpointError
 from posttrain.observability.report import common_frame, describe_attempt, pair_samples, rule_states
 from posttrain.observability.report import render_report as render
-from posttrain.observability.report_data import read_run, read_run_so_far
+from posttrain.observability.report_data import RuleTime, read_run, read_run_so_far
 from posttrain.observability.report_summary import summarize
 from posttrain.observability.verdict import judge_run
 from posttrain.planner.resolve import resolve
@@ -228,6 +228,26 @@ def test_of_a_run_that_trains_there_is_what_there_is(tmp_path):
     unfinished = {"train_grpo", "export_hf", "finalize_export_hf", "evaluate before", "evaluate after", "render_report"}
     assert {name for name, state in states.items() if state == "not run"} >= unfinished
     assert states["patch_hf_config"] == states["download_dataset"] == "done"
+
+
+def test_what_came_and_what_was_trained_are_quantised_apart(tmp_path):
+    """In the picture of the rules: each with the seconds of its own jobs, and the second is not there yet."""
+    made = make_run(tmp_path, num_steps=3)
+    run = read_run_so_far(made.paths, made.inputs.logs, None)
+    config = resolve(workflow_of(tmp_path, 3, "evaluation.precision=fp8"), CONFIG_DIR).config
+    rules = rule_chain(config)
+    jobs = [("rollout_fp8-1.part0", 3.0), ("export_fp8-2.part0", 5.0), ("export_fp8-2.part1", 7.0)]
+    times = [RuleTime("quantize", f"tiny-3.{job}", seconds, 0.0, None) for job, seconds in jobs]
+    before = rule_states(dataclasses.replace(run, times=times), rules)
+    assert (before["quantize"].state, before["quantize"].seconds) == ("done", 3.0)
+    assert before["quantize after"].state == "not run"
+    folder = made.paths.export_fp8
+    folder.mkdir(parents=True)
+    write_receipt(receipt_of(folder), Receipt("quantize_export_fp8", [], {}, {}))
+    run = read_run_so_far(made.paths, made.inputs.logs, None)
+    after = rule_states(dataclasses.replace(run, times=times), rules)
+    assert (after["quantize after"].state, after["quantize after"].seconds) == ("done", 12.0)
+    assert after["quantize"].seconds == 3.0
 
 
 def time_of(run):

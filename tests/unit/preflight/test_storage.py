@@ -51,6 +51,16 @@ def test_what_is_there_is_not_needed_again(tmp_path):
     assert local.missing_bytes == 2 * needed.node_local_bytes - 500
 
 
+def test_an_export_that_is_evaluated_in_fp8_is_counted_until_it_is_there(tmp_path):
+    paths = paths_of(tmp_path, more="evaluation.precision=fp8")
+    needed = storage(paths.resolved.config)
+    assert storage_needs(paths)[0].missing_bytes == needed.store_bytes
+    assert needed.store_bytes == needed.hf + needed.torch_dist + 2 * needed.rollout_fp8
+    paths.export_fp8.mkdir(parents=True)
+    (paths.export_fp8 / "data").write_bytes(bytes(700))
+    assert storage_needs(paths)[0].missing_bytes == needed.store_bytes - 700
+
+
 def test_links_are_not_counted_twice(tmp_path):
     (tmp_path / "a").write_bytes(bytes(100))
     os.link(tmp_path / "a", tmp_path / "b")

@@ -52,6 +52,14 @@ def test_devices_are_those_of_the_configuration(resolved: Resolve, hardware: str
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, expected[:2], expected[2]]
 
 
+@pytest.mark.parametrize("said", ["", "3"])
+def test_devices_of_the_shell_are_not_those_of_a_rehearsal(
+    resolved: Resolve, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    assert "CUDA_VISIBLE_DEVICES" not in simulated(resolved("glm5_4layer").config, Path("environment"))
+
+
 def test_gpus_of_others_are_refused(resolved: Resolve) -> None:
     with pytest.raises(ConfigError, match="not NVIDIA's") as raised:
         require_rehearsable(resolved("glm5", hardware="mi300x", set="rollout.fp8=false"))

@@ -241,9 +241,14 @@ def _formats(config: Config) -> Problems:
             yield Problem(f"hardware.{key}", ", ".join(unknown), allowed, "correct the hardware's file")
     computed = [*hardware.formats, *hardware.emulated_formats]
     # The embedded engine dequantises at load.
-    if config.rollout.fp8 and config.engine.kind == "sglang" and "fp8" not in computed:
-        allowed = f"false on {hardware.name}, which computes with {', '.join(computed)}"
-        yield Problem("rollout.fp8", "true", allowed, "set rollout.fp8=false; the engines then need twice the memory")
+    if config.engine.kind != "sglang" or "fp8" in computed:
+        return
+    on_hardware = f"on {hardware.name}, which computes with {', '.join(computed)}"
+    if config.rollout.fp8:
+        remedy = "set rollout.fp8=false; the engines then need twice the memory"
+        yield Problem("rollout.fp8", "true", f"false {on_hardware}", remedy)
+    if config.evaluation.precision == "fp8":
+        yield Problem("evaluation.precision", "fp8", f"source or auto {on_hardware}", "set evaluation.precision=source")
 
 
 def _quantize(config: Config) -> Problems:
@@ -270,7 +275,8 @@ def _quantize(config: Config) -> Problems:
 def _merged_matrices(config: Config) -> Problems:
     """SGLang has gate and up of an MLP in one matrix and lets no block have rows of both (`Fp8LinearMethod`)."""
     arch, quantize = config.model.architecture, config.quantize
-    if not (config.rollout.fp8 and config.engine.kind == "sglang" and quantize.strategy == "block"):
+    serves_fp8 = config.rollout.fp8 or config.evaluation.precision == "fp8"
+    if not (serves_fp8 and config.engine.kind == "sglang" and quantize.strategy == "block"):
         return
     num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
     if quantize.keep_first_layers >= num_dense or quantize.keep_modules or arch.intermediate_size % FP8_BLOCK == 0:

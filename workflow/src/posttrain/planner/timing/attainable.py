@@ -40,7 +40,7 @@ ATTENTION_TFLOPS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     # (tile-ai/tilelang 00a1cee, examples/deepseek_v32/README.md). Nobody has published cuDNN's.
     "sparse": ((600,) * 6, (115,) * 6),
     # Megatron Core's own in TileLang, as this trainer calls it: `benchmarks/one_gpu.py` on an H200, 64 heads, 1,024
-    # queries of a row of 8,192 keys.
+    # queries of a row of 8,192 keys, measured once; fewer heads, as TP leaves, were not.
     "tilelang": ((188,) * 6, (73,) * 6),
 }
 ATTENTION_BACKWARD = 2.5
