@@ -9,7 +9,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from posttrain.engines import client as client_module
+from posttrain.engines import calls as calls_module
 from posttrain.engines.client import EngineClient
 from posttrain.engines.responses import GenerateRequest
 
@@ -138,7 +138,7 @@ def drop_first(count):
 
 
 def test_a_cut_connection_is_tried_again_counted_and_logged(monkeypatch, caplog):
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(calls_module, "RETRY_SECONDS", 0.01)
 
     async def story():
         async with client_of(ScriptedEngine(script={"/generate": drop_first(2)})) as client:
@@ -152,7 +152,7 @@ def test_a_cut_connection_is_tried_again_counted_and_logged(monkeypatch, caplog)
 
 
 def test_retries_have_a_limit(monkeypatch):
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(calls_module, "RETRY_SECONDS", 0.01)
 
     async def story():
         async with EngineClient([f"http://127.0.0.1:{unused_port()}"], "secret", 5.0) as client:

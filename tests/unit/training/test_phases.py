@@ -7,7 +7,8 @@ import time
 import pytest
 
 from posttrain.observability.metrics import METRICS
-from posttrain.training.phases import PHASES, PhaseClock
+from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, PHASES, TRAINER
+from posttrain.training.phases import PhaseClock
 
 
 def test_every_phase_has_its_metric() -> None:
@@ -18,8 +19,9 @@ def test_every_phase_has_its_metric() -> None:
 
 def test_optimizer_and_engines_are_never_awake_together() -> None:
     """Both at once is what memory has no room for."""
-    assert not [phase.name for phase in PHASES.values() if phase.engines_awake and phase.optimizer_awake]
-    assert not [phase.name for phase in PHASES.values() if phase.optimizer_awake and not phase.trainer_awake]
+    assert not [phase.name for phase in PHASES.values() if {ENGINE_WEIGHTS, OPTIMIZER} <= phase.awake]
+    assert not [phase.name for phase in PHASES.values() if {ENGINE_CACHE, TRAINER} <= phase.awake]
+    assert not [phase.name for phase in PHASES.values() if OPTIMIZER in phase.awake and TRAINER not in phase.awake]
 
 
 def test_times_of_a_phase_add_up() -> None:

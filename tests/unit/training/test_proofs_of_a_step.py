@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.megatron_backend import checkpoint
+from posttrain.training.phases import PhaseClock
 from posttrain.training.run import TrainingRun
 
 
@@ -18,7 +19,7 @@ def run_of(calls: list[str], finished: int, is_due_at_start: bool) -> SimpleName
     source = SimpleNamespace(wait_ready=note("ready"), collect=note("collect", "rollout"))
     state = SimpleNamespace(restore=note("restore", finished), remove_leftovers=note("tidy"))
     parts = {"publisher": publisher, "source": source, "state": state, "publish": note("publish")}
-    return SimpleNamespace(**parts, evaluation=None, is_rank0=False)
+    return SimpleNamespace(**parts, evaluation=None, is_rank0=False, turns=None, clock=PhaseClock)
 
 
 def test_a_rollout_is_given_only_when_engines_have_proven_their_weights_again() -> None:

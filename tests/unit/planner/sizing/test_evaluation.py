@@ -81,5 +81,6 @@ def test_a_cpu_serves_as_it_trains() -> None:
     config = config_of("tiny", "cpu")
     served = serving_on_one_node(config)
     assert config.rollout.fp8
-    assert dataclasses.replace(config, rollout=served.rollout) == served
+    awake = dataclasses.replace(config.engine, sleep="never")
+    assert dataclasses.replace(config, rollout=served.rollout, engine=awake) == served
     assert dataclasses.replace(config.rollout, fp8=False) == served.rollout, "it serves what is evaluated"

@@ -7,8 +7,9 @@ import pytest
 
 from posttrain.config import load
 from posttrain.config.derived import world_size
+from posttrain.config.engine import PrefillDecode
 from posttrain.config.rules import check_consistency
-from posttrain.config.schema import Parallel, PrefillDecode
+from posttrain.config.schema import Parallel
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.activations import fullest_micro_batch

@@ -7,7 +7,7 @@ from posttrain.config.load import Resolved
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_layout import engines_by_gpu
 from posttrain.launch.placement import engines_on_node
-from posttrain.planner.problems import find_problems, find_warnings
+from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.activations import (
     MicroBatch,
@@ -24,12 +24,11 @@ from posttrain.planner.sizing.memory_phases import (
     LARGE_PHASES,
     capacity_gib,
     fullest_phase,
-    gib_without_sleep,
     host_gib_by_phase,
     phase_memory,
     save_staging_bytes,
 )
-from posttrain.planner.sizing.phases import ASLEEP, PHASES
+from posttrain.planner.sizing.phases import ASLEEP, ENGINE_CACHE, ENGINE_WEIGHTS, OPTIMIZER, PHASES, TRAINER
 from posttrain.planner.timing.step_time import step_durations
 from posttrain.training.phases import PhaseClock
 
@@ -80,13 +79,14 @@ def test_who_is_awake_is_on_the_gpu_and_who_sleeps_in_host_memory(resolved):
     rows = rows_of(config, 1)
     for name, phase in PHASES.items():
         gpu, host = rows[name].gpu, rows[name].host
-        assert phase.trainer_awake == ("weights" in gpu) == ("sleeping_weights" not in host)
-        assert phase.optimizer_awake == ("optimizer" in gpu) == ("gradients" in gpu)
-        assert phase.optimizer_awake == ("sleeping_optimizer" not in host)
-        assert phase.engines_awake == ("kv_pool" in gpu) == ("engine_weights" in gpu) == ("sleeping_engine" not in host)
+        assert (TRAINER in phase.awake) == ("weights" in gpu)
+        assert (OPTIMIZER in phase.awake) == ("optimizer" in gpu) == ("gradients" in gpu)
+        assert (ENGINE_WEIGHTS in phase.awake) == ("engine_weights" in gpu)
+        assert (ENGINE_CACHE in phase.awake) == ("kv_pool" in gpu)
+        assert {"sleeping_weights", "sleeping_optimizer"} <= host.keys(), "their place on the host is kept"
     assert set(rows["asleep"].gpu) == {"reserve"}
-    stage, served = stage_memory(config)[1], engine_memory(config)
-    held = (stage.weights_bytes + stage.optimizer_bytes) / GIB + served.weights_gib_per_gpu
+    stage = stage_memory(config)[1]
+    held = (stage.weights_bytes + stage.optimizer_bytes) / GIB
     staged = rows["asleep"].host["save_staging"]  # a checkpoint may still be on its way to the disk
     assert rows["asleep"].host_gib == pytest.approx(held + staged)
 
@@ -232,15 +232,19 @@ def test_offload_moves_state_to_the_host(resolved):
     assert all(row.host["offloaded_optimizer"] == pytest.approx(state * 16 / 12) for row in outside.values())
 
 
-def test_without_sleep_engines_keep_their_memory_while_the_trainer_trains(resolved):
-    """On a GPU of 140.4 GiB, stage 1 of GLM-5 trains with 128.3 GiB, and engines hold 104.3: together too much."""
-    config = resolved("glm5").config
-    trains, rollout = rows_of(config, 1)["train"], rows_of(config, 1)["rollout"]
+def test_who_never_sleeps_is_planned_beside_the_other_and_refused_where_both_do_not_fit(resolved):
+    config = resolved("glm5", set="engine.sleep=never").config
+    turns = rows_of(resolved("glm5").config, 1)
+    trains, rollout = turns["train"], turns["rollout"]
     assert (round(trains.gpu_gib, 1), round(rollout.gpu_gib - rollout.gpu["reserve"], 1)) == (128.3, 104.3)
-    assert gib_without_sleep(config) == pytest.approx(trains.gpu_gib + rollout.gpu_gib - rollout.gpu["reserve"])
-    small = resolved("glm5_4layer", set="engine.mem_fraction_static=0.5").config
-    for variant, is_doubtful in ((config, True), (small, False), (resolved("tiny").config, False)):
-        assert ("engine.mem_fraction_static" in {found.key for found in find_warnings(variant)}) == is_doubtful
+    awake = rows_of(config, 1)["train"]
+    assert awake.gpu_gib == pytest.approx(trains.gpu_gib + rollout.gpu_gib - rollout.gpu["reserve"])
+    assert awake.host == {}
+    (problem,) = find_problems(config)
+    assert (problem.key, problem.value.split(":")[0]) == ("engine.sleep", "never")
+    small = resolved("glm5_4layer", set="engine.mem_fraction_static=0.5 engine.sleep=never").config
+    on_cpu = resolved("tiny", set="engine.sleep=never").config
+    assert find_problems(small) == find_problems(on_cpu) == []
 
 
 def test_on_a_cpu_everything_is_in_host_memory_all_the_time(resolved):
@@ -263,11 +267,3 @@ def test_the_shortcut_of_the_layout_search_finds_the_fullest_phase(resolved, mod
     assert (phase, gib) == (expected.phase, pytest.approx(expected.gpu_gib))
     other = max(row.gpu_gib for row in phase_memory(config) if row.phase not in LARGE_PHASES)
     assert other <= gib
-
-
-def test_the_heavier_kind_of_engine_sleeps_in_host_memory(resolved):
-    config = resolved("glm5", set="engine.pd.num_prefill_engines=2 engine.pd.gpus_per_prefill_engine=32").config
-    served = engine_memory(config)
-    asleep = {item.host["sleeping_engine"] for item in phase_memory(config) if item.phase == "train"}
-    assert asleep == {served.prefill.weights_gib_per_gpu}
-    assert served.prefill.weights_gib_per_gpu > served.weights_gib_per_gpu

@@ -39,6 +39,12 @@ def uses_engines(config: Config) -> bool:
     return config.training.objective == "rl"
 
 
+def takes_turns(config: Config) -> bool:
+    """Tell whether trainer and engines sleep in host memory while the other works."""
+    asked = config.engine.sleep == "always" or (config.engine.sleep == "auto" and config.hardware.device == "cuda")
+    return asked and uses_engines(config)
+
+
 def rollout_samples_per_step(config: Config) -> int:
     """Return the samples that one rollout makes."""
     return config.rollout.rollout_batch_size * config.rollout.num_samples_per_prompt

@@ -20,14 +20,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
+from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, EngineCalls
 from posttrain.engines.responses import (
     GenerateRequest,
     GenerateResult,
@@ -36,33 +35,15 @@ from posttrain.engines.responses import (
     generate_body,
     parse_generate_answer,
 )
-from posttrain.engines.secret import authorization
 from posttrain.engines.tensor_payload import NamedTensors, serialize_bucket
+from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
 
 log = logging.getLogger(__name__)
-
-# A kept connection that its server has just closed is found out when it is used: the second try opens a new one, and
-# three outlast a moment without free ports. Who is gone for longer has ended, which the supervisor sees.
-NUM_CONNECTION_RETRIES = 3
-RETRY_SECONDS = 0.2  # doubled from try to try
-# Whether an engine is ready is asked often, because training waits for it, and each time for long, because one that
-# loads its model may not answer meanwhile.
-PROBE_TIMEOUT_SECONDS = 10.0
-PROBE_INTERVAL_SECONDS = 0.1
-# Of an answer that is an error: a page of HTML fits into no log.
-MAX_ERROR_CHARACTERS = 1000
+# What SGLang calls them. Graphs were captured over the cache, and are of no use without it.
+TAGS = {ENGINE_WEIGHTS: ("weights",), ENGINE_CACHE: ("kv_cache", "cuda_graph")}
 
 
-@dataclass(frozen=True)
-class _Engine:
-    number: int
-    url: str
-
-    def __str__(self) -> str:
-        return f"engine {self.number} ({self.url})"
-
-
-class EngineClient:
+class EngineClient(EngineCalls):
     """Client of the engines of a run; an async context manager.
 
     Args:
@@ -82,34 +63,12 @@ class EngineClient:
         ranks_per_engine: int = 1,
         vocab_size: int | None = None,
     ):
-        assert urls, "a client needs at least one engine"
-        self._engines = [_Engine(number, url.rstrip("/")) for number, url in enumerate(urls)]
-        self._timeout_seconds, self._ranks_per_engine = request_timeout_seconds, ranks_per_engine
-        self._vocab_size, self._headers = vocab_size, authorization(secret)
-        self._session: aiohttp.ClientSession | None = None
+        super().__init__(urls, secret, request_timeout_seconds)
+        self._ranks_per_engine, self._vocab_size = ranks_per_engine, vocab_size
         # Why `generate` refuses; empty when all engines serve one version.
         self._closed_because = ""
         self._update_is_open = False
-        self.num_retries = 0
-
-    async def __aenter__(self) -> EngineClient:
-        # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
-        # a weight update that meets a dropped connection must not be repeated.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._session is not None
-        await self._session.close()
-        self._session = None
-
-    @property
-    def num_engines(self) -> int:
-        """How many engines there are."""
-        return len(self._engines)
+        self._asleep: frozenset[str] = frozenset()
 
     # ---- tokens ----
 
@@ -128,8 +87,8 @@ class EngineClient:
             RuntimeError: When the engine refuses, fails, aborts, or answers with something else than was
                 asked for; and while weights are being updated.
         """
-        if self._closed_because:
-            raise RuntimeError(f"engines do not generate: {self._closed_because}")
+        if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
+            raise RuntimeError(f"engines do not generate: {why}")
         check_prompts(requests, self._vocab_size)
         engine = self._engines[request_number % len(self._engines)]
         answer = await self._call(engine, "POST", "/generate", generate_body(requests), may_repeat=True)
@@ -238,6 +197,29 @@ class EngineClient:
         """End every request that runs or waits, on all engines."""
         await self._call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
 
+    # ---- memory ----
+
+    async def release_memory(self, parts: Iterable[str]) -> None:
+        """Have engines give back parts of their GPU memory, as soon as they are idle.
+
+        Args:
+            parts: That are awake, of `planner.sizing.phases`. Weights are forgotten: an update has to bring them again.
+
+        Raises:
+            RuntimeError: One does not become idle in time, or could not; names it.
+        """
+        if ENGINE_WEIGHTS in parts:
+            self._closed_because = "they have given back their weights; update them first"
+        if ENGINE_CACHE in parts:  # SGLang ends when it is busy, also with what has just been aborted: it is waited for
+            await self._call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {})
+        await self._call_all("POST", "/release_memory_occupation", {"tags": _tags(parts)})
+        self._asleep |= {*parts}
+
+    async def resume_memory(self, parts: Iterable[str]) -> None:
+        """Have engines take sleeping parts of their GPU memory again."""
+        await self._call_all("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
+        self._asleep -= {*parts}
+
     # ---- weights ----
 
     async def update_weights(self, version: int, buckets: Iterable[NamedTensors]) -> None:
@@ -326,73 +308,6 @@ class EngineClient:
                 log.warning("closing the failed weight update: %s", error)
         self._update_is_open = False
 
-    # ---- HTTP ----
 
-    async def _call_all(
-        self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
-    ) -> list[Any]:
-        """Make one call to every engine at the same time; raise one error that names all that failed."""
-        return await self._call_each(method, path, [body] * len(self._engines), may_repeat)
-
-    async def _call_each(
-        self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
-    ) -> list[Any]:
-        told = zip(self._engines, bodies, strict=True)
-        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine, body in told]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, RuntimeError):
-                raise failure
-        if failures:
-            listed = "\n  ".join(map(str, failures))
-            raise RuntimeError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
-        return list(answers)
-
-    async def _call(
-        self,
-        engine: _Engine,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        may_repeat: bool = False,
-    ) -> Any:
-        num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
-        for attempt in range(1, num_tries + 1):
-            try:
-                return await self._call_once(engine, method, path, body)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                if attempt == num_tries:
-                    raise RuntimeError(
-                        f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
-                    ) from error
-                self.num_retries += 1
-                log.warning("%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries)
-                await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
-
-    async def _call_once(self, engine: _Engine, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        assert self._session is not None, "use the client as an async context manager"
-        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
-        try:
-            async with self._session.request(method, engine.url + path, json=body, timeout=timeout) as response:
-                if response.status != 200:
-                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
-                    raise RuntimeError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
-                is_json = response.content_type == "application/json"
-                return await response.json() if is_json else await response.text()
-        except TimeoutError as error:
-            raise RuntimeError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
-        except ValueError as error:
-            raise RuntimeError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
-
-    async def _is_healthy(self, engine: _Engine, within_seconds: float) -> bool:
-        assert self._session is not None, "use the client as an async context manager"
-        timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds)))
-        try:
-            async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
-                if response.status == 401:
-                    raise RuntimeError(f"{engine} obeys somebody else: it was started with another secret")
-                return response.status == 200
-        except (aiohttp.ClientConnectionError, TimeoutError):
-            return False
+def _tags(parts: Iterable[str]) -> list[str]:
+    return [tag for part in sorted(parts) for tag in TAGS[part]]

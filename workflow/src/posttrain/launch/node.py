@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cli
+from posttrain.config.derived import takes_turns
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
@@ -66,8 +67,9 @@ class NodeSupervisor:
         self._folder, self._first_port = Path(assignment["folder"]), int(assignment["first_port"])
         self._weights = self._job.weights_of(self._config, self._rank, self._names[self._rank])
         self._finished = int(assignment["finished"])
-        # Before the first rollout of a resumed run its engines get all of their weights from the trainer.
-        self._is_resumed = self._finished > 0
+        # Before the first rollout engines get all of their weights from the trainer where a run is resumed, and where
+        # they have slept while it loaded.
+        self._starts_empty = self._finished > 0 or takes_turns(self._config)
         self._urls: dict[int, str] = {}
 
     def run(self) -> None:
@@ -89,7 +91,7 @@ class NodeSupervisor:
 
     @contextmanager
     def _prepared_weights(self) -> Iterator[None]:
-        if self._is_resumed:
+        if self._starts_empty:
             yield
             return
         with self._weights.in_use():
@@ -98,9 +100,9 @@ class NodeSupervisor:
 
     @property
     def _model_folder(self) -> Path:
-        """Where engines find config, tokenizer and, unless the run is resumed, weights."""
+        """Where engines find config, tokenizer and, unless they start empty, weights."""
         rollout = self._weights.rollout
-        return rollout.folder if self._is_resumed else self._weights.folder_of(rollout)
+        return rollout.folder if self._starts_empty else self._weights.folder_of(rollout)
 
     # ---- engines ----
 
@@ -119,7 +121,7 @@ class NodeSupervisor:
                 part.node_rank,
                 meeting,
                 gpus=part.gpus,
-                without_weights=self._is_resumed,
+                without_weights=self._starts_empty,
             )
             if part.node_rank == 0:
                 self._urls[part.index] = commands[part.index].url

@@ -49,6 +49,7 @@ from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.host_copies import HostCopies
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.optimizer_state import allocate_state, count_steps, restore_state, sharded_state
+from posttrain.megatron_backend.sleep import SleepingTrainer
 
 
 def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
@@ -66,7 +67,13 @@ def load_weights(chunks: Sequence[LogprobModel], folder: Path) -> None:
     _fill(chunks, loaded)
 
 
-def prepare_save(policy: Policy, step: int, folder: Path, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
+def prepare_save(
+    policy: Policy,
+    step: int,
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+    trainer: SleepingTrainer | None = None,
+) -> Callable[[], None]:
     """Write all but weights and optimizer state, and return the function that writes these; both are collective.
 
     Args:
@@ -75,6 +82,7 @@ def prepare_save(policy: Policy, step: int, folder: Path, group: dist.ProcessGro
         folder: An empty folder that exists.
         group: In what the returned function lets ranks talk to each other. One of its own where another thread uses the
             default group meanwhile.
+        trainer: Goes to sleep meanwhile: its copies are written. Its weights are awake.
 
     Returns:
         The rest of the save. The caller makes the folder visible when it is done on all ranks.
@@ -84,8 +92,13 @@ def prepare_save(policy: Policy, step: int, folder: Path, group: dist.ProcessGro
     strategy = InProcessSave(group)
     # Whether ranks together hold each tensor once is seen by torch when it plans who writes what. Megatron would look
     # first, with a list of all shards that every rank gathers over the default group.
+    state = _training_state(policy)
+    if trainer:
+        trainer.copy_weights()
+        for piece in (*state["model"].values(), *state["optimizer"]):
+            piece.data = trainer.on_host(piece.data)
     dist_checkpointing.save(
-        {**_training_state(policy), **counts},
+        {**state, **counts},
         str(folder),
         sharded_strategy=strategy,
         validate_access_integrity=False,

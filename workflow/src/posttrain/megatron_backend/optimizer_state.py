@@ -55,6 +55,15 @@ def sharded_state(optimizer: MegatronOptimizer, weights: ShardedStateDict) -> li
     ]
 
 
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Yield what this rank's optimizer holds: what it moves, and what it remembers of it."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for weight in group["params"]:
+                yield weight
+                yield from (value for value in part.optimizer.state.get(weight, {}).values() if torch.is_tensor(value))
+
+
 def count_steps(optimizer: MegatronOptimizer) -> int:
     """Return how many updates the optimizer has made."""
     groups = (group for part in _parts(optimizer) for group in part.state_dict()["optimizer"]["param_groups"])

@@ -19,9 +19,10 @@ PHASES = {
     "perf/train_seconds": "train",
     "perf/weight_sync_seconds": "weight sync",
     "perf/save_seconds": "checkpoint",
+    "perf/asleep_seconds": "taking turns",
 }
 NUM_COLORS = 7
-PHASE_COLORS = (1, 8, 7, 6, 2, 3, 5)
+PHASE_COLORS = (1, 8, 7, 6, 2, 3, 5, 4)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,16 @@ the plan shows the same list on its page. Layouts that would fit are looked for 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from posttrain.config.derived import engine_gpus, proves_weights, uses_engines, weight_transport, world_size
+from posttrain.config.derived import (
+    engine_gpus,
+    proves_weights,
+    takes_turns,
+    uses_engines,
+    weight_transport,
+    world_size,
+)
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.errors import Problem
@@ -22,7 +30,6 @@ from posttrain.planner.sizing.made_model import check_made
 from posttrain.planner.sizing.memory_phases import (
     PhaseMemory,
     capacity_gib,
-    gib_without_sleep,
     host_gib_by_phase,
     phase_memory,
 )
@@ -41,7 +48,7 @@ from posttrain.readable import format_seconds
 
 def find_problems(config: Config) -> list[Problem]:
     """Return what cannot run on this hardware and at this site; for a configuration that resolved."""
-    phases = phase_memory(config)
+    phases = phase_memory(_taking_turns(config))
     has_engines = uses_engines(config)
     alone = [*_check_trainer(config, phases), *(_check_engine(config) if has_engines else ())]
     return [
@@ -49,10 +56,11 @@ def find_problems(config: Config) -> list[Problem]:
         *alone,
         # What is too large by itself needs no second problem for the phases in which it meets the other.
         *(() if alone else _check_shared(config, phases)),
+        *_check_all_awake(config),
         *(_check_engine_count(config) if has_engines else ()),
         *_check_time_limit(config),
         *_check_evaluation_share(config),
-        *check_declared(config, storage(config), _host_gib(config, phases)),
+        *check_declared(config, storage(config), _host_gib(config, phase_memory(config))),
         *find_bad_pairs(config),
         *check_sparse_kernel(config),
     ]
@@ -62,7 +70,6 @@ def find_warnings(config: Config) -> list[Problem]:
     """Return what may keep the run from working, but is not known well enough to refuse it."""
     return [
         *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
-        *_check_sleep(config),
         *_check_transport(config),
         *_check_proof(config),
         *_check_margin(config),
@@ -120,13 +127,19 @@ def _check_time_limit(config: Config) -> Iterator[Problem]:
         yield Problem("site.slurm.time_limit", limit, allowed, "ask for more time, or for more nodes")
 
 
-def _check_sleep(config: Config) -> Iterator[Problem]:
-    """Yield that the phases' memory counts on a sleep that no version has."""
-    awake, fraction = gib_without_sleep(config), config.engine.mem_fraction_static
-    if config.hardware.device == "cuda" and awake > capacity_gib(config):
-        found = f"{fraction}: {awake:.1f} GiB per rank that trains while engines keep their memory, as they do today"
-        remedy = "give engines less, or the job more nodes; the plan's phases count on engines that sleep"
-        yield Problem("engine.mem_fraction_static", found, _limit(config), remedy)
+def _taking_turns(config: Config) -> Config:
+    """Return the configuration with the memory of engines that sleep where they have GPUs."""
+    return replace(config, engine=replace(config.engine, sleep="auto"))
+
+
+def _check_all_awake(config: Config) -> Iterator[Problem]:
+    """Yield that trainer and engines do not fit at a time where neither sleeps."""
+    if config.hardware.device != "cuda" or not uses_engines(config) or takes_turns(config):
+        return
+    fullest = max(phase_memory(config), key=lambda item: item.gpu_gib)
+    if fullest.gpu_gib > capacity_gib(config):
+        remedy = "set='engine.sleep=auto', or give engines less (engine.mem_fraction_static)"
+        yield Problem("engine.sleep", f"never: {_amount(fullest)}", _limit(config), remedy)
 
 
 def _check_transport(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from posttrain.algorithm.objective import Objective
 from posttrain.algorithm.policy_gradient import PolicyGradient
 from posttrain.algorithm.sft import SupervisedFineTuning
-from posttrain.config.derived import proves_weights, uses_engines
+from posttrain.config.derived import proves_weights, takes_turns, uses_engines
 from posttrain.config.load import experiment_of
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
@@ -22,6 +22,7 @@ from posttrain.megatron_backend.initialize import joined_ranks
 from posttrain.megatron_backend.model import Policy, build_policy
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import ServedValues
+from posttrain.megatron_backend.sleep import SleepingTrainer
 from posttrain.megatron_backend.weights import HubWeights
 from posttrain.observability.sinks import MetricSinks
 from posttrain.planner.sizing.storage import storage
@@ -36,6 +37,7 @@ from posttrain.training.mismatch import EngineComparison
 from posttrain.training.run import TrainingRun
 from posttrain.training.saved_state import CheckpointToLoad, SavedState
 from posttrain.training.step_evaluation import StepEvaluation
+from posttrain.training.turns import SleepingEngines, Turns, wait_for_all
 from posttrain.types import Prompt
 from posttrain.weight_sync.holdings import Holdings
 from posttrain.weight_sync.proof import WeightProof
@@ -79,10 +81,13 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(joined_ranks(config))
         runner = stack.enter_context(asyncio.Runner())
-        policy, store = build_policy(config), RolloutStore(run_folder / "rollouts")
-        client = maker = sinks = evaluation = None
-        if dist.get_rank() == 0:
-            client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls else None
+        store, is_first = RolloutStore(run_folder / "rollouts"), dist.get_rank() == 0
+        client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls and is_first else None
+        engines = _asleep(config, client, runner) if engine_urls else None
+        policy = build_policy(config)
+        trainer = SleepingTrainer(policy) if engines else None
+        maker = sinks = evaluation = None
+        if is_first:
             maker, evaluation = _open_makers(
                 config, model_folder, exam_folders, read_prompts, client, store, run_folder, runner, stack
             )
@@ -98,10 +103,11 @@ def open_run(
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
             publisher=_publisher_of(config, holdings, run_folder, model_folder, proof),
-            state=SavedState(policy, torch_dist, to_load, checkpoints, _writer_of(config, policy, checkpoints, store)),
+            state=_state_of(config, policy, trainer, torch_dist, to_load, checkpoints, store),
             sinks=sinks,
             traces=run_folder / "traces",
             evaluation=evaluation,
+            turns=Turns(trainer, engines, wait_for_all) if trainer and engines else None,
         )
 
 
@@ -127,9 +133,27 @@ def _publisher_of(
     return WeightPublisher(config, holdings, run_folder / "served_weights", model_folder, proof)
 
 
-def _writer_of(config: Config, policy: Policy, checkpoints: CheckpointFolder, store: RolloutStore) -> CheckpointWriter:
+def _asleep(config: Config, client: EngineClient | None, runner: asyncio.Runner) -> SleepingEngines | None:
+    """Return engines that are ready and have given back all of their memory; None where they keep it."""
+    if not takes_turns(config):
+        return None
+    engines = SleepingEngines(client, runner, config.engine.start_timeout_seconds)
+    engines.start()
+    return engines
+
+
+def _state_of(
+    config: Config,
+    policy: Policy,
+    trainer: SleepingTrainer | None,
+    torch_dist: Path,
+    to_load: CheckpointToLoad,
+    checkpoints: CheckpointFolder,
+    store: RolloutStore,
+) -> SavedState:
     forget_before = _keep_rollouts if config.logging.keep_rollouts else store.forget_before
-    return CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before)
+    writer = CheckpointWriter(policy, checkpoints, storage(config).training_checkpoint, forget_before, trainer)
+    return SavedState(policy, torch_dist, to_load, checkpoints, writer)
 
 
 def objective_of(config: Config) -> Objective:

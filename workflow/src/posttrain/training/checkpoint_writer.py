@@ -1,7 +1,7 @@
 """Writes checkpoints in a thread, while the main thread does what leaves the training state alone.
 
 Nothing is copied for it: from the end of a step until the first pass of the next, a rollout long, weights and optimizer
-state stay as they are.
+state stay as they are, on the host where the trainer sleeps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from posttrain.artifacts.durable import naming
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
+from posttrain.megatron_backend.sleep import SleepingTrainer
 from posttrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
@@ -37,12 +38,19 @@ class CheckpointWriter:
         folder: Where checkpoints are.
         needed_bytes: What a checkpoint takes, for the message when there is no room.
         forget_before: Called on rank 0 with the finished steps of a checkpoint that was committed.
+        trainer: Has what is written in host memory, and goes to sleep meanwhile; None where nobody sleeps.
     """
 
     def __init__(
-        self, policy: Policy, folder: CheckpointFolder, needed_bytes: int, forget_before: Callable[[int], None]
+        self,
+        policy: Policy,
+        folder: CheckpointFolder,
+        needed_bytes: int,
+        forget_before: Callable[[int], None],
+        trainer: SleepingTrainer | None = None,
     ):
         self._policy, self._folder, self._forget_before = policy, folder, forget_before
+        self._trainer = trainer
         self._needed_bytes = needed_bytes
         self._is_rank0 = dist.get_rank() == 0
         # The default group is the main thread's.
@@ -63,7 +71,7 @@ class CheckpointWriter:
             if self._is_rank0:
                 self._folder.begin(finished)
             checkpoint.barrier()
-            write = checkpoint.prepare_save(self._policy, finished, partial_folder, self._group)
+            write = checkpoint.prepare_save(self._policy, finished, partial_folder, self._group, self._trainer)
         self._written = in_thread(partial(self._write_and_commit, finished, write, started))
 
     def finish(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from posttrain.observability.progress import ProgressBar
 from posttrain.observability.rank_progress import BEGIN_SAVE, report_progress
 from posttrain.training.lessons import LessonWatch
-from posttrain.training.phases import PhaseClock
 from posttrain.training.run import TrainingRun
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def train(run: TrainingRun, until: int = 0) -> bool:
                 metrics = train_step(run, finished)
             finished += 1
             bar.advance(1, note=progress_note(metrics) + lessons.note(metrics))
-    run.state.finish_save(PhaseClock(finished))
+    run.state.finish_save(run.clock(finished))
     if run.ends_early:
         log.info("asked to end: step %d is saved", finished)
     return not run.ends_early
@@ -47,7 +46,7 @@ def train(run: TrainingRun, until: int = 0) -> bool:
 
 def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     """Run one step and return its metrics (on rank 0; elsewhere nothing)."""
-    clock = PhaseClock(step)
+    clock = run.clock(step)
     run.reseed(step)
     evaluated = run.evaluate(step, clock)
     with clock.phase("rollout"):

@@ -1,16 +1,17 @@
 """How long each phase of a step took, and its memory at its fullest.
 
-Which model is awake in which phase is the table of `planner.sizing.phases`.
+Which model is awake in which phase is the table of `planner.sizing.phases`; who takes turns is awake when the block of
+a phase begins.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from posttrain.observability.rank_progress import report_progress
-from posttrain.planner.sizing.phases import LIKE_OTHERS, PHASES
+from posttrain.planner.sizing.phases import ASLEEP, LIKE_OTHERS, PHASES
 from posttrain.training.utilisation import PeakMemory
 
 
@@ -19,10 +20,11 @@ class PhaseClock:
 
     Args:
         step: Number of the step, from 0.
+        enter: Called with the name of each phase; brings those to sleep and awake who take turns. None: nobody does.
     """
 
-    def __init__(self, step: int = 0) -> None:
-        self._step = step
+    def __init__(self, step: int = 0, enter: Callable[[str], None] | None = None) -> None:
+        self._step, self._enter = step, enter
         self._started = time.perf_counter()
         self._memory = PeakMemory()
         self.seconds: dict[str, float] = {}
@@ -33,13 +35,23 @@ class PhaseClock:
         """Spend the block's time in a phase of the table."""
         assert name in PHASES or name in LIKE_OTHERS, f"{name} is not a phase: {list(PHASES)}"
         report_progress(self._step, name)
-        started = time.perf_counter()
+        if self._enter:
+            with self._timed(ASLEEP.name):
+                self._enter(name)
         self._memory.reset()
+        try:
+            with self._timed(name):
+                yield
+        finally:
+            self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), self._memory.gib())
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), self._memory.gib())
 
     def metrics(self) -> dict[str, float]:
         """Return `perf/{phase}_seconds` of every phase that ran, and `perf/step_seconds`."""

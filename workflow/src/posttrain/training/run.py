@@ -36,6 +36,7 @@ from posttrain.training.phases import PhaseClock
 from posttrain.training.saved_state import SavedState
 from posttrain.training.slow_ranks import SlowRanks, probe_seconds
 from posttrain.training.step_evaluation import StepEvaluation
+from posttrain.training.turns import Turns
 from posttrain.training.utilisation import model_flops_utilisation, traced
 from posttrain.types import SampleGroup
 from posttrain.weight_sync.publish import WeightPublisher
@@ -58,6 +59,7 @@ class TrainingRun:
         sinks: Metrics, on rank 0; None elsewhere.
         traces: Gets the traces of `logging.profile_steps`.
         evaluation: Measures the policy between steps, on rank 0 and where that is asked for.
+        turns: Trainer and engines take them on their GPUs; None where nobody sleeps.
         ends_early: The present step is the last one of this attempt.
     """
 
@@ -71,6 +73,7 @@ class TrainingRun:
     sinks: MetricSinks | None
     traces: Path
     evaluation: StepEvaluation | None = None
+    turns: Turns | None = None
     ends_early: bool = False
     _num_non_finite: int = 0
     _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -84,8 +87,9 @@ class TrainingRun:
         """Load the state to go on from and bring the engines to it; returns the number of finished steps."""
         finished = self.state.restore()
         self.source.wait_ready()
-        if finished or (self.publisher and self.publisher.is_due_at_start):
-            self.publish(finished)
+        if finished or self.turns or (self.publisher and self.publisher.is_due_at_start):
+            with self.clock(finished).phase("weight_sync"):
+                self.publish(finished)
         if self.is_rank0:
             self.state.remove_leftovers()
         if self.evaluation:
@@ -97,6 +101,12 @@ class TrainingRun:
         """Bring the engines, where there are any, to the weights after so many steps; collective."""
         if self.publisher:
             self.publisher.publish(finished)
+        if self.turns:
+            self.turns.have_published()
+
+    def clock(self, step: int) -> PhaseClock:
+        """Return a clock of the phases of a step, from 0, in each of which those are awake who work in it."""
+        return PhaseClock(step, self.turns.enter if self.turns else None)
 
     def collect(self, step: int) -> RolloutResult:
         """Return the rollout of a step, from 0, of engines that held the same weights until its end; collective.

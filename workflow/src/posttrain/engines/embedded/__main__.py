@@ -72,6 +72,7 @@ async def _serve(arguments: argparse.Namespace, secret: str, listening: socket.s
         lambda: loaded.weights.version,
         not arguments.deterministic,
         arguments.max_running_requests,
+        lambda: loaded.weights.is_whole,
     )
     worker.start()
     runner = web.AppRunner(make_application(loaded, worker, secret), access_log=None, shutdown_timeout=STOP_SECONDS)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
 
 from posttrain.engines.checksums import combined_checksum
@@ -27,6 +28,8 @@ from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+# Each request brings its cache, and there are no graphs: to give them back only closes the door.
+WEIGHTS, TAGS = "weights", ("kv_cache", "weights", "cuda_graph")
 NO_UPDATE_OPEN = "no weight update is open; call /begin_weight_update first"
 UPDATE_OPEN = "a weight update is open already; call /end_weight_update first"
 
@@ -54,6 +57,8 @@ class WeightEndpoints:
             "/update_weight_version": self.update_version,
             "/weights_checker": self.check_weights,
             "/flush_cache": self.flush_cache,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
         }
         return [web.post(path, self._handler(call)) for path, call in calls.items()]
 
@@ -127,7 +132,30 @@ class WeightEndpoints:
         return {"checksums": {"answer": told}, "parallelism_info": [{"tp_rank": 0}]}
 
     def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Succeed: nothing is kept from one batch to the next."""
+        """Wait until no request runs or waits; nothing is kept from one batch to the next."""
+        seconds = float(body.get("timeout", 0))
+        if not self._worker.wait_idle(seconds):
+            raise WeightError(f"requests run or wait, also after {seconds:g} s")
+        return {}
+
+    def release_memory(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Give back the memory of weights, and generate no more until it is taken again, and filled."""
+        tags = _tags(body)
+        if self._update is not None:
+            raise WeightError(UPDATE_OPEN)
+        self._worker.fall_asleep(tags)
+        if WEIGHTS in tags:
+            self._weights.release()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return {}
+
+    def resume_memory(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Take memory again that was given back."""
+        tags = _tags(body)
+        self._worker.wake_up(tags)
+        if WEIGHTS in tags:
+            self._weights.resume()
         return {}
 
     def _serve(self, update: WeightUpdate, version: str | None) -> None:
@@ -139,7 +167,7 @@ class WeightEndpoints:
         """Return a handler that runs `call` outside the event loop and tells success as SGLang does."""
 
         async def handle(request: web.Request) -> web.Response:
-            body = await read_json(request)
+            body = {**request.query, **await read_json(request)}
             async with self._one_at_a_time:
                 try:
                     answer = await asyncio.to_thread(call, body)
@@ -149,3 +177,11 @@ class WeightEndpoints:
             return web.json_response({"success": True, "message": "Success", **answer})
 
         return handle
+
+
+def _tags(body: dict[str, Any]) -> set[str]:
+    """Return what a request is about; as in SGLang, without tags everything."""
+    tags = {*(body.get("tags") or TAGS)}
+    if unknown := tags - {*TAGS}:
+        raise RequestError(f"tags: {', '.join(TAGS)} are known, not {', '.join(sorted(map(str, unknown)))}")
+    return tags

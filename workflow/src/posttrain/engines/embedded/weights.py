@@ -51,7 +51,9 @@ class ServedWeights:
         self._copies = named.keys() - self._served.keys()
         self._spare: dict[str, torch.Tensor] | None = None
         self._mtp_layers = range(num_hidden_layers, num_hidden_layers + num_mtp_layers)
+        self._sizes: dict[str, int] = {}  # in bytes, of the set that serves while it is released
         self.version: str | None = None
+        self.is_whole = True
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +65,11 @@ class ServedWeights:
         return WeightUpdate(self._served, self._mtp_layers, self._copies)
 
     def begin_update(self) -> WeightUpdate:
-        """Return an update that fills the spare set."""
+        """Return an update that fills the spare set, or the serving one where that holds nothing of worth."""
+        if self._sizes:
+            raise WeightError("the weights' memory is released; call /resume_memory_occupation first")
+        if not self.is_whole:
+            return self.initial_load()
         if self._spare is None:
             self._spare = {name: torch.empty_like(tensor.data) for name, tensor in self._served.items()}
         return WeightUpdate(self._spare, self._mtp_layers, self._copies)
@@ -75,10 +81,26 @@ class ServedWeights:
             WeightError: When the update is not complete; what serves is untouched.
         """
         update.require_complete()
-        assert self._spare is not None
-        for name, tensor in self._served.items():
-            tensor.data, self._spare[name] = self._spare[name], tensor.data
+        if update.tensors is self._spare:
+            for name, tensor in self._served.items():
+                tensor.data, self._spare[name] = self._spare[name], tensor.data
+        self.is_whole = True
         self.version = version if version is not None else self.version
+
+    def release(self) -> None:
+        """Give the memory of both sets back, and forget the weights. Call it while no batch runs."""
+        self._spare, self.is_whole = None, False
+        for name, tensor in self._served.items():
+            storage = tensor.untyped_storage()
+            self._sizes.setdefault(name, storage.nbytes())
+            storage.resize_(0)
+
+    def resume(self) -> None:
+        """Take the memory of the set that serves again; an update has to fill it."""
+        for name, size in self._sizes.items():
+            self._served[name].untyped_storage().resize_(size)
+            self._served[name].data.zero_()
+        self._sizes = {}
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of every served tensor, as the engine computes with it, by Hub name."""

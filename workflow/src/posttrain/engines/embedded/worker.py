@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.engines.embedded.generation import Response, generate
-from posttrain.engines.embedded.requests import Row
+from posttrain.engines.embedded.requests import RequestError, Row
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,25 @@ class Worker:
         weight_version: Returns the version of the weights that serve.
         merge_requests: Put waiting requests into one batch; off, every request is its own batch.
         max_batch_rows: Rows of a merged batch; a single request may be larger.
+        has_weights: Tells whether there are any.
     """
 
-    def __init__(self, model: Any, weight_version: Callable[[], str | None], merge_requests: bool, max_batch_rows: int):
-        self._model, self._weight_version = model, weight_version
+    def __init__(
+        self,
+        model: Any,
+        weight_version: Callable[[], str | None],
+        merge_requests: bool,
+        max_batch_rows: int,
+        has_weights: Callable[[], bool] = lambda: True,
+    ):
+        self._model, self._weight_version, self._has_weights = model, weight_version, has_weights
         self._merge_requests, self._max_batch_rows = merge_requests, max_batch_rows
         self._queue: deque[Work] = deque()
         self._changed = threading.Condition()
         self._paused = self._stopping = self._running = self._waiting_between_tokens = False
         self._abort_all = False
         self._num_changes_waiting = 0
+        self._asleep: set[str] = set()
         self._abort_ids: set[str] = set()
         self.counters = Counters()
         # A daemon: a batch in the middle of a token must not keep a process alive that was told to end.
@@ -96,11 +105,50 @@ class Worker:
         self._thread.join(timeout_seconds)
 
     def submit(self, work: Work) -> Future[list[Response]]:
-        """Queue a request; its future holds the responses."""
+        """Queue a request; its future holds the responses.
+
+        Raises:
+            RequestError: The engine sleeps, or has slept and has no weights yet.
+        """
         with self._changed:
+            if self._asleep or not self._has_weights():
+                raise RequestError(f"the engine sleeps ({', '.join(sorted(self._asleep)) or 'no weights yet'})")
             self._queue.append(work)
             self._changed.notify_all()
         return work.done
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        """Wait until no request runs or waits; tells whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
+
+    def fall_asleep(self, parts: set[str]) -> None:
+        """Take no more requests.
+
+        Raises:
+            RequestError: There are some, or a part sleeps already.
+        """
+        with self._changed:
+            if not self._is_idle:
+                raise RequestError("memory is given back only while no request runs or waits")
+            if asleep := parts & self._asleep:
+                raise RequestError(f"asleep already: {', '.join(sorted(asleep))}")
+            self._asleep |= parts
+
+    def wake_up(self, parts: set[str]) -> None:
+        """Take requests again, once no part sleeps.
+
+        Raises:
+            RequestError: A part is awake.
+        """
+        with self._changed:
+            if awake := parts - self._asleep:
+                raise RequestError(f"awake already: {', '.join(sorted(awake))}")
+            self._asleep -= parts
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._running and not self._queue
 
     def pause(self, abort: bool) -> None:
         """Hold generation at the next token; `abort` also ends every request with what it has."""

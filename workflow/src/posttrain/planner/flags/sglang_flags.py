@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from posttrain.config.derived import rollout_samples_per_step
+from posttrain.config.derived import rollout_samples_per_step, takes_turns
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
@@ -196,11 +196,6 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
     seconds = config.hardware.kernels.watchdog_seconds or WATCHDOG_SECONDS
     flags = [
         flag("--mem-fraction-static", config.engine.mem_fraction_static, "engine.mem_fraction_static"),
-        flag(
-            "--enable-memory-saver",
-            True,
-            reason="the trainer shares the GPUs: a sleeping engine gives back its weights and cache",
-        ),
         flag("--kv-cache-dtype", "bf16", reason=f"{RECIPE}: attention as the trainer computes it"),
         flag("--watchdog-timeout", seconds, "hardware.kernels.watchdog_seconds", reason="loading takes long"),
     ]
@@ -214,8 +209,21 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
         _disaggregation,
         _nodes,
         _determinism,
+        _sleep,
     )
     return flags + [item for part in parts for item in part(config, role)]
+
+
+def _sleep(config: Config, role: str) -> list[Flag]:
+    if not takes_turns(config):
+        return []
+    flags = [
+        flag("--enable-memory-saver", True, "engine.sleep", reason="a sleeping engine gives back its weights and cache")
+    ]
+    if config.engine.mtp_steps:
+        drafts = "what drafts is not trained: no update brings it again"
+        flags.append(flag("--enable-draft-weights-cpu-backup", True, "engine.mtp_steps", "engine.sleep", reason=drafts))
+    return flags
 
 
 def _parallelism(config: Config, role: str) -> list[Flag]:

@@ -72,11 +72,6 @@ class EngineMemory:
     kv_tokens: int | None
     prefill: EngineMemory | None = None
 
-    @property
-    def heaviest_weights_gib(self) -> float:
-        """Weights on a GPU of the engine that has most of them there."""
-        return max(self.weights_gib_per_gpu, self.prefill.weights_gib_per_gpu if self.prefill else 0.0)
-
 
 def kv_bytes_per_token(arch: Architecture, num_gpus: int = 1, kv_format: str = "bf16") -> int:
     """Return the bytes of KV cache that one token takes in all layers, on each GPU that holds a part of it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from posttrain.config.schema import Config, PrefillDecode
+from posttrain.config.engine import PrefillDecode
+from posttrain.config.schema import Config
 from posttrain.planner.sizing.engine import engine_memory
 
 # Beyond this nobody would serve a model for an evaluation.
@@ -77,6 +78,7 @@ def _serving(config: Config, is_fp8: bool, gpus: int = 0, dp_attention: bool = T
         gpus_per_engine=gpus or config.engine.gpus_per_engine,
         dp_attention=dp_attention and config.engine.dp_attention,
         pd=PrefillDecode(),
+        sleep="never",
     )
     return dataclasses.replace(config, engine=engine, rollout=dataclasses.replace(config.rollout, fp8=is_fp8))
 

@@ -1,11 +1,13 @@
 """Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
 
-Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`; what is asleep is taken to lie
-in host memory, gradients apart, which are dropped. Per phase and rank:
+Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`. Host memory keeps a place for
+all of the trainer that sleeps at times; gradients are dropped, and so are engines' weights, which come anew with every
+update. Per phase and rank:
 
-    engines awake     engine weights, KV pool, the engine's own work
-    trainer awake     weights, what kernels keep; without backward one layer's activations (old_logprobs, mismatch)
-    optimizer awake   gradient buffer, optimizer state (unless offloaded)
+    engine weights    of the engine, and its own work
+    engine cache      KV pool
+    trainer           weights, what kernels keep; without backward one layer's activations (old_logprobs, mismatch)
+    optimizer         gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`)
@@ -14,8 +16,7 @@ in host memory, gradients apart, which are dropped. Per phase and rank:
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
-On a machine without GPUs nothing sleeps and everything lies in host memory. Where responses are given there are no
-engines, and the trainer never sleeps.
+On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks, update_bytes_at_once, uses_engines
+from posttrain.config.derived import stage_chunks, takes_turns, update_bytes_at_once, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
@@ -40,7 +41,16 @@ from posttrain.planner.sizing.memory import (
     shards,
     stage_memory,
 )
-from posttrain.planner.sizing.phases import ASLEEP, PHASES, Phase
+from posttrain.planner.sizing.phases import (
+    ASLEEP,
+    ENGINE_CACHE,
+    ENGINE_WEIGHTS,
+    EVERYTHING,
+    OPTIMIZER,
+    PHASES,
+    TRAINER,
+    Phase,
+)
 from posttrain.planner.sizing.unseen import unseen_terms
 
 # Master weights and moments: FP32.
@@ -94,7 +104,7 @@ def phase_memory(
     planned = _Plan(config, assumptions, batch or fullest_micro_batch(config, assumptions), engine_memory(config))
     phases = [*PHASES.values(), ASLEEP]
     if not trainer_sleeps:
-        phases = [replace(phase, trainer_awake=True, optimizer_awake=True) for phase in phases]
+        phases = [replace(phase, awake=phase.awake | {TRAINER, OPTIMIZER}) for phase in phases]
     return [planned.of(phase, stage) for stage in stage_memory(config) for phase in phases]
 
 
@@ -121,13 +131,6 @@ def fullest_phase(
             gib = planned.of(PHASES[name], stage).gpu_gib
             fullest = max(fullest, (name, gib), key=lambda found: found[1])
     return fullest
-
-
-def gib_without_sleep(config: Config) -> float:
-    """Return the GiB of the fullest rank while it trains beside engines that keep their memory."""
-    planned = _Plan(config, ASSUMPTIONS, fullest_micro_batch(config, ASSUMPTIONS), engine_memory(config))
-    phase = replace(PHASES["train"], engines_awake=True)
-    return max(planned.of(phase, stage).gpu_gib for stage in stage_memory(config))
 
 
 def capacity_gib(config: Config) -> float:
@@ -160,18 +163,16 @@ class _Plan:
 
     def of(self, phase: Phase, stage: StageMemory) -> PhaseMemory:
         everything = self._is_cpu
-        if not uses_engines(self.config):
-            phase = replace(phase, engines_awake=False, trainer_awake=True, optimizer_awake=True)
-        gpu = {"reserve": self._reserve}
-        gpu |= self._engine(phase.engines_awake or everything)
-        if phase.trainer_awake or everything:
+        awake = phase.awake if takes_turns(self.config) and not everything else EVERYTHING
+        gpu = {"reserve": self._reserve, **self._engine(awake)}
+        if TRAINER in awake:
             gpu["weights"] = stage.weights_bytes / GIB
             gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
-        if phase.optimizer_awake or everything:
+        if OPTIMIZER in awake:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage)
-        host = {} if everything else self._asleep(phase, stage)
+        host = {} if everything else self._on_host(stage)
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
@@ -182,15 +183,15 @@ class _Plan:
             return self.assumptions.cpu_process
         return sum(term.gib for term in unseen_terms(self.config, self.assumptions))
 
-    def _engine(self, is_awake: bool) -> dict[str, float]:
-        if not is_awake or not uses_engines(self.config):
+    def _engine(self, awake: frozenset[str]) -> dict[str, float]:
+        if ENGINE_WEIGHTS not in awake or not uses_engines(self.config):
             return {}
         weights = self.served.weights_gib_per_gpu
         if self._is_cpu:
             engine, hardware = self.config.engine, self.config.hardware
             ranks = self.config.nodes * hardware.gpus_per_node
             return {"engine_weights": weights * engine.num_engines * engine.gpus_per_engine / ranks}
-        pool = max(0.0, self.served.kv_gib_per_gpu or 0.0)
+        pool = max(0.0, self.served.kv_gib_per_gpu or 0.0) if ENGINE_CACHE in awake else 0.0
         return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.assumptions.engine_work}
 
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
@@ -219,14 +220,13 @@ class _Plan:
     def _fragments(self, work: float) -> dict[str, float]:
         return {} if self._is_cpu else {"fragmentation": self.assumptions.fragmentation * work / GIB}
 
-    def _asleep(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
-        optimizer = 0.0 if phase.optimizer_awake and not stage.optimizer_on_host else stage.optimizer_bytes / GIB
-        part = "offloaded_optimizer" if stage.optimizer_on_host else "sleeping_optimizer"
-        host = {part: optimizer}
-        host["sleeping_weights"] = 0.0 if phase.trainer_awake else stage.weights_bytes / GIB
-        is_asleep = uses_engines(self.config) and not phase.engines_awake
-        host["sleeping_engine"] = self.served.heaviest_weights_gib if is_asleep else 0.0
-        return host
+    def _on_host(self, stage: StageMemory) -> dict[str, float]:
+        optimizer = stage.optimizer_bytes / GIB
+        if stage.optimizer_on_host:
+            host = {"offloaded_optimizer": optimizer}
+        else:
+            host = {"sleeping_optimizer": optimizer} if takes_turns(self.config) else {}
+        return host | ({"sleeping_weights": stage.weights_bytes / GIB} if takes_turns(self.config) else {})
 
 
 def save_staging_bytes(config: Config, stage: StageMemory) -> int:

@@ -1,0 +1,130 @@
+"""Who is awake when trainer and engines take turns: every order of phases, up to six of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from posttrain.planner.sizing.phases import (
+    ENGINE_CACHE,
+    ENGINE_WEIGHTS,
+    EVERYTHING,
+    LIKE_OTHERS,
+    OPTIMIZER,
+    PHASES,
+    TRAINER,
+)
+from posttrain.training.turns import ENGINE, Turns
+
+NAMES = (*PHASES, *LIKE_OTHERS)
+LONGEST = 6
+
+
+class Watched:
+    """A trainer and engines in one, of which each part must be asked for the other thing in turn.
+
+    Args:
+        awake: Its parts that are.
+        own: All of its parts.
+        log: Gets what is done.
+    """
+
+    def __init__(self, awake: Iterable[str], own: Iterable[str], log: list[tuple[str, frozenset[str]]]):
+        self.awake, self._own, self._log = {*awake}, {*own}, log
+
+    def sleep(self, parts: Iterable[str]) -> None:
+        parts = {*parts} & self._own
+        assert parts <= self.awake, f"asleep already: {parts - self.awake}"
+        self.awake -= parts
+        self._log.append(("sleep", frozenset(parts)))
+
+    def wake(self, parts: Iterable[str]) -> None:
+        parts = {*parts} & self._own
+        assert not parts & self.awake, f"awake already: {parts & self.awake}"
+        self.awake |= parts
+        self._log.append(("wake", frozenset(parts)))
+
+
+def made() -> tuple[Turns, Watched, Watched, list[tuple[str, frozenset[str]]]]:
+    log: list[tuple[str, frozenset[str]]] = []
+    trainer, engines = Watched((TRAINER, OPTIMIZER), (TRAINER, OPTIMIZER), log), Watched((), ENGINE, log)
+    return Turns(trainer, engines, lambda: log.append(("wait", frozenset()))), trainer, engines, log
+
+
+def needs(name: str) -> frozenset[str]:
+    return PHASES[LIKE_OTHERS.get(name, name)].awake
+
+
+def has_weights(before: Iterable[str], publishes: bool) -> bool:
+    """Tell whether engines have got weights, and not given them back since, after a sequence of phases."""
+    found = False
+    for name in before:
+        found = (found or (publishes and name == "weight_sync")) and ENGINE_WEIGHTS in needs(name)
+    return found
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_of_every_sequence_each_legal_phase_runs_and_no_other_can_be_called(publishes: bool) -> None:
+    """By itself: what may come next is derived here from the sequence alone, not from what `Turns` remembers."""
+    legal: list[tuple[str, ...]] = [()]
+    for _ in range(LONGEST):
+        legal = [(*sequence, name) for sequence in legal for name in _run(sequence, publishes)]
+    assert len(legal) > 40000
+    for sequence in legal:
+        _run(sequence, publishes)
+
+
+def _run(sequence: tuple[str, ...], publishes: bool) -> set[str]:
+    """Run a legal sequence, and return what may come next."""
+    turns, trainer, engines, log = made()
+    for name in sequence:
+        turns.next[name]()
+        if publishes and name == "weight_sync":
+            turns.have_published()
+    allowed = {name for name in NAMES if ENGINE_CACHE not in needs(name) or has_weights(sequence, publishes)}
+    assert turns.next.keys() == allowed, sequence
+    for name in {*NAMES} - allowed:
+        with pytest.raises(RuntimeError, match="no weights"):
+            turns.enter(name)
+    if sequence:
+        assert trainer.awake | engines.awake == turns.awake == needs(sequence[-1])
+    _check_order(log)
+    return allowed
+
+
+def _check_order(log: list[tuple[str, frozenset[str]]]) -> None:
+    """Nobody wakes up before all who have to sleep do, on all ranks; nothing is ever more than a GPU has room for."""
+    awake, has_waited = {TRAINER, OPTIMIZER}, True
+    for word, parts in log:
+        if word == "wait":
+            has_waited = True
+        elif parts:
+            awake = awake - parts if word == "sleep" else awake | parts
+            assert word == "sleep" or has_waited, "somebody wakes up while others may still be awake"
+            has_waited = word == "wake"
+        assert not {ENGINE_CACHE, TRAINER} <= awake
+        assert not {ENGINE_WEIGHTS, OPTIMIZER} <= awake
+
+
+def test_the_same_phase_again_moves_nothing() -> None:
+    turns, _, _, log = made()
+    for name in NAMES:
+        if name not in turns.next:
+            continue
+        turns.enter(name)
+        done = len([parts for word, parts in log if parts])
+        turns.enter(name)
+        assert len([parts for word, parts in log if parts]) == done, name
+
+
+def test_weights_are_published_to_engines_that_are_awake() -> None:
+    turns, *_ = made()
+    with pytest.raises(AssertionError, match="only awake engines"):
+        turns.have_published()
+
+
+def test_the_table_has_every_part_awake_somewhere_and_asleep_somewhere() -> None:
+    for part, name in itertools.product(EVERYTHING, ("awake", "asleep")):
+        assert any((part in phase.awake) == (name == "awake") for phase in PHASES.values()), (part, name)

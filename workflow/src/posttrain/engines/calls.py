@@ -1,0 +1,143 @@
+"""Calls to every engine of a run, over HTTP: the transport of `engines.client`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from posttrain.engines.secret import authorization
+
+log = logging.getLogger(__name__)
+
+# A kept connection that its server has just closed is found out when it is used: the second try opens a new one, and
+# three outlast a moment without free ports. Who is gone for longer has ended, which the supervisor sees.
+NUM_CONNECTION_RETRIES = 3
+RETRY_SECONDS = 0.2  # doubled from try to try
+# Whether an engine is ready is asked often, because training waits for it, and each time for long, because one that
+# loads its model may not answer meanwhile.
+PROBE_TIMEOUT_SECONDS = 10.0
+PROBE_INTERVAL_SECONDS = 0.1
+# Of an answer that is an error: a page of HTML fits into no log.
+MAX_ERROR_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine, as errors name it."""
+
+    number: int
+    url: str
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({self.url})"
+
+
+class EngineCalls:
+    """An async context manager, open for as long as calls are made.
+
+    Args:
+        urls: Of the engines, "http://host:port".
+        secret: What the engines want to be shown.
+        request_timeout_seconds: Every answer must come within this.
+    """
+
+    def __init__(self, urls: Sequence[str], secret: str, request_timeout_seconds: float):
+        assert urls, "a client needs at least one engine"
+        self._engines = [Engine(number, url.rstrip("/")) for number, url in enumerate(urls)]
+        self._timeout_seconds, self._headers = request_timeout_seconds, authorization(secret)
+        self._session: aiohttp.ClientSession | None = None
+        self.num_retries = 0
+
+    async def __aenter__(self) -> Self:
+        # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
+        # a weight update that meets a dropped connection must not be repeated.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+        self._session = None
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines there are."""
+        return len(self._engines)
+
+    async def _call_all(
+        self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
+    ) -> list[Any]:
+        """Make one call to every engine at the same time; raise one error that names all that failed."""
+        return await self._call_each(method, path, [body] * len(self._engines), may_repeat)
+
+    async def _call_each(
+        self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
+    ) -> list[Any]:
+        told = zip(self._engines, bodies, strict=True)
+        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine, body in told]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, RuntimeError):
+                raise failure
+        if failures:
+            listed = "\n  ".join(map(str, failures))
+            raise RuntimeError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
+        return list(answers)
+
+    async def _call(
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        may_repeat: bool = False,
+    ) -> Any:
+        num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
+        for attempt in range(1, num_tries + 1):
+            try:
+                return await self._call_once(engine, method, path, body)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                if attempt == num_tries:
+                    raise RuntimeError(
+                        f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
+                    ) from error
+                self.num_retries += 1
+                log.warning("%s: %s %s: %s; try %d of %d", engine, method, path, error, attempt + 1, num_tries)
+                await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    async def _call_once(self, engine: Engine, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        assert self._session is not None, "use the client as an async context manager"
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        try:
+            async with self._session.request(method, engine.url + path, json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
+                    raise RuntimeError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
+                is_json = response.content_type == "application/json"
+                return await response.json() if is_json else await response.text()
+        except TimeoutError as error:
+            raise RuntimeError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
+        except ValueError as error:
+            raise RuntimeError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
+
+    async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool:
+        assert self._session is not None, "use the client as an async context manager"
+        timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds)))
+        try:
+            async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
+                if response.status == 401:
+                    raise RuntimeError(f"{engine} obeys somebody else: it was started with another secret")
+                return response.status == 200
+        except (aiohttp.ClientConnectionError, TimeoutError):
+            return False
