@@ -66,7 +66,12 @@ def show_steps(name: str, request: dict[str, str]) -> None:
     """Make the steps of a model in a process of its own, and print its phases."""
     asked = {**request, "site": "local", "hardware": "h100", "set": ONE_GPU + request["set"]}
     told: dict[str, Any] = told_by_ranks(1, work="steps", device="cuda", request=asked)
+    asleep = told.pop("asleep")
+    rate = 2 * asleep["moved_gib"] / asleep["seconds"]
     print(f"{name}\n{'phase':14}{'seconds':>9}{'plan':>9}{'GiB':>8}{'plan':>8}")
+    print(
+        f"{'asleep':14}{asleep['seconds']:9.3f}{'':9}{asleep['gib']:8.2f}{0:8.2f}   {rate:.1f} GiB/s to the host and back"
+    )
     for phase, row in told.items():
         planned = sum(row["planned_seconds"].values())
         sizes = f"{row['peak_gib']:8.2f}{row['planned_gib']:8.2f}"

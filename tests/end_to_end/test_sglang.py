@@ -101,9 +101,9 @@ def settings(model: Path, prompts: dict[str, Path], architecture: Architecture) 
 def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[str, object]) -> None:
     """Also when it is killed on the way: the engine that starts then has no weights but what training sends it.
 
-    Meanwhile another user tries every socket, those of SGLang's own processes too.
+    Engine and trainer take turns. Meanwhile another user tries every socket, those of SGLang's own processes too.
     """
-    settings |= {"trainer.save_interval": 3}
+    settings |= {"trainer.save_interval": 3, "engine.sleep": "always"}
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
     with watched_sockets(workflow) as found:
         kill_at(workflow, "checkpoints/step_000003")
@@ -128,6 +128,7 @@ def test_a_resumed_run_starts_sglang_without_weights_and_has_the_same_bits(
     settings |= {"training.num_steps": 3, "trainer.save_interval": 1, "rollout.max_response_tokens": 1}
     straight, killed = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
     straight.run("train_grpo", timeout=420)
+    killed.settings |= {"engine.sleep": "always"}  # the same bits, too
     kill_at(killed, "checkpoints/step_000001")
     finish_without_weights(killed)
     assert_same_training(killed, straight)

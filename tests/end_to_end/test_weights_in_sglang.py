@@ -25,9 +25,12 @@ from posttrain.engines.client import EngineClient
 from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import check_all_alive, started_engines
+from posttrain.engines.responses import GenerateRequest
 from posttrain.engines.secret import new_secret
+from posttrain.planner.sizing.phases import ENGINE_CACHE, ENGINE_WEIGHTS
 
 NUM_UPDATES = 50
+NUM_RELEASES, IN_FLIGHT = 50, 32
 SPOILING = Path(__file__).parents[1] / "support" / "spoiling"
 # What SGLang asks of these classes and transformers does not write.
 ASKED_FOR = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -159,3 +162,40 @@ def assert_what_is_derived_is_proven(run: Served, num_ranks: int) -> None:
 
 
 WAYS = ("lowest_bit", "sign", "exponent", "last", "zeros", "rows", "columns", "scaled")
+
+
+@pytest.mark.faults("slow")
+def test_memory_is_given_back_right_after_requests_were_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 times with 32 requests in flight: SGLang, asked at once, would end itself, since it is not idle yet."""
+    with served(tmp_path, "qwen3", 1, monkeypatch) as it:
+        it.publisher.publish(1)
+        for number in range(NUM_RELEASES):
+            aborted = it.runner.run(_aborted_and_released(it.client, number, IN_FLIGHT))
+            assert aborted == IN_FLIGHT, "all were in flight"
+            with pytest.raises(RuntimeError, match="given back their weights"):
+                it.runner.run(it.client.generate(_requests(1), 0))
+            it.runner.run(it.client.resume_memory([ENGINE_WEIGHTS]))
+            it.publisher.publish(number + 2)
+            with pytest.raises(RuntimeError, match="engine_cache asleep"):
+                it.runner.run(it.client.generate(_requests(1), 0))
+            it.runner.run(it.client.resume_memory([ENGINE_CACHE]))
+            (answer,) = it.runner.run(it.client.generate(_requests(1, max_new_tokens=3), 0))
+            assert answer.weight_version == number + 2
+            assert len(answer.output_ids) == 3
+
+
+async def _aborted_and_released(client: EngineClient, number: int, count: int) -> int:
+    """Abort requests that are being answered, and have the engine give back everything; return how many there were."""
+    running = asyncio.create_task(client.generate(_requests(count), 0))
+    await asyncio.sleep(0.2 + 0.01 * number)
+    await client.abort_all()
+    await client.release_memory([ENGINE_WEIGHTS, ENGINE_CACHE])
+    with pytest.raises(RuntimeError, match="abort"):
+        await running
+    return count
+
+
+def _requests(count: int, max_new_tokens: int = 100) -> list[GenerateRequest]:
+    return [GenerateRequest([5 + place], place, max_new_tokens) for place in range(count)]

@@ -21,6 +21,10 @@ REQUESTS = {
 def test_phases_hold_what_the_plan_says(device: str) -> None:
     """On a CPU the figures are those of a whole process, and only their being there is looked at."""
     told: dict[str, Any] = told_by_ranks(1, work="steps", device=device, request=REQUESTS[device])
+    asleep = told.pop("asleep")
+    # What kernels and communicators keep is no part of the trainer.
+    assert asleep["gib"] < (1 if device == "cuda" else 1e-9), "what sleeps leaves the GPU to others"
+    assert asleep["seconds"] > 0
     assert {*told} == {"old_logprobs", "train"}
     for phase, row in told.items():
         assert row["peak_gib"] > 0

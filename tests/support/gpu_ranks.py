@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,16 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
 def steps(order: dict[str, Any]) -> dict[str, Any]:
     """Make steps on rows as full as there can be, and tell each phase's peak and the last one's time beside the plan's.
 
-    The first has shorter rows: it makes the optimizer's state. The second compiles what the third runs.
+    The first has shorter rows: it makes the optimizer's state. The second compiles what the third runs. As beside
+    engines, whoever a phase does not need sleeps.
 
     Args:
         order: device, request, of a configuration.
     """
     from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
+    from posttrain.megatron_backend.sleep import SleepingTrainer
+    from posttrain.planner.sizing.memory import GIB
     from posttrain.planner.sizing.memory_phases import phase_memory
     from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
     from posttrain.planner.timing.update_time import forward_causes, train_causes
@@ -82,6 +86,7 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     from posttrain.rehearsal.samples import MadeUpRollouts, shortened
     from posttrain.training.batch import make_updates
     from posttrain.training.phases import PhaseClock
+    from posttrain.training.turns import Turns
     from posttrain.training.utilisation import model_flops_utilisation
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
@@ -92,26 +97,30 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     policy.optimizer.reload_model_params()
     objective = PolicyGradient(config.algorithm, config.rollout.max_response_tokens)
     peaks: Counter[str] = Counter()
+    turns = Turns(SleepingTrainer(policy), NoEngines(), lambda: None)
     for step in (1, 2, 3):
         groups = MadeUpRollouts(config).of_step(step).groups
         lengths = [
             len(sample.prompt_tokens) + len(sample.response_tokens) for group in groups for sample in group.samples
         ]
-        (made,), clock = make_updates(config, objective, groups, 0), PhaseClock()
+        (made,), clock = make_updates(config, objective, groups, 0), PhaseClock(step, turns.enter)
         with clock.phase("old_logprobs"):
             made = made.with_old_logprobs(train_step.compute_logprobs(policy, made.batches))
         with clock.phase("train"):
             train_step.update(policy, objective, made.micro_batches(objective.needs), LEARNING_RATE)
+        with clock.phase("save"):
+            asleep_gib = bytes_in_use() / GIB
         peaks |= Counter(clock.peak_gib)
     trainer, mean = trainer_of(config), sum(lengths) / len(lengths)
     planned = {
         "old_logprobs": forward_causes(trainer, len(lengths), mean),
         "train": train_causes(trainer, len(lengths), mean) | {"optimizer": optimizer_seconds(config)},
     }
-    parts = {row.phase: row.gpu for row in phase_memory(config) if row.stage == 0}
-    # What a phase that sleeps would free is held: nothing of the trainer sleeps yet.
-    parts["old_logprobs"] = {**parts["train"], **parts["old_logprobs"]}
-    return {
+    rows = {row.phase: row for row in phase_memory(config) if row.stage == 0}
+    parts = {name: row.gpu for name, row in rows.items()}
+    moved = sum(size for part, size in rows["save"].host.items() if part.startswith("sleeping"))
+    asleep = {"gib": asleep_gib, "moved_gib": moved, "seconds": clock.seconds["asleep"]}
+    return {"asleep": asleep} | {
         name: {
             "peak_gib": peak,
             "planned_gib": sum(size for part, size in parts[name].items() if part not in UNSEEN),
@@ -121,7 +130,23 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
             "mfu": model_flops_utilisation(config, lengths, clock.seconds[name]),
         }
         for name, peak in peaks.items()
+        if name in planned
     }
+
+
+class NoEngines:
+    """Nobody to take turns with."""
+
+    def sleep(self, parts: Iterable[str]) -> None:
+        """Do nothing."""
+
+    def wake(self, parts: Iterable[str]) -> None:
+        """Do nothing."""
+
+
+def bytes_in_use() -> int:
+    """Return what the allocator has from the device, used or not."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def on_device(config: Config, device: str) -> Config:
