@@ -46,7 +46,22 @@ def enable_cpu() -> None:
     _exchange_parts_of_any_size()
     _provide_fused_adam()
     _accept_cpu_parameters()
+    _do_without_transformer_engine()
     _enabled = True
+
+
+def _do_without_transformer_engine() -> None:
+    """Routers and optimizer ask whether Transformer Engine is installed, not whether it is to be used."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    for part in (clip_grads, optimizer):
+        part.multi_tensor_applier = utils.local_multi_tensor_applier
+        part.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_tensor_impl = None
 
 
 class _Inert:

@@ -6,11 +6,11 @@ update. Per phase and rank:
 
     engine weights    of the engine, and its own work
     engine cache      KV pool
-    trainer           weights, what kernels keep; without backward one layer's activations (old_logprobs, mismatch)
+    trainer           weights; without backward one layer's activations (old_logprobs, mismatch)
     optimizer         gradient buffer, optimizer state (unless offloaded)
     train             saved activations, one recomputed chunk, token copies to and from the experts, a chunk's logits;
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
-    always            contexts, communicators and buffers that no tracker sees (`unseen`)
+    always            contexts, communicators and buffers that no tracker sees (`unseen`), and what kernels keep
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
     weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision
     while a checkpoint is written, from the end of a step until the end of the next rollout:
@@ -165,9 +165,9 @@ class _Plan:
         everything = self._is_cpu
         awake = phase.awake if takes_turns(self.config) and not everything else EVERYTHING
         gpu = {"reserve": self._reserve, **self._engine(awake)}
+        gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
         if TRAINER in awake:
             gpu["weights"] = stage.weights_bytes / GIB
-            gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
         if OPTIMIZER in awake:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
