@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -62,6 +62,10 @@ env-python312: ## a clone with an environment of Python 3.12, where the demo run
 	$(NEEDS_312)
 	test -d .envs/python312 || git clone --quiet . .envs/python312
 	$(MAKE) -C .envs/python312 PYTHON=$(PYTHON312) env
+
+env-mooncake: env-sglang ## what carries caches from engines that prefill to those that decode, on CPUs (Debian, as root)
+	apt-get install --yes --no-install-recommends libibverbs1
+	.envs/sglang-cpu/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 env-network: ## what simulated nodes with networks of their own need (Debian, as root)
 	apt-get install --yes --no-install-recommends iproute2 sshfs socat openssh-sftp-server

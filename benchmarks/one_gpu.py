@@ -69,9 +69,7 @@ def show_steps(name: str, request: dict[str, str]) -> None:
     asleep = told.pop("asleep")
     rate = 2 * asleep["moved_gib"] / asleep["seconds"]
     print(f"{name}\n{'phase':14}{'seconds':>9}{'plan':>9}{'GiB':>8}{'plan':>8}")
-    print(
-        f"{'asleep':14}{asleep['seconds']:9.3f}{'':9}{asleep['gib']:8.2f}{0:8.2f}   {rate:.1f} GiB/s to the host and back"
-    )
+    print(f"{'asleep':14}{asleep['seconds']:9.3f}{'':9}{asleep['gib']:8.2f}{0:8.2f}   {rate:.1f} GiB/s by the host")
     for phase, row in told.items():
         planned = sum(row["planned_seconds"].values())
         sizes = f"{row['peak_gib']:8.2f}{row['planned_gib']:8.2f}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.support.interruptions import assert_gone, assert_same_training, start
 from tests.support.listening import assert_all_known, watched_sockets
-from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.sglang_environment import PYTHON, require_mooncake, require_sglang
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
@@ -154,6 +154,27 @@ def test_classes_learn_in_bf16_with_two_engines(
     assert max(compared) <= 5e-3
 
 
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("architecture", [TINY_QWEN3, ARCHITECTURE], ids=["qwen3", "deepseek"], indirect=True)
+def test_prefill_apart_from_decode_has_the_bits_of_engines_that_do_both(
+    tmp_path: Path, settings: dict[str, object], architecture: Architecture
+) -> None:
+    """Caches go from one process to the other by Mooncake over TCP; all take turns with the trainer."""
+    require_mooncake()
+    settings |= {"training.num_steps": 3, "rollout.max_response_tokens": 4, "rollout.num_samples_per_prompt": 4}
+    settings |= {"training.global_batch_size": 32, "engine.sleep": "always"}
+    apart = {"engine.pd.num_prefill_engines": 1, "engine.pd.gpus_per_prefill_engine": 1}
+    one, two = (
+        WorkflowFolder(tmp_path / name, tmp_path / "store", settings | more)
+        for name, more in (("one", {}), ("two", apart))
+    )
+    for workflow in (one, two):
+        workflow.run("train_grpo", timeout=600)
+    assert_same_training(two, one)
+    logs = [path.read_text() for path in sorted(two.run_folder.glob("train/attempts/001/engine*.log"))]
+    assert all(f"'disaggregation_mode': '{role}'" in log for role, log in zip(("decode", "prefill"), logs, strict=True))
+
+
 def assert_no_secret(workflow: WorkflowFolder) -> None:
     """SGLang writes all of its arguments into its log; the one that nobody may see does not show there."""
     logs = [path.read_text() for path in workflow.run_folder.glob("train/attempts/*/engine0.log")]
@@ -169,14 +190,18 @@ def kill_at(workflow: WorkflowFolder, point: str) -> None:
     driver.end(signal.SIGKILL)
     # SGLang answers what it has begun, for as long as it is given time, and what it leaves behind gets some more.
     assert_gone(workflow, 2 * GRACE_SECONDS + ORPHAN_SECONDS)
-    shutil.rmtree(workflow.folder / "node_local")
+    shutil.rmtree(workflow.folder / "node_local", ignore_errors=True)
 
 
 def finish_without_weights(workflow: WorkflowFolder) -> None:
-    """Give the command again; the engine reads no weights this time, and nothing is copied for it."""
+    """Give the command again; the engine reads no weights this time, and nothing is copied for it.
+
+    One that takes turns has never read any.
+    """
     driver = start(workflow, "train_grpo")
     assert driver.finish(900)[0] == 0, driver.output[-4000:]
     first, second = sorted(workflow.run_folder.glob("train/attempts/*/engine0.log"))
-    assert "'load_format': 'auto'" in first.read_text()
+    read_first = "dummy" if workflow.settings.get("engine.sleep") == "always" else "auto"
+    assert f"'load_format': '{read_first}'" in first.read_text()
     assert "'load_format': 'dummy'" in second.read_text()
     assert not (workflow.folder / "node_local").exists()

@@ -59,7 +59,7 @@ class Served:
     runner: asyncio.Runner
 
     def call(self, path: str, **body: Any) -> Any:
-        return self.runner.run(self.client._call_all("POST", path, body))
+        return self.runner.run(self.client.call_all("POST", path, body))
 
     def update(self, name: str, tensor: torch.Tensor, version: int) -> None:
         """Give the engine another tensor under a version."""

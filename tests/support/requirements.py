@@ -9,6 +9,7 @@ import pytest
 NAMES = {
     *(
         "sglang",
+        "mooncake",
         "network",
         "slurm",
         "strace",

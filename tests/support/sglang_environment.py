@@ -21,6 +21,13 @@ def require_sglang() -> None:
     require("sglang", "" if STAMP.exists() else f".envs/{ENVIRONMENT.name} is not installed: make env-sglang")
 
 
+def require_mooncake() -> None:
+    """Skip the test where SGLang's environment has nothing that carries caches; fail it where REQUIRE asks for it."""
+    require_sglang()
+    found = subprocess.run([PYTHON, "-c", "import torch, mooncake.engine"], capture_output=True, check=False)
+    require("mooncake", "Mooncake is not in SGLang's environment: make env-mooncake" if found.returncode else "")
+
+
 def run_in_sglang(code: str, given: Any) -> list[Any]:
     """Run code in that environment with `given` as JSON on stdin; return what it prints, as JSON, after "RESULT "."""
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}

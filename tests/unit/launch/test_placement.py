@@ -39,3 +39,23 @@ def test_an_engine_over_several_nodes_has_one_first_node() -> None:
         *((1, rank, 8) for rank in range(8)),
     ]
     assert all(part.gpus == tuple(range(8)) for (part,) in found)
+
+
+def test_engines_that_prefill_have_the_first_gpus_and_the_last_numbers() -> None:
+    found = parts("glm5", 16, "engine.pd.num_prefill_engines=1")
+    assert [(part.index, part.role, part.node_rank, part.first_node) for (part,) in found] == [
+        *((1, "prefill", rank, 0) for rank in range(8)),
+        *((0, "decode", rank, 8) for rank in range(8)),
+    ]
+    small = "hardware.gpus_per_node=8 engine.num_engines=1 engine.gpus_per_engine=4 "
+    found = parts("qwen3_4b", 1, small + "engine.pd.num_prefill_engines=2 engine.pd.gpus_per_prefill_engine=2")
+    assert [(part.index, part.role, part.gpus) for part in found[0]] == [
+        (1, "prefill", (0, 1)),
+        (2, "prefill", (2, 3)),
+        (0, "decode", (4, 5, 6, 7)),
+    ]
+    found = parts("tiny", 2, "engine.kind=sglang engine.num_engines=2 engine.pd.num_prefill_engines=1")
+    assert [[(part.index, part.role) for part in node] for node in found] == [
+        [(0, "decode"), (1, "decode")],
+        [(2, "prefill")],
+    ]

@@ -5,6 +5,7 @@ SGLang calls `activate` in each of its processes before it builds anything (entr
 Nothing happens unless SGLANG_USE_CPU_ENGINE=1, SGLang's own switch for CPU serving.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ def activate() -> None:
     use_absorbed_attention_for_mla()
     allow_plain_rope_for_mla()
     allow_deterministic_inference()
+    hand_over_caches_without_events()
 
 
 def use_absorbed_attention_for_mla() -> None:
@@ -70,6 +72,17 @@ def _get_rope_cpu_or_plain(
     if not rope_scaling or rope_scaling.get("rope_type") in (None, "default"):
         return get_rope(*common, None, dtype, partial_rotary_factor)
     return get_rope_cpu(*common, rope_scaling, dtype, partial_rotary_factor, device)
+
+
+def hand_over_caches_without_events() -> None:
+    """Let an engine that only prefills hand over its KV cache by Mooncake, where that is installed.
+
+    Obstacle: it would copy the numbers of the pages through pinned memory, beside a CUDA event.
+    """
+    if importlib.util.find_spec("mooncake"):
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def allow_deterministic_inference() -> None:

@@ -425,9 +425,9 @@ def test_a_busy_engine_gives_nothing_back_and_one_that_is_asked_waits_until_it_i
             while not worker._running:
                 await asyncio.sleep(0.001)
             with pytest.raises(RuntimeError, match="only while no request runs or waits"):
-                await client._call_all("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+                await client.call_all("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
             with pytest.raises(RuntimeError, match="requests run or wait, also after 0 s"):
-                await client._call_all("POST", "/flush_cache", {})
+                await client.call_all("POST", "/flush_cache", {})
             await client.release_memory([ENGINE_CACHE])
             assert running.done() or len(await running) == 32
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, prefill_gpus, world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
 Problems = Iterator[Problem]
 # SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer than this to another in one dispatch.
 DEEPEP_MAX_TOKENS = 1024
-
-
-def check_started_engines(config: Config) -> Problems:
-    """Yield what can be planned but not started by this version: it has no router that knows who prefills."""
-    engine, key = config.engine, "engine.pd.num_prefill_engines"
-    if engine.pd.num_prefill_engines and uses_engines(config):
-        count = max(world_size(config) // engine.gpus_per_engine, 1)
-        allowed = "0 to train with this version, which has no router between engines that prefill and that decode"
-        remedy = f"plan it; to train, let every engine do both: set='{key}=0 engine.num_engines={count}'"
-        yield Problem(key, str(engine.pd.num_prefill_engines), allowed, remedy)
 
 
 def _world_size(config: Config) -> Problems:
@@ -71,14 +61,20 @@ def _disaggregation(config: Config) -> Problems:
     count = engine.pd.num_prefill_engines
     if not count:
         return
-    if not _is_sglang_on_gpus(config):
-        allowed = "0 without SGLang on GPUs"
-        yield Problem(key, str(count), allowed, "let every engine prefill and decode")
+    if engine.kind != "sglang":
+        yield Problem(key, str(count), "0 without SGLang", "let every engine prefill and decode")
+        return
+    if config.hardware.device == "cpu":
         return
     if engine_gpus(config) > world_size(config):
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
         allowed = f"at most {world_size(config)} GPUs together ({config.nodes} nodes)"
         yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")
+    unit = min(engine.gpus_per_engine, config.hardware.gpus_per_node)
+    if prefill_gpus(config) % unit:
+        allowed = f"a multiple of {unit} GPUs: those that decode come behind, each on whole nodes or within one"
+        found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs"
+        yield Problem(key, found, allowed, "another number or size of them")
 
 
 def _deepep_buffers(config: Config) -> Problems:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from posttrain.config.data import GENERATED, KINDS, LOCAL_DATA, UNPINNED, Data, sources_of
 from posttrain.config.derived import stage_chunks, uses_engines
-from posttrain.config.engine_rules import ENGINE_RULES, check_started_engines
+from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.families import check_architecture
 from posttrain.config.fields import did_you_mean
 from posttrain.config.formats import FP8_BLOCK
@@ -59,7 +59,6 @@ def check_trainable(config: Config) -> Problems:
     yield from check_convertible(config)
     yield from _groups_of_experts(config)
     yield from check_launcher(config)
-    yield from check_started_engines(config)
 
 
 def _groups_of_experts(config: Config) -> Problems:

@@ -73,17 +73,18 @@ class EngineCalls:
         """How many engines there are."""
         return len(self._engines)
 
-    async def _call_all(
+    async def call_all(
         self, method: str, path: str, body: dict[str, Any] | None = None, may_repeat: bool = False
     ) -> list[Any]:
         """Make one call to every engine at the same time; raise one error that names all that failed."""
-        return await self._call_each(method, path, [body] * len(self._engines), may_repeat)
+        return await self.call_each(method, path, [body] * len(self._engines), may_repeat)
 
-    async def _call_each(
+    async def call_each(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], may_repeat: bool
     ) -> list[Any]:
+        """Make a call to each engine at the same time, with what is told that one; see `call_all`."""
         told = zip(self._engines, bodies, strict=True)
-        calls: list[Awaitable[Any]] = [self._call(engine, method, path, body, may_repeat) for engine, body in told]
+        calls: list[Awaitable[Any]] = [self.call(engine, method, path, body, may_repeat) for engine, body in told]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failures:
@@ -94,7 +95,7 @@ class EngineCalls:
             raise RuntimeError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
         return list(answers)
 
-    async def _call(
+    async def call(
         self,
         engine: Engine,
         method: str,
@@ -102,6 +103,18 @@ class EngineCalls:
         body: dict[str, Any] | None = None,
         may_repeat: bool = False,
     ) -> Any:
+        """Make one call to one engine.
+
+        Args:
+            engine: Which one.
+            method: Of HTTP.
+            path: And query.
+            body: JSON; None for none.
+            may_repeat: It does no harm twice: it is tried again when the connection fails.
+
+        Raises:
+            RuntimeError: No answer in time, or another one than success.
+        """
         num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
         for attempt in range(1, num_tries + 1):
             try:

@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 
 from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, EngineCalls
+from posttrain.engines.prefill_pairs import PrefillPairs
 from posttrain.engines.responses import (
     GenerateRequest,
     GenerateResult,
@@ -50,9 +51,10 @@ class EngineClient(EngineCalls):
         urls: Of the engines, "http://host:port".
         secret: What the engines want to be shown.
         request_timeout_seconds: Every answer must come within this.
-        ranks_per_engine: World size of an engine; each rank takes its own copy of a weight bucket.
+        ranks_per_engine: World size of an engine, or of each; each rank takes its own copy of a weight bucket.
         vocab_size: Prompts are checked against it before they are sent: SGLang does not, and a token beyond
             it ends the server. None leaves it to the engine.
+        num_prefill: So many of the engines, the last ones, only prefill, and the others only decode.
     """
 
     def __init__(
@@ -60,11 +62,16 @@ class EngineClient(EngineCalls):
         urls: Sequence[str],
         secret: str,
         request_timeout_seconds: float,
-        ranks_per_engine: int = 1,
+        ranks_per_engine: int | Sequence[int] = 1,
         vocab_size: int | None = None,
+        num_prefill: int = 0,
     ):
         super().__init__(urls, secret, request_timeout_seconds)
-        self._ranks_per_engine, self._vocab_size = ranks_per_engine, vocab_size
+        self._ranks_of = [ranks_per_engine] * len(urls) if isinstance(ranks_per_engine, int) else [*ranks_per_engine]
+        self._vocab_size = vocab_size
+        num_answering = len(urls) - num_prefill
+        self._answering, self._prefilling = self._engines[:num_answering], self._engines[num_answering:]
+        self._pairs = PrefillPairs(self, self._prefilling) if num_prefill else None
         # Why `generate` refuses; empty when all engines serve one version.
         self._closed_because = ""
         self._update_is_open = False
@@ -77,7 +84,8 @@ class EngineClient(EngineCalls):
 
         Args:
             requests: What the engine keeps together as one batch.
-            request_number: Number `n` goes to engine n modulo the number of engines.
+            request_number: Number `n` goes to engine n modulo the number of engines that answer; where they only
+                decode, to engine n modulo the number of those that prefill, too.
 
         Returns:
             One result per request, in order.
@@ -90,8 +98,11 @@ class EngineClient(EngineCalls):
         if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
             raise RuntimeError(f"engines do not generate: {why}")
         check_prompts(requests, self._vocab_size)
-        engine = self._engines[request_number % len(self._engines)]
-        answer = await self._call(engine, "POST", "/generate", generate_body(requests), may_repeat=True)
+        engine, body = self._answering[request_number % len(self._answering)], generate_body(requests)
+        if self._pairs:
+            answer = await self._pairs.generate(engine, body, request_number)
+        else:
+            answer = await self.call(engine, "POST", "/generate", body, may_repeat=True)
         try:
             return parse_generate_answer(answer, requests)
         except ValueError as error:
@@ -105,7 +116,7 @@ class EngineClient(EngineCalls):
             RuntimeError: When the engine refuses or the stream breaks off.
         """
         assert self._session is not None, "use the client as an async context manager"
-        engine = self._engines[request_number % len(self._engines)]
+        engine = self._answering[request_number % len(self._answering)]
         body = {
             "input_ids": list(request.input_ids),
             "sampling_params": request.sampling_params,
@@ -146,16 +157,16 @@ class EngineClient(EngineCalls):
 
     async def server_info(self) -> list[dict[str, Any]]:
         """Return what each engine says about itself."""
-        return await self._call_all("GET", "/get_server_info", may_repeat=True)
+        return await self.call_all("GET", "/get_server_info", may_repeat=True)
 
     async def weight_versions(self) -> list[str | None]:
         """Return the version of the weights that each engine serves, as the engine spells it."""
-        answers = await self._call_all("GET", "/get_model_info", may_repeat=True)
+        answers = await self.call_all("GET", "/get_model_info", may_repeat=True)
         return [answer.get("weight_version") for answer in answers]
 
     async def checksums(self) -> list[dict[str, str]]:
         """Return the checksum of each tensor, per engine; names and hashes are the engine's own."""
-        answers = await self._call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
+        answers = await self.call_all("POST", "/weights_checker", {"action": "checksum"}, may_repeat=True)
         return [answer["ranks"][0]["checksums"] for answer in answers]
 
     async def ask_ranks(
@@ -177,25 +188,25 @@ class EngineClient(EngineCalls):
         """
         orders = [{"call": call, **order, **own} for own in each or [{}] * len(self._engines)]
         bodies = [{"action": json.dumps(told), "selector": "target"} for told in orders]
-        answers = await self._call_each("POST", "/weights_checker", bodies, may_repeat)
+        answers = await self.call_each("POST", "/weights_checker", bodies, may_repeat)
         named = zip(map(str, self._engines), answers, strict=True)
         return [answers_of_ranks(name, answer["ranks"]) for name, answer in named]
 
     async def flush_cache(self) -> None:
         """Drop what engines remember of earlier prompts."""
-        await self._call_all("POST", "/flush_cache", {}, may_repeat=True)
+        await self.call_all("POST", "/flush_cache", {}, may_repeat=True)
 
     async def pause_generation(self, mode: str = "abort") -> None:
         """Hold generation on all engines; `mode` is SGLang's: "abort", "in_place" or "retract"."""
-        await self._call_all("POST", "/pause_generation", {"mode": mode}, may_repeat=True)
+        await self.call_all("POST", "/pause_generation", {"mode": mode}, may_repeat=True)
 
     async def continue_generation(self) -> None:
         """Go on after a pause."""
-        await self._call_all("POST", "/continue_generation", {}, may_repeat=True)
+        await self.call_all("POST", "/continue_generation", {}, may_repeat=True)
 
     async def abort_all(self) -> None:
         """End every request that runs or waits, on all engines."""
-        await self._call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
+        await self.call_all("POST", "/abort_request", {"abort_all": True}, may_repeat=True)
 
     # ---- memory ----
 
@@ -211,13 +222,13 @@ class EngineClient(EngineCalls):
         if ENGINE_WEIGHTS in parts:
             self._closed_because = "they have given back their weights; update them first"
         if ENGINE_CACHE in parts:  # SGLang ends when it is busy, also with what has just been aborted: it is waited for
-            await self._call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {})
-        await self._call_all("POST", "/release_memory_occupation", {"tags": _tags(parts)})
+            await self.call_all("POST", f"/flush_cache?timeout={self._timeout_seconds:g}", {})
+        await self.call_all("POST", "/release_memory_occupation", {"tags": _tags(parts)})
         self._asleep |= {*parts}
 
     async def resume_memory(self, parts: Iterable[str]) -> None:
         """Have engines take sleeping parts of their GPU memory again."""
-        await self._call_all("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
+        await self.call_all("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
         self._asleep -= {*parts}
 
     # ---- weights ----
@@ -250,7 +261,7 @@ class EngineClient(EngineCalls):
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} is open or failed; update again from the start"
         self._update_is_open = True
-        await self._call_all("POST", "/begin_weight_update", {})
+        await self.call_all("POST", "/begin_weight_update", {})
 
     async def send_bucket(self, bucket: NamedTensors, last_of_version: int | None = None) -> None:
         """Send one bucket to all engines.
@@ -262,22 +273,19 @@ class EngineClient(EngineCalls):
         assert self._update_is_open, "send_bucket outside begin_update and end_update"
         payload = await asyncio.to_thread(serialize_bucket, bucket)
         is_last = last_of_version is not None
-        body = {
-            "serialized_named_tensors": [payload] * self._ranks_per_engine,
-            "flush_cache": is_last,
-            "weight_version": str(last_of_version) if is_last else None,
-        }
-        await self._call_all("POST", "/update_weights_from_tensor", body)
+        body = {"flush_cache": is_last, "weight_version": str(last_of_version) if is_last else None}
+        bodies = [{**body, "serialized_named_tensors": [payload] * ranks} for ranks in self._ranks_of]
+        await self.call_each("POST", "/update_weights_from_tensor", bodies, may_repeat=False)
 
     async def end_update(self) -> None:
         """Close the update; the engines serve the new weights, and `generate` works again."""
-        await self._call_all("POST", "/end_weight_update", {})
+        await self.call_all("POST", "/end_weight_update", {})
         self._update_is_open, self._closed_because = False, ""
 
     async def end_received(self, version: int) -> None:
         """Close an update whose tensors went another way than over HTTP."""
-        await self._call_all("POST", "/flush_cache", {})
-        await self._call_all("POST", "/update_weight_version", {"new_version": str(version)})
+        await self.call_all("POST", "/flush_cache", {})
+        await self.call_all("POST", "/update_weight_version", {"new_version": str(version)})
         await self.end_update()
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
@@ -296,14 +304,14 @@ class EngineClient(EngineCalls):
             "weight_version": str(version),
             "flush_cache": True,
         }
-        await self._call_all("POST", "/update_weights_from_disk", body)
+        await self.call_all("POST", "/update_weights_from_disk", body)
         self._closed_because = ""
 
     async def _close_abandoned_update(self) -> None:
         """End an update that failed half-way, so that the next one can begin; its weights are never used."""
         for engine in self._engines:
             try:
-                await self._call(engine, "POST", "/end_weight_update", {})
+                await self.call(engine, "POST", "/end_weight_update", {})
             except RuntimeError as error:
                 log.warning("closing the failed weight update: %s", error)
         self._update_is_open = False

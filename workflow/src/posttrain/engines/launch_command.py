@@ -58,6 +58,7 @@ def render_engine_command(
     role: str = UNIFIED,
     gpus: Sequence[int] = (),
     without_weights: bool = False,
+    bootstrap_port: int = 0,
 ) -> EngineCommand:
     """Return the command that starts one process of an engine.
 
@@ -73,6 +74,7 @@ def render_engine_command(
         role: "unified", or "prefill" or "decode" when they are apart.
         gpus: Those of its node that it sees; by default all.
         without_weights: Read config and tokenizer alone; an update brings the weights.
+        bootstrap_port: Where an engine that prefills meets those that decode; 0: SGLang's own choice.
     """
     if config.engine.kind == "embedded":
         program: tuple[str, ...] = ("-m", "posttrain.engines.embedded")
@@ -83,6 +85,7 @@ def render_engine_command(
         program = ("-P", sglang_server.__file__)
         flags = sglang_flags.sglang_flags(config, role, engine_index)
         place = _place_among_nodes(config, role, node_rank, first_node)
+        place += ("--disaggregation-bootstrap-port", str(bootstrap_port)) if bootstrap_port else ()
     address = ("--model-path", str(model_folder), "--host", host, "--port", str(port))
     weights = WITHOUT_WEIGHTS if without_weights else ()
     python = config.engine.python or sys.executable

@@ -36,6 +36,7 @@ from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
+from posttrain.planner.flags.sglang_flags import PREFILL
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
 from posttrain.training import early_end
@@ -43,8 +44,8 @@ from posttrain.training import early_end
 log = logging.getLogger(__name__)
 
 # Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
-# that span nodes, then the ranks'.
-MEETING_OFFSET, RENDEZVOUS_OFFSET = 60, 90
+# that span nodes, then those of engines that prefill and engines that decode, then the ranks'.
+MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
 
 
 class NodeSupervisor:
@@ -109,6 +110,8 @@ class NodeSupervisor:
     def _engine_commands(self) -> dict[int, EngineCommand]:
         parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
         ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
+        prefills = [part.index for part in parts if part.role == PREFILL and part.node_rank == 0]
+        bootstraps = choose_free_ports(len(prefills), host, self._first_port and self._first_port + BOOTSTRAP_OFFSET)
         commands = {}
         for part, port in zip(parts, ports, strict=True):
             meeting = f"{self._addresses[part.first_node]}:{self._first_port + MEETING_OFFSET + part.index}"
@@ -120,8 +123,10 @@ class NodeSupervisor:
                 port,
                 part.node_rank,
                 meeting,
+                role=part.role,
                 gpus=part.gpus,
                 without_weights=self._starts_empty,
+                bootstrap_port=dict(zip(prefills, bootstraps, strict=True)).get(part.index, 0),
             )
             if part.node_rank == 0:
                 self._urls[part.index] = commands[part.index].url

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.config.derived import uses_engines
 from posttrain.config.schema import Config
-from posttrain.planner.flags.sglang_flags import nodes_per_engine
+from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, nodes_per_engine, world_size
 
 
 @dataclass(frozen=True)
@@ -18,32 +18,42 @@ class EnginePart:
         node_rank: Number of this node among those of the engine; the first one answers requests.
         first_node: Number of the engine's first node in the job.
         gpus: GPUs of this node that it has; none on CPUs.
+        role: "unified", "prefill" or "decode".
     """
 
     index: int
     node_rank: int
     first_node: int
     gpus: tuple[int, ...]
+    role: str = UNIFIED
 
 
 def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     """Return the engines of node number `node`, from 0.
 
-    GPUs are given to engines one after the other, as trainer ranks are; engines on CPUs are spread evenly.
+    GPUs are given to engines one after the other, as trainer ranks are, to those that only prefill first; their numbers
+    come after those of the others. Engines on CPUs are spread evenly.
 
     Example:
         4 engines of 4 GPUs on 2 nodes of 8: engines 0 and 1 run on node 0. 4 engines on 4 nodes of CPUs: one each.
     """
     count = config.engine.num_engines if uses_engines(config) else 0
+    engines = _in_order_of_gpus(config, count)
     if config.hardware.device == "cpu":
-        return [EnginePart(i, 0, node, ()) for i in range(count) if i * config.nodes // count == node]
-    per_node, per_engine = config.hardware.gpus_per_node, config.engine.gpus_per_engine
-    parts = []
-    for index in range(count):
-        first = index * per_engine
-        first_node = first // per_node
-        if first_node <= node < first_node + nodes_per_engine(config):
-            place = first % per_node
-            gpus = tuple(range(place, min(place + per_engine, per_node)))
-            parts.append(EnginePart(index, node - first_node, first_node, gpus))
+        spread = [(number * config.nodes // len(engines), *engine) for number, engine in enumerate(sorted(engines))]
+        return [EnginePart(index, 0, node, (), role) for place, index, role in spread if place == node]
+    per_node, first, parts = config.hardware.gpus_per_node, 0, []
+    for index, role in engines:
+        first_node, place = divmod(first, per_node)
+        if first_node <= node < first_node + nodes_per_engine(config, role):
+            gpus = tuple(range(place, min(place + world_size(config, role), per_node)))
+            parts.append(EnginePart(index, node - first_node, first_node, gpus, role))
+        first += world_size(config, role)
     return parts
+
+
+def _in_order_of_gpus(config: Config, count: int) -> list[tuple[int, str]]:
+    """Return number and role of each engine."""
+    prefills = config.engine.pd.num_prefill_engines if count else 0
+    first = [(count + index, PREFILL) for index in range(prefills)]
+    return first + [(index, DECODE if prefills else UNIFIED) for index in range(count)]

@@ -199,13 +199,10 @@ def _open_makers(
 def _open_client(
     config: Config, engine_urls: Sequence[str], secret: str, runner: asyncio.Runner, stack: ExitStack
 ) -> EngineClient:
-    client = EngineClient(
-        engine_urls,
-        secret,
-        config.engine.request_timeout_seconds,
-        ranks_per_engine=config.engine.gpus_per_engine,
-        vocab_size=config.model.architecture.vocab_size,
-    )
+    engine, num_prefill = config.engine, config.engine.pd.num_prefill_engines
+    ranks = [engine.gpus_per_engine] * engine.num_engines + [engine.pd.gpus_per_prefill_engine] * num_prefill
+    vocab_size, seconds = config.model.architecture.vocab_size, engine.request_timeout_seconds
+    client = EngineClient(engine_urls, secret, seconds, ranks, vocab_size, num_prefill)
     opened = AsyncExitStack()
     stack.callback(lambda: runner.run(opened.aclose()))
     return runner.run(opened.enter_async_context(client))

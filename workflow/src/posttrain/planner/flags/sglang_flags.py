@@ -156,7 +156,7 @@ def sglang_flags(config: Config, role: str = UNIFIED, engine_index: int = 0) -> 
             reason="plus the engine's number: responses without a seed of their own must not repeat another engine's",
         ),
     ]
-    return common + (_on_cpu() if config.hardware.device == "cpu" else _on_gpus(config, role))
+    return common + (_on_cpu(config, role) if config.hardware.device == "cpu" else _on_gpus(config, role))
 
 
 def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
@@ -173,10 +173,10 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     flags += site_environment(config, "engine_environment")
     if config.engine.kind == "embedded":
         return flags
-    return flags + (_cpu_environment() if config.hardware.device == "cpu" else _gpu_environment(config, role))
+    return flags + (_cpu_environment(role) if config.hardware.device == "cpu" else _gpu_environment(config, role))
 
 
-def _on_cpu() -> list[Flag]:
+def _on_cpu(config: Config, role: str) -> list[Flag]:
     given = "SGLang on a CPU; envs/sglang-cpu/README.md"
     return [
         flag("--device", "cpu", "hardware.device"),
@@ -189,6 +189,7 @@ def _on_cpu() -> list[Flag]:
         flag("--sleep-on-idle", True, reason="an idle scheduler would otherwise occupy a core"),
         flag("--enable-deterministic-inference", True, reason="without it `sampling_seed` has no effect"),
         flag("--disable-radix-cache", True, reason="a cached prefix is summed in another order"),
+        *_disaggregation(config, role),
     ]
 
 
@@ -307,10 +308,14 @@ def _speculation(config: Config, role: str) -> list[Flag]:
 def _disaggregation(config: Config, role: str) -> list[Flag]:
     if role == UNIFIED:
         return []
-    return [
+    flags = [
         flag("--disaggregation-mode", role, ROLE_KEY),
         flag("--disaggregation-transfer-backend", config.engine.pd.transfer_backend, "engine.pd.transfer_backend"),
     ]
+    if role == DECODE:
+        kept = "SGLang would reserve as much host memory as the cache has on the GPU, where the trainer sleeps"
+        flags.append(flag("--disaggregation-decode-retraction-backup", "cpu_tensor", ROLE_KEY, reason=kept))
+    return flags
 
 
 def _nodes(config: Config, role: str) -> list[Flag]:
@@ -328,9 +333,11 @@ def _world_size_key(role: str) -> str:
     return "engine.pd.gpus_per_prefill_engine" if role == PREFILL else "engine.gpus_per_engine"
 
 
-def _cpu_environment() -> list[Flag]:
+def _cpu_environment(role: str) -> list[Flag]:
     given = "SGLang on a CPU; envs/sglang-cpu/README.md"
+    apart = [] if role == UNIFIED else [flag("MOONCAKE_PROTOCOL", "tcp", "hardware.device")]
     return [
+        *apart,
         flag("SGLANG_USE_CPU_ENGINE", 1, "hardware.device"),
         flag("TORCHDYNAMO_DISABLE", 1, reason=given),
         flag("SGLANG_PYSPY_DUMP_BEFORE_CRASH", 0, reason=given),
