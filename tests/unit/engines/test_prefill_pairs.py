@@ -89,7 +89,7 @@ def test_one_that_fails_lets_the_other_go() -> None:
         rooms: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         decoding, prefilling = Engine(rooms, False), Engine(rooms, True, fails=True)
         async with client_of(decoding, prefilling, num_prefill=1) as client:
-            with pytest.raises(RuntimeError, match="engine 1 .*no memory"):
+            with pytest.raises(RuntimeError, match=r"engine 1 .*no memory"):
                 await client.generate(REQUESTS, 0)
             while not decoding.was_left:
                 await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ def test_both_have_the_same_weights_or_nothing_is_answered() -> None:
     async def story() -> None:
         rooms: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         async with client_of(Engine(rooms, False, "4"), Engine(rooms, True, "3"), num_prefill=1) as client:
-            with pytest.raises(RuntimeError, match="prefilled with weights {'3'}, .* decoded with {'4'}"):
+            with pytest.raises(RuntimeError, match=r"prefilled with weights {'3'}, .* decoded with {'4'}"):
                 await client.generate(REQUESTS, 0)
 
     run(story())

@@ -27,6 +27,10 @@ PROBE_INTERVAL_SECONDS = 0.1
 MAX_ERROR_CHARACTERS = 1000
 
 
+class EngineError(RuntimeError):
+    """An engine does not answer, or not what it was asked for; names it."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine, as errors name it."""
@@ -88,11 +92,11 @@ class EngineCalls:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failures:
-            if not isinstance(failure, RuntimeError):
+            if not isinstance(failure, EngineError):
                 raise failure
         if failures:
             listed = "\n  ".join(map(str, failures))
-            raise RuntimeError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
+            raise EngineError(f"{path} failed on {len(failures)} of {len(self._engines)} engines:\n  {listed}")
         return list(answers)
 
     async def call(
@@ -113,7 +117,7 @@ class EngineCalls:
             may_repeat: It does no harm twice: it is tried again when the connection fails.
 
         Raises:
-            RuntimeError: No answer in time, or another one than success.
+            EngineError: No answer in time, or another one than success.
         """
         num_tries = 1 + (NUM_CONNECTION_RETRIES if may_repeat else 0)
         for attempt in range(1, num_tries + 1):
@@ -121,7 +125,7 @@ class EngineCalls:
                 return await self._call_once(engine, method, path, body)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if attempt == num_tries:
-                    raise RuntimeError(
+                    raise EngineError(
                         f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
                     ) from error
                 self.num_retries += 1
@@ -136,13 +140,13 @@ class EngineCalls:
             async with self._session.request(method, engine.url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     text = (await response.text())[:MAX_ERROR_CHARACTERS]
-                    raise RuntimeError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
+                    raise EngineError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:
-            raise RuntimeError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
+            raise EngineError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
         except ValueError as error:
-            raise RuntimeError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
+            raise EngineError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
 
     async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool:
         assert self._session is not None, "use the client as an async context manager"
@@ -150,7 +154,7 @@ class EngineCalls:
         try:
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
                 if response.status == 401:
-                    raise RuntimeError(f"{engine} obeys somebody else: it was started with another secret")
+                    raise EngineError(f"{engine} obeys somebody else: it was started with another secret")
                 return response.status == 200
         except (aiohttp.ClientConnectionError, TimeoutError):
             return False

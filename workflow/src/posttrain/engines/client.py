@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, EngineCalls
+from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, EngineCalls, EngineError
 from posttrain.engines.prefill_pairs import PrefillPairs
 from posttrain.engines.responses import (
     GenerateRequest,
@@ -92,8 +92,8 @@ class EngineClient(EngineCalls):
 
         Raises:
             ValueError: When a prompt is empty or has a token outside the vocabulary.
-            RuntimeError: When the engine refuses, fails, aborts, or answers with something else than was
-                asked for; and while weights are being updated.
+            EngineError: When the engine refuses, fails, aborts, or answers with something else than was asked for.
+            RuntimeError: While weights are being updated.
         """
         if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
             raise RuntimeError(f"engines do not generate: {why}")
@@ -106,7 +106,7 @@ class EngineClient(EngineCalls):
         try:
             return parse_generate_answer(answer, requests)
         except ValueError as error:
-            raise RuntimeError(f"{engine}: /generate answered with {error}") from error
+            raise EngineError(f"{engine}: /generate answered with {error}") from error
 
     async def stream(self, request: GenerateRequest, request_number: int) -> AsyncIterator[int]:
         """Sample one response and yield, whenever tokens arrive, how many there are so far.

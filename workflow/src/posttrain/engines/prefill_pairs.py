@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from posttrain.engines.calls import Engine, EngineCalls
+from posttrain.engines.calls import Engine, EngineCalls, EngineError
 
 # Rooms are 63 bits. The upper ones are those of one client, so that nobody waits in a room of a run before it.
 LOWER_BITS = 40
@@ -43,7 +43,7 @@ class PrefillPairs:
         Neither is asked again when a connection fails: a room is entered once.
 
         Raises:
-            RuntimeError: One of both has failed, and the other one was let go; or they have different weights.
+            EngineError: One of both has failed, and the other one was let go; or they have different weights.
         """
         prefill = self._prefilling[request_number % len(self._prefilling)]
         meeting = {
@@ -61,7 +61,7 @@ class PrefillPairs:
             for call in both:
                 call.cancel()
         if (one := _versions(prefilled)) != (other := _versions(decoded)):
-            raise RuntimeError(f"{prefill} has prefilled with weights {one}, {decoding} decoded with {other}")
+            raise EngineError(f"{prefill} has prefilled with weights {one}, {decoding} decoded with {other}")
         return decoded
 
     async def _port(self, prefill: Engine) -> int:

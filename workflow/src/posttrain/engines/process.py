@@ -94,6 +94,16 @@ class EngineProcess:
             tail = "\n    ".join(lines)
             raise RuntimeError(f"{self._name} ended with exit code {code}; the end of {self._log_path}:\n    {tail}")
 
+    @property
+    def has_ended(self) -> bool:
+        """It was started, and its process is gone."""
+        return self._process is not None and self._process.poll() is not None
+
+    def restart(self) -> None:
+        """Start it again where it was, when what is left of it has ended."""
+        self.stop()
+        self.start()
+
     def stop(self) -> None:
         """End it and its children; a second call does nothing."""
         if self._process is None:

@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,8 @@ from posttrain.launch.node_inspection import NodeInspection
 from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.planner.flags.sglang_flags import PREFILL
+from posttrain.observability.rank_progress import ROLLOUT
+from posttrain.planner.flags.sglang_flags import PREFILL, nodes_per_engine
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
 from posttrain.training import early_end
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 # Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
 # that span nodes, then those of engines that prefill and engines that decode, then the ranks'.
 MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
+# Of an engine in a step.
+MOST_RESTARTS = 3
 
 
 class NodeSupervisor:
@@ -72,6 +76,9 @@ class NodeSupervisor:
         # they have slept while it loaded.
         self._starts_empty = self._finished > 0 or takes_turns(self._config)
         self._urls: dict[int, str] = {}
+        # Engines that are on this node alone, and how often one of them was started again in a step.
+        self._alone: set[str] = set()
+        self._restarts: Counter[tuple[str, int]] = Counter()
 
     def run(self) -> None:
         """Run this node's part to its end.
@@ -130,6 +137,8 @@ class NodeSupervisor:
             )
             if part.node_rank == 0:
                 self._urls[part.index] = commands[part.index].url
+            if nodes_per_engine(self._config, part.role) == 1:
+                self._alone.add(commands[part.index].url)
         return commands
 
     def _wait_for_start(self, engines: Sequence[EngineProcess]) -> dict[str, Any]:
@@ -169,11 +178,29 @@ class NodeSupervisor:
             if begins or time.monotonic() > next_report:
                 next_report, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
                 self._head.tell("positions", ranks=positions)
+            self._start_again(engines, positions)
             self._report([*_ended_engines(engines), *_ended_ranks(ranks)])
         # One that has failed since the last look is no success.
         self._report(_ended_ranks(ranks))
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
         self._wait_for_the_end()
+
+    def _start_again(self, engines: Sequence[EngineProcess], positions: Mapping[int, dict[str, Any] | None]) -> None:
+        """Start engines again that have ended in a rollout, in which rank 0 waits for them; nowhere else.
+
+        In other phases the trainer may have their GPUs. An engine of several nodes has processes elsewhere, which end
+        with the attempt, and one that ends time and again in a step has a reason.
+        """
+        places = {(position["step"], position["phase"]) for position in positions.values() if position}
+        if len(places) != 1:
+            return
+        ((step, phase),) = places
+        for engine in engines:
+            num_before = self._restarts[engine.url, step]
+            if phase == ROLLOUT and engine.has_ended and engine.url in self._alone and num_before < MOST_RESTARTS:
+                self._restarts[engine.url, step] += 1
+                log.warning("%s; it starts again", _ended_engines([engine])[0].reason)
+                engine.restart()
 
     # ---- reports ----
 

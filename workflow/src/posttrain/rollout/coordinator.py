@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from posttrain.config.derived import token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.mixture import PromptMix
+from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
@@ -22,6 +24,8 @@ from posttrain.rollout.persisted import RolloutStore
 from posttrain.types import Prompt, Sample, SampleGroup
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,12 @@ class RolloutCoordinator:
 
         Args:
             step: From 0; decides prompts and seeds.
+
+        Raises:
+            EngineError: One has failed; what the others have answered is on disk.
         """
         chunks = self._chunks(step)
-        results = await asyncio.gather(*(self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)))
+        results = await _all_of([self._chunk(step, number, prompts) for number, prompts in enumerate(chunks)])
         groups = [group for groups, _ in results for group in groups]
         failures = [sample.failure for group in groups for sample in group.samples]
         check_failures(failures, self._config.reward.max_failure_share)
@@ -134,6 +141,22 @@ class RolloutCoordinator:
         ]
         cut = [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
         return [SampleGroup(_kept(prompt), of_prompt) for prompt, of_prompt in zip(prompts, cut, strict=True)]
+
+
+async def _all_of(chunks: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results. Where an engine fails, the others answer first; anything else is raised at once."""
+
+    async def answered(chunk: Coroutine[Any, Any, T]) -> T | EngineError:
+        try:
+            return await chunk
+        except EngineError as error:
+            return error
+
+    results = await asyncio.gather(*map(answered, chunks))
+    for result in results:
+        if isinstance(result, EngineError):
+            raise result
+    return [result for result in results if not isinstance(result, EngineError)]
 
 
 def _has_failures(groups: Sequence[SampleGroup]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
+from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient
 from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
 from posttrain.rollout.coordinator import RolloutResult
@@ -16,15 +18,27 @@ from posttrain.rollout.sharing import as_plain, from_plain
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+# Of one step: an engine that fails for what it is asked would fail for ever.
+MOST_RECOVERIES = 3
+
 
 class RolloutSource(Protocol):
     """What the loop asks for samples; every rank has one and calls it at the same points."""
 
-    def wait_ready(self) -> None:
-        """Return when samples can be had."""
+    def wait_ready(self, step: int | None = None) -> None:
+        """Return when samples can be had; within a step, from 0, where engines start again."""
 
-    def collect(self, step: int) -> RolloutResult:
-        """Return the rollout of a step, from 0, the same on every rank."""
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
+        """Return the rollout of a step, the same on every rank.
+
+        Args:
+            step: From 0.
+            recover: Called on every rank, with what has happened, to bring back an engine that has failed.
+
+        Raises:
+            EngineError: That did not help.
+        """
 
 
 class RolloutMaker(Protocol):
@@ -56,23 +70,38 @@ class SynchronousSource:
         self._runner, self._share, self._start_timeout_seconds = runner, share, start_timeout_seconds
         self._client, self._maker = client, maker
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, step: int | None = None) -> None:
         """Return when engines answer: they have been loading while the trainer did."""
         if self._client:
-            started = time.perf_counter()
-            self._runner.run(self._client.wait_ready(self._start_timeout_seconds))
+            started, ready = time.perf_counter(), self._client.wait_ready(self._start_timeout_seconds)
+            self._runner.run(ready if step is None else _alive(ready, step))
             log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)
 
-    def collect(self, step: int) -> RolloutResult:
-        """See `RolloutSource`."""
-        rollout = self._runner.run(_collect(self._maker, step)) if self._maker else None
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
+        """See `RolloutSource`. Groups that are on disk by then are not asked for again."""
+        for num_recovered in itertools.count():
+            rollout, failure = self._try(step)
+            if not failure:
+                assert rollout is not None
+                return rollout
+            if num_recovered == MOST_RECOVERIES:
+                raise EngineError(f"{failure}; engines failed {num_recovered + 1} times in step {step + 1}")
+            recover(failure)
+        raise AssertionError("unreachable")
+
+    def _try(self, step: int) -> tuple[RolloutResult | None, str]:
+        """Return the rollout, or which engine has failed, on every rank alike."""
+        rollout, failure = None, ""
+        try:
+            rollout = self._runner.run(_alive(self._maker.collect(step), step)) if self._maker else None
+        except EngineError as error:
+            failure = str(error)
         if rollout:
             report_progress(step, SHARE_ROLLOUT)
         if self._share:
-            shared = self._share(rollout and as_plain(rollout))
-            rollout = rollout or from_plain(shared)
-        assert rollout is not None
-        return rollout
+            content, failure = self._share([rollout and as_plain(rollout), failure])
+            rollout = rollout or (from_plain(content) if content else None)
+        return rollout, failure
 
 
 class StoredSource:
@@ -86,10 +115,10 @@ class StoredSource:
     def __init__(self, store: RolloutStore, num_groups: int):
         self._store, self._num_groups = store, num_groups
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, step: int | None = None) -> None:
         """Return at once."""
 
-    def collect(self, step: int) -> RolloutResult:
+    def collect(self, step: int, recover: Callable[[str], None]) -> RolloutResult:
         """See `RolloutSource`.
 
         Raises:
@@ -99,9 +128,10 @@ class StoredSource:
         return RolloutResult(groups, num_replayed=len(groups))
 
 
-async def _collect(maker: RolloutMaker, step: int) -> RolloutResult:
+async def _alive(work: Coroutine[Any, Any, T], step: int) -> T:
+    """Do something that engines take part in, and say meanwhile that this rank lives."""
     alive = asyncio.create_task(keep_reporting(step, ROLLOUT))
     try:
-        return await maker.collect(step)
+        return await work
     finally:
         alive.cancel()

@@ -112,12 +112,28 @@ class TrainingRun:
         """Return the rollout of a step, from 0, of engines that held the same weights until its end; collective.
 
         Raises:
-            RuntimeError: One held others; nothing is trained on.
+            RuntimeError: One held others, or an engine that has failed did not come back; nothing is trained on.
         """
-        rollout = self.source.collect(step)
+        rollout = self.source.collect(step, lambda failure: self._recover(step, failure))
         if self.publisher:
             self.publisher.prove_again()
         return rollout
+
+    def _recover(self, step: int, failure: str) -> None:
+        """Bring an engine that has failed within a rollout back, with the weights of the others; collective.
+
+        All get them once more: a part of an engine has no way of its own to the trainer.
+        """
+        if self.is_rank0:
+            log.warning("step %d: an engine has failed and is asked again when it is back: %s", step + 1, failure)
+        self.source.wait_ready(step)
+        if self.turns:
+            self.turns.enter("weight_sync")
+        if self.publisher:
+            self.publisher.meet_again()
+        self.publish(step)
+        if self.turns:
+            self.turns.enter("rollout")
 
     def evaluate(self, finished: int, clock: PhaseClock) -> dict[str, float]:
         """Measure the engines' weights where that is due, and return metrics, on rank 0; collective.

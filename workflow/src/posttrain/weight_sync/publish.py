@@ -67,6 +67,11 @@ class WeightPublisher:
         if self._proof:
             self._proof.check(version)
 
+    def meet_again(self) -> None:
+        """Let the next update begin with engines of which one is another process now."""
+        if self._sharded:
+            self._sharded.forget()
+
     @property
     def is_due_at_start(self) -> bool:
         """Publish before the first rollout: what an engine has read from a checkpoint is not proven to be ours.

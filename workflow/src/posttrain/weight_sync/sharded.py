@@ -58,6 +58,10 @@ class ShardedTransfer:
         """Bytes that this rank has sent so far."""
         return self._channel.num_sent if self._channel else 0
 
+    def forget(self) -> None:
+        """Leave the engines' group; the next update begins with another one."""
+        self._channel = None
+
     def send(self, version: int, besides: Iterable[NamedTensors] = ()) -> None:
         """Bring all engines to the present weights under a version.
 
