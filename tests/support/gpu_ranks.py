@@ -79,15 +79,10 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
     from posttrain.megatron_backend import train_step
     from posttrain.megatron_backend.sleep import SleepingTrainer
     from posttrain.planner.sizing.memory import GIB
-    from posttrain.planner.sizing.memory_phases import phase_memory
-    from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
-    from posttrain.planner.timing.update_time import forward_causes, train_causes
-    from posttrain.rehearsal.outcome import UNSEEN
     from posttrain.rehearsal.samples import MadeUpRollouts, shortened
     from posttrain.training.batch import make_updates
     from posttrain.training.phases import PhaseClock
     from posttrain.training.turns import Turns
-    from posttrain.training.utilisation import model_flops_utilisation
 
     config = shortened(resolve(order["request"], CONFIG_DIR).config)
     policy = begin(config)
@@ -111,6 +106,17 @@ def steps(order: dict[str, Any]) -> dict[str, Any]:
         with clock.phase("save"):
             asleep_gib = bytes_in_use() / GIB
         peaks |= Counter(clock.peak_gib)
+    return beside_the_plan(config, peaks, clock, asleep_gib, lengths)
+
+
+def beside_the_plan(config: Config, peaks: Counter[str], clock: Any, asleep_gib: float, lengths: list[int]) -> Any:
+    """Return what was measured of the last step, and what the plan says of it."""
+    from posttrain.planner.sizing.memory_phases import phase_memory
+    from posttrain.planner.timing.step_time import optimizer_seconds, trainer_of
+    from posttrain.planner.timing.update_time import forward_causes, train_causes
+    from posttrain.rehearsal.outcome import UNSEEN
+    from posttrain.training.utilisation import model_flops_utilisation
+
     trainer, mean = trainer_of(config), sum(lengths) / len(lengths)
     planned = {
         "old_logprobs": forward_causes(trainer, len(lengths), mean),

@@ -296,7 +296,7 @@ def test_parts_that_the_trainer_lacks_are_named(model, change, lacking):
 def test_what_is_planned_but_not_trained():
     assert not list(check_trainable(merge(MODELS["tiny"], CONFIG_DIR).config))
     keys = [problem.key for problem in check_trainable(merge(MODELS["glm5"], CONFIG_DIR).config)]
-    assert keys == ["nodes", "engine.pd.num_prefill_engines"]
+    assert keys == ["nodes"]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -41,8 +41,7 @@ def test_the_stable_keys_are_there_and_it_is_json(plan_of, model):
     assert plan["flags"]["trainer.keep_checkpoints"]["value"] == 2
     assert plan["problems"] == []
     not_trainable = {problem["key"] for problem in plan["not_trainable"]}
-    untrainable = {"nodes", "engine.pd.num_prefill_engines"}
-    assert not_trainable == (untrainable if model == "glm5" else set())
+    assert not_trainable == ({"nodes"} if model == "glm5" else set())
     assert plan["not_modelled"] == list(NOT_MODELLED)
 
 
@@ -268,7 +267,7 @@ def test_both_kinds_of_engines_are_shown(plan_of, resolved, capsys):
 
 
 def test_a_prefill_engine_too_small_for_the_weights_is_named(plan_of):
-    (problem,) = plan_of("glm5", set="engine.pd.gpus_per_prefill_engine=2")["problems"]
+    (problem,) = plan_of("glm5", set="engine.pd.gpus_per_prefill_engine=2 engine.pd.num_prefill_engines=4")["problems"]
     assert problem["key"] == "engine.pd.gpus_per_prefill_engine"
     assert "GiB of weights per GPU" in problem["value"]
 

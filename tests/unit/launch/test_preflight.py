@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -185,10 +186,11 @@ def test_kv_caches_travel_between_all_nodes(prefill_apart: Config, tmp_path: Pat
 
 def test_what_carries_kv_caches_is_not_there(prefill_apart: Config, tmp_path: Path) -> None:
     pd = dataclasses.replace(prefill_apart.engine.pd, transfer_backend="mooncake")
-    config = dataclasses.replace(prefill_apart, engine=dataclasses.replace(prefill_apart.engine, pd=pd))
+    own = dataclasses.replace(prefill_apart.engine, pd=pd, python=sys.executable)  # SGLang's may have it
+    config = dataclasses.replace(prefill_apart, engine=own)
     (problem,) = check_transport(config)
     assert problem == (
-        f"engine.pd.transfer_backend=mooncake: not importable by {PYTHON} "
+        f"engine.pd.transfer_backend=mooncake: not importable by {sys.executable} "
         "(ModuleNotFoundError: No module named 'mooncake')"
     )
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, python="/no/python"))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.derived import world_size
 from posttrain.config.rules import check_trainable
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
@@ -41,8 +40,8 @@ def sorted_text(value: Collection[str]) -> str:
     ("rules", "expected"),
     [
         ({"list_hf_checkpoint"}, ["model.source.revision"]),
-        ({"train_grpo"}, ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]),
-        ({"resolve_config"}, ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]),
+        ({"train_grpo"}, ["model.source.revision", "nodes"]),
+        ({"resolve_config"}, ["model.source.revision", "nodes"]),
         ({"evaluate"}, []),
         ({"plan", "status", "finalize_torch_dist"}, []),
     ],
@@ -55,7 +54,7 @@ def test_each_rule_is_refused_for_what_it_lacks_itself(rules: set[str], expected
 
 def test_a_problem_of_two_rules_is_told_once() -> None:
     found = keys_of(EVERYTHING, model="glm5_20layer", site="local")
-    assert found == ["model.source.revision", "nodes", "engine.pd.num_prefill_engines"]
+    assert found == ["model.source.revision", "nodes"]
 
 
 def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
@@ -88,10 +87,7 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("workflow", "expected"),
     [
-        (
-            {"model": "glm5", "site": SLURM},
-            "set='engine.pd.num_prefill_engines=0 engine.num_engines=2'",
-        ),
+        ({"model": "glm5", "site": SLURM}, ""),
         # What the user has set stays, but what has to be less: activations of a row as long do not fit.
         (
             {
@@ -100,14 +96,12 @@ def test_a_missing_key_of_wandb_is_told_before_the_first_job(monkeypatch: pytest
                 "set": "hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 "
                 "rollout.max_response_tokens=32000",
             },
-            "set='hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 "
-            "engine.pd.num_prefill_engines=0 engine.num_engines=2 rollout.max_response_tokens=16000'",
+            "set='hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=16000'",
         ),
         ({"model": "glm5_4layer", "site": "local"}, "set='model.source.revision=COMMIT'"),
         (
             {"model": "glm5_20layer", "site": "local"},
-            "site=NAME, of a site with launcher slurm or kubernetes, and "
-            "set='engine.pd.num_prefill_engines=0 engine.num_engines=3 model.source.revision=COMMIT'",
+            "site=NAME, of a site with launcher slurm or kubernetes, and set='model.source.revision=COMMIT'",
         ),
     ],
     ids=str,
@@ -118,7 +112,8 @@ def test_the_nearest_that_can_be_trained(workflow: dict[str, str], expected: str
 
 def test_the_nearest_can_be_trained() -> None:
     """Whoever types it is not refused again."""
-    words = nearest(model="glm5", site=SLURM)
+    small = "hardware.memory_gib_per_gpu=130 rollout.max_prompt_tokens=16000 rollout.max_response_tokens=32000"
+    words = nearest(model="glm5", site=SLURM, set=small)
     config = resolve({"model": "glm5", "site": SLURM, "set": words.removeprefix("set='")[:-1]}, CONFIG_DIR).config
     assert [*check_trainable(config), *find_problems(config)] == []
 
@@ -128,9 +123,8 @@ def test_where_only_the_evaluation_or_a_key_is_wrong_no_other_training_is_named(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    trainable = nearest(model="glm5", site=SLURM).removeprefix("set='")[:-1] + " evaluation.precision=source"
     for workflow in (
-        {"model": "glm5", "site": SLURM, "set": trainable},
+        {"model": "glm5", "site": SLURM, "set": "evaluation.precision=source"},
         {"model": "tiny", "site": "local", "set": "logging.wandb_mode=online"},
     ):
         words = refusal(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config, EVERYTHING)
@@ -156,12 +150,6 @@ def test_what_is_changed_least_is_tried_first(longest: int, tried: list[int | No
     rollout = dataclasses.replace(config.rollout, max_response_tokens=longest)
     changes = list(_changes(dataclasses.replace(config, rollout=rollout)))
     assert [change.get("rollout.max_response_tokens") for change in changes] == tried
-
-
-def test_engines_that_no_longer_prefill_apart_are_at_least_one() -> None:
-    config = resolve({"model": "glm5", "site": SLURM}, CONFIG_DIR).config
-    wide = dataclasses.replace(config.engine, gpus_per_engine=2 * world_size(config))
-    assert next(_changes(dataclasses.replace(config, engine=wide)))["engine.num_engines"] == 1
 
 
 def test_the_words_have_problems_first_and_the_nearest_last() -> None:

@@ -84,7 +84,7 @@ def test_who_is_awake_is_on_the_gpu_and_who_sleeps_in_host_memory(resolved):
         assert (ENGINE_WEIGHTS in phase.awake) == ("engine_weights" in gpu)
         assert (ENGINE_CACHE in phase.awake) == ("kv_pool" in gpu)
         assert {"sleeping_weights", "sleeping_optimizer"} <= host.keys(), "their place on the host is kept"
-    assert set(rows["asleep"].gpu) == {"reserve"}
+    assert set(rows["asleep"].gpu) == {"reserve", "kernels"}
     stage = stage_memory(config)[1]
     held = (stage.weights_bytes + stage.optimizer_bytes) / GIB
     staged = rows["asleep"].host["save_staging"]  # a checkpoint may still be on its way to the disk
@@ -236,9 +236,10 @@ def test_who_never_sleeps_is_planned_beside_the_other_and_refused_where_both_do_
     config = resolved("glm5", set="engine.sleep=never").config
     turns = rows_of(resolved("glm5").config, 1)
     trains, rollout = turns["train"], turns["rollout"]
-    assert (round(trains.gpu_gib, 1), round(rollout.gpu_gib - rollout.gpu["reserve"], 1)) == (128.3, 104.3)
+    of_engine = rollout.gpu_gib - rollout.gpu["reserve"] - rollout.gpu["kernels"]
+    assert (round(trains.gpu_gib, 1), round(of_engine, 1)) == (128.3, 104.3)
     awake = rows_of(config, 1)["train"]
-    assert awake.gpu_gib == pytest.approx(trains.gpu_gib + rollout.gpu_gib - rollout.gpu["reserve"])
+    assert awake.gpu_gib == pytest.approx(trains.gpu_gib + of_engine)
     assert awake.host == {}
     (problem,) = find_problems(config)
     assert (problem.key, problem.value.split(":")[0]) == ("engine.sleep", "never")

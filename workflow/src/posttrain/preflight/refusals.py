@@ -11,7 +11,6 @@ from typing import Any
 
 from posttrain.artifacts import Paths
 from posttrain.config.data import UNPINNED
-from posttrain.config.derived import world_size
 from posttrain.config.rules import check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.config.suites import check_pinned
@@ -105,15 +104,11 @@ def _needs_site(config: Config) -> bool:
 
 
 def _changes(config: Config) -> Iterator[dict[str, object]]:
-    """Yield what may be changed, the least first: no prefill apart, short responses."""
-    changes: dict[str, object] = {}
-    if config.engine.pd.num_prefill_engines:
-        changes["engine.pd.num_prefill_engines"] = 0
-        changes["engine.num_engines"] = max(world_size(config) // config.engine.gpus_per_engine, 1)
-    yield dict(changes)
+    """Yield what may be changed, the least first: nothing but what the user knows, then ever shorter responses."""
+    yield {}
     tokens = config.rollout.max_response_tokens // 2
     while tokens >= SHORTEST_RESPONSE_TOKENS:
-        yield {**changes, "rollout.max_response_tokens": tokens}
+        yield {"rollout.max_response_tokens": tokens}
         tokens //= 2
 
 

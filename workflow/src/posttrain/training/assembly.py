@@ -83,26 +83,22 @@ def open_run(
         runner = stack.enter_context(asyncio.Runner())
         store, is_first = RolloutStore(run_folder / "rollouts"), dist.get_rank() == 0
         client = _open_client(config, engine_urls, engine_secret, runner, stack) if engine_urls and is_first else None
-        engines = _asleep(config, client, runner) if engine_urls else None
-        policy = build_policy(config)
-        trainer = SleepingTrainer(policy) if engines else None
+        policy, trainer, engines = _build(config, client, runner, has_engines=bool(engine_urls))
         maker = sinks = evaluation = None
         if is_first:
             maker, evaluation = _open_makers(
                 config, model_folder, exam_folders, read_prompts, client, store, run_folder, runner, stack
             )
-            last = to_load.finished or None
-            sinks = stack.enter_context(MetricSinks(run_folder, run_name, config.logging, last, experiment_of(config)))
+            sinks = stack.enter_context(_sinks_of(config, run_folder, run_name, to_load))
         values = ServedValues(HubWeights(policy.chunks, config.model.architecture), served_format(config))
         holdings = Holdings(values, client, runner)
-        proof = WeightProof(holdings, engine_secret) if engine_urls and proves_weights(config) else None
         yield TrainingRun(
             config=config,
             policy=policy,
             objective=objective_of(config),
             source=_source_of(config, runner, client, maker, store, has_engines=bool(engine_urls)),
             comparison=EngineComparison(config, policy, values) if uses_engines(config) else None,
-            publisher=_publisher_of(config, holdings, run_folder, model_folder, proof),
+            publisher=_publisher_of(config, holdings, run_folder, model_folder, engine_secret if engine_urls else ""),
             state=_state_of(config, policy, trainer, torch_dist, to_load, checkpoints, store),
             sinks=sinks,
             traces=run_folder / "traces",
@@ -126,20 +122,28 @@ def _source_of(
 
 
 def _publisher_of(
-    config: Config, holdings: Holdings, run_folder: Path, model_folder: Path, proof: WeightProof | None
+    config: Config, holdings: Holdings, run_folder: Path, model_folder: Path, engine_secret: str
 ) -> WeightPublisher | None:
     if not uses_engines(config):
         return None
+    proof = WeightProof(holdings, engine_secret) if engine_secret and proves_weights(config) else None
     return WeightPublisher(config, holdings, run_folder / "served_weights", model_folder, proof)
 
 
-def _asleep(config: Config, client: EngineClient | None, runner: asyncio.Runner) -> SleepingEngines | None:
-    """Return engines that are ready and have given back all of their memory; None where they keep it."""
-    if not takes_turns(config):
-        return None
+def _sinks_of(config: Config, run_folder: Path, run_name: str, to_load: CheckpointToLoad) -> MetricSinks:
+    return MetricSinks(run_folder, run_name, config.logging, to_load.finished or None, experiment_of(config))
+
+
+def _build(
+    config: Config, client: EngineClient | None, runner: asyncio.Runner, has_engines: bool
+) -> tuple[Policy, SleepingTrainer | None, SleepingEngines | None]:
+    """Return the policy, and with whom it takes turns, if it does: engines that are ready and sleep before it is."""
+    if not has_engines or not takes_turns(config):
+        return build_policy(config), None, None
     engines = SleepingEngines(client, runner, config.engine.start_timeout_seconds)
     engines.start()
-    return engines
+    policy = build_policy(config)
+    return policy, SleepingTrainer(policy), engines
 
 
 def _state_of(
