@@ -104,13 +104,16 @@ def test_a_killed_driver(workflow: WorkflowFolder, undisturbed: WorkflowFolder) 
 
 @pytest.mark.faults("training")
 def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: WorkflowFolder) -> None:
-    """The supervisor restarts what died; when it dies itself, all of its processes go and Snakemake says so."""
+    """The supervisor restarts what died; when it dies itself, all of its processes go and Snakemake says so.
+
+    An engine that died in a rollout is started again, and nothing else.
+    """
     with bystander():
         driver = start_until(workflow, IN_FIRST_ROLLOUT)
         end(find_processes(workflow, ENGINE)[0])
         driver.wait_for_file(FIRST_CHECKPOINT)
         end(find_processes(workflow, TRAINER)[0])
-        driver.wait_for_file("attempts/003/trainer0.log")
+        driver.wait_for_file("attempts/002/trainer0.log")
         (supervisor,) = find_processes(workflow, SUPERVISOR)
         driver.wait_until(lambda: len(find_processes(workflow, TRAINER)) == 1)
         end(supervisor)
@@ -121,10 +124,9 @@ def test_a_killed_process_of_training(workflow: WorkflowFolder, undisturbed: Wor
         finish(workflow, "train_grpo")
         assert_gone(workflow)
     assert_same_training(workflow, undisturbed)
-    died, killed, last = attempts_of(workflow)
-    assert "engine 0 ended with exit code -9" in died["reason"]
+    killed, last = attempts_of(workflow)
     assert "trainer rank 0 was ended by SIGKILL" in killed["reason"]
-    assert (last["attempt"], last["epoch"], last["reason"]) == (4, 2, "done")
+    assert (last["attempt"], last["epoch"], last["reason"]) == (3, 2, "done")
 
 
 @pytest.mark.faults("slow")

@@ -163,6 +163,7 @@ def test_prefill_apart_from_decode_has_the_bits_of_engines_that_do_both(
     require_mooncake()
     settings |= {"training.num_steps": 3, "rollout.max_response_tokens": 4, "rollout.num_samples_per_prompt": 4}
     settings |= {"training.global_batch_size": 32, "engine.sleep": "always"}
+    settings |= {"algorithm.zero_advantages": "update"}  # whatever is answered, each step has other weights
     apart = {"engine.pd.num_prefill_engines": 1, "engine.pd.gpus_per_prefill_engine": 1}
     one, two = (
         WorkflowFolder(tmp_path / name, tmp_path / "store", settings | more)

@@ -131,6 +131,7 @@ class _HostMemory:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         if starts[-1] > len(self._block):
             self._unpin()
+            del self._block  # both at a time may be more than the node has
             self._block = torch.empty(starts[-1], dtype=torch.uint8)
             self._pin()
         yield from (self._block[start : start + size] for start, size in zip(starts, sizes, strict=False))
