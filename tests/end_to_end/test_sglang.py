@@ -11,10 +11,11 @@ import json
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from tests.support.interruptions import assert_gone, assert_same_training, start
+from tests.support.interruptions import assert_gone, assert_same_training, attempts_of, find_processes, start
 from tests.support.listening import assert_all_known, watched_sockets
 from tests.support.sglang_environment import PYTHON, require_mooncake, require_sglang
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
@@ -30,6 +31,7 @@ ARCHITECTURES = {
     "qwen3": TINY_QWEN3,
 }
 
+SERVER = "sglang_server.py"
 # Of one rank, with the one in which weights go to the engine.
 GLOO_GROUPS = 25 + 1
 
@@ -152,6 +154,25 @@ def test_classes_learn_in_bf16_with_two_engines(
     compared = [row["mismatch/abs_diff_mean"] for row in rows if "mismatch/abs_diff_mean" in row]
     assert len(compared) > 1
     assert max(compared) <= 5e-3
+
+
+@pytest.mark.faults("slow")
+def test_an_engine_that_ends_in_a_rollout_is_replaced(tmp_path: Path, settings: dict[str, object]) -> None:
+    """One of two; the other one meets the trainer again, too, in another group, and the run has the same bits."""
+    settings |= {"training.num_steps": 3, "rollout.max_response_tokens": 32, "engine.num_engines": 2}
+    settings |= {"engine.groups_per_request": 1, "algorithm.zero_advantages": "update", "engine.sleep": "always"}
+    straight, hit = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
+    straight.run("train_grpo", timeout=420)
+    driver = start(hit, "train_grpo")
+    driver.wait_until(lambda: len(find_processes(hit, SERVER)) == 2)
+    server, first_step = find_processes(hit, SERVER)[0], hit.run_folder / "train/metrics.jsonl"
+    while not first_step.exists() and driver.process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(0.5)  # the second rollout takes longer, and all of it is answered at once
+    server.send_signal(signal.SIGKILL)
+    assert driver.finish(420)[0] == 0, driver.output[-4000:]
+    assert_same_training(hit, straight)
+    assert [attempt["reason"] for attempt in attempts_of(hit)] == ["done"]
 
 
 @pytest.mark.faults("slow")
