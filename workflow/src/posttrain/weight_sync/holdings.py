@@ -78,6 +78,10 @@ class Holdings:
         parts, of_ranks, without = share_plain([found, of_ranks, without])
         return Held([HeldPart(name, Box(*box), dtype) for name, box, dtype in parts], of_ranks, without)
 
+    def forget(self) -> None:
+        """Ask again when it is needed next: an engine is another process now, which has not looked at itself yet."""
+        self.__dict__.pop("held", None)
+
     def _asked(self) -> list[list[dict[str, Any]]]:
         """Return what each rank of each engine tells of its parts, with their names."""
         assert self.client

@@ -49,7 +49,8 @@ class WeightPublisher:
         model_folder: Path,
         proof: WeightProof | None = None,
     ):
-        self._config, self._values, self._client = config, holdings.values, holdings.client
+        self._config, self._holdings = config, holdings
+        self._values, self._client = holdings.values, holdings.client
         self._runner, self._disk_folder, self._model_folder = holdings.runner, disk_folder, model_folder
         self._sharded = ShardedTransfer(config, holdings) if weight_transport(config) == "sharded" else None
         self._proof = proof
@@ -69,6 +70,7 @@ class WeightPublisher:
 
     def meet_again(self) -> None:
         """Let the next update begin with engines of which one is another process now."""
+        self._holdings.forget()
         if self._sharded:
             self._sharded.forget()
 
