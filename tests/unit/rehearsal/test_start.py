@@ -107,8 +107,8 @@ def test_memory_that_the_plan_does_not_know_is_a_warning(peak: float, planned: f
 
 
 def test_memory_that_nobody_releases_is_a_warning(resolved: Resolve) -> None:
-    """GLM-5's engines hold 85 % of each GPU, and neither they nor the ranks give any of it back."""
-    found = resolved("glm5")
+    """GLM-5's engines hold 85 % of each GPU, and with `never` neither they nor the ranks give any of it back."""
+    found = resolved("glm5", set="engine.sleep=never")
     work = {"host_peak": 0, "flops": 0, "moved": 0, "kernels": 0, "waits": {}, "holders": []}
     trace = Trace(0, 1.0, None, [{"name": "train", "step": 2, "peak": 40 << 30, **work}], [], [])
     told = outcome(found, found.config, [trace], 1.0)
@@ -116,3 +116,5 @@ def test_memory_that_nobody_releases_is_a_warning(resolved: Resolve) -> None:
     findings = {finding.title: finding.detail for finding in judge(told).findings}
     assert "of rank 0 in train and" in findings["Engines keep their memory while ranks train"]
     assert "Engines keep" not in str(judge(told | {"engines_gib": 0.0}))
+    by_turns = resolved("glm5")
+    assert outcome(by_turns, by_turns.config, [trace], 1.0)["engines_gib"] == 0.0

@@ -22,7 +22,7 @@ def phase(step, name, *holders):
 
 
 WEIGHTS = ("weights", "megatron_backend/model.py:103", 4 * GIB)
-PHASES = [phase(1, "train", WEIGHTS), phase(2, "rollout", WEIGHTS)]
+PHASES = [phase(1, "train", WEIGHTS), phase(2, "rollout")]
 
 
 def trace(rank, *calls, **more):
@@ -91,9 +91,29 @@ def test_who_waits_for_a_rollout_on_its_gpu_is_named():
     assert told(trace(0, of_host), trace(1, of_host)) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "is_told"),
+    [
+        *(("weights", name, True) for name in ("rollout", "save")),
+        *(("optimizer", name, True) for name in ("rollout", "save", "mismatch", "weight_sync")),
+        ("gradients", "old_logprobs", True),
+        *(("weights", name, False) for name in ("weight_sync", "mismatch", "train")),
+        ("optimizer", "train", False),
+    ],
+)
+def test_what_does_not_sleep_in_the_turn_of_others_is_named(kind, name, is_told):
+    awake = kind, "megatron_backend/model.py:103", GIB
+    found = told(replace(trace(0), phases=[*PHASES, phase(1, name, awake)]))
+    assert ["1.000 GiB" in words and f"of {kind} are awake on rank 0 in {name}" in words for words in found] == (
+        [True] * is_told
+    )
+    before = replace(trace(0), phases=[*PHASES, phase(0, name, awake)])
+    assert told(before) == [], "before the first step a rank has just loaded"
+
+
 def test_what_outlives_its_step_is_named():
     kept = ("activations", "megatron_backend/weights.py:150", GIB)
-    phases = [PHASES[0], phase(2, "rollout", WEIGHTS, kept)]
+    phases = [PHASES[0], phase(2, "rollout", kept)]
     (found,) = told(replace(trace(0), phases=phases))
     assert "1.000 GiB of megatron_backend/weights.py:150 outlive their step on rank 0" in found
 
@@ -108,7 +128,7 @@ def test_what_outlives_its_step_is_named():
 )
 def test_what_megatron_makes_for_us_outlives_its_step_but_for_the_last_message(made, is_told):
     kept = ("activations", f"megatron_backend/train_step.py:176 {made}", GIB)
-    found = told(replace(trace(0), phases=[PHASES[0], phase(2, "rollout", WEIGHTS, kept)]))
+    found = told(replace(trace(0), phases=[PHASES[0], phase(2, "rollout", kept)]))
     assert [made in problem for problem in found] == [True] * is_told
 
 

@@ -36,7 +36,7 @@ class SleepingTrainer:
     def __init__(self, policy: Policy):
         self._policy = policy
         self._weights, self._state = _HostMemory(), _HostMemory()
-        self._storages: list[torch.UntypedStorage] = []
+        self._whole: list[torch.Tensor] = []
         # Of each emptied storage, where its content lies on the host; of the optimizer's tensors, the device to go to.
         self._places: dict[int, torch.Tensor] = {}
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
@@ -49,8 +49,8 @@ class SleepingTrainer:
             self._put_optimizer_to_sleep()
         if TRAINER in parts:
             self.copy_weights()
-            for storage in self._storages:
-                storage.resize_(0)
+            for weights in self._whole:
+                weights.untyped_storage().resize_(0)
         if parts and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -59,10 +59,11 @@ class SleepingTrainer:
         """Wake sleeping parts: they are what they were, bit for bit."""
         parts = {*parts}
         if TRAINER in parts:
-            for storage in self._storages:
+            for weights in self._whole:
+                storage = weights.untyped_storage()
                 content = self._places[storage._cdata]
                 storage.resize_(content.numel())
-                _bytes_of(storage).copy_(content, non_blocking=True)
+                weights.copy_(content, non_blocking=True)
             self._places = {}
         if OPTIMIZER in parts:
             for tensor, device in self._moved:
@@ -77,11 +78,11 @@ class SleepingTrainer:
         """Bring the copy on the host up to date, where weights are awake."""
         if self._places:
             return
-        self._storages = [*self._weight_storages()]
-        places = self._weights.places([storage.nbytes() for storage in self._storages])
-        for storage, place in zip(self._storages, places, strict=True):
-            place.copy_(_bytes_of(storage), non_blocking=True)
-            self._places[storage._cdata] = place
+        self._whole = [*self._whole_weights().values()]
+        places = self._weights.places([len(weights) for weights in self._whole])
+        for weights, place in zip(self._whole, places, strict=True):
+            place.copy_(weights, non_blocking=True)
+            self._places[weights.untyped_storage()._cdata] = place
         _synchronize()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -92,15 +93,17 @@ class SleepingTrainer:
         values = place.view(tensor.dtype)
         return values.as_strided(tensor.size(), tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
-    def _weight_storages(self) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of all weights, those that are not trained, too."""
-        storages = [parameter.untyped_storage() for parameter in self._policy.parameters()]
-        storages += [buffer.param_data.untyped_storage() for buffer in self._policy.buffers]
-        yield from {storage._cdata: storage for storage in storages}.values()
+    def _whole_weights(self) -> dict[int, torch.Tensor]:
+        """Return the storages of all weights, those that are not trained, too, each as a tensor of all its bytes."""
+        buffers = {buffer.param_data.untyped_storage()._cdata: buffer.param_data for buffer in self._policy.buffers}
+        others = {p.untyped_storage()._cdata: p.detach() for p in self._policy.parameters()}
+        whole = others | buffers
+        assert all(weights.nbytes == weights.untyped_storage().nbytes() for weights in whole.values()), "a part of one"
+        return {key: weights.view(-1).view(torch.uint8) for key, weights in whole.items()}
 
     def _put_optimizer_to_sleep(self) -> None:
         assert self._policy.optimizer is not None, "a policy that is trained has one"
-        weights, device = {storage._cdata for storage in self._weight_storages()}, self._policy.device.type
+        weights, device = self._whole_weights(), self._policy.device.type
         # Where a precision needs no main copy, the optimizer has the weights themselves.
         own = {
             id(tensor): tensor
@@ -132,9 +135,12 @@ class _HostMemory:
         if starts[-1] > len(self._block):
             self._unpin()
             del self._block  # both at a time may be more than the node has
-            self._block = torch.empty(starts[-1], dtype=torch.uint8)
+            self._block = self._made(starts[-1])
             self._pin()
         yield from (self._block[start : start + size] for start, size in zip(starts, sizes, strict=False))
+
+    def _made(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def _pin(self) -> None:
         if torch.cuda.is_available():
@@ -145,10 +151,6 @@ class _HostMemory:
     def _unpin(self) -> None:
         if torch.cuda.is_available() and len(self._block):
             torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize() -> None:

@@ -122,6 +122,11 @@ class SimulatedDevice(TorchDispatchMode):
         made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
         return made.zero_() if func in UNINITIALISED else made
 
+    def on_host_without_bytes(self, size: int) -> torch.Tensor:
+        """Return so many bytes on the host that have no values and take no memory."""
+        with self.fake:
+            return self._noted(None, torch.empty(size, dtype=torch.uint8))
+
     def _here(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if func in WAITING:
             if kwargs.get("output_size") is None:

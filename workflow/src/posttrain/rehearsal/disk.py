@@ -27,6 +27,7 @@ from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, Format
 from posttrain.config.schema import Architecture
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
+from posttrain.megatron_backend.sleep import SleepingTrainer
 from posttrain.training import checkpoint_writer
 from posttrain.training.checkpoint_writer import CheckpointWriter
 from posttrain.training.checkpoints import CheckpointFolder
@@ -71,7 +72,9 @@ def provide(fake: FakeTensorMode) -> None:
     checkpoint_writer.in_thread = _at_once
 
 
-def saved_state(policy: Policy, torch_dist: Path, folder: Path, finished: int) -> SavedState:
+def saved_state(
+    policy: Policy, torch_dist: Path, folder: Path, finished: int, trainer: SleepingTrainer | None = None
+) -> SavedState:
     """Return what begins with weights, or with the checkpoint after some steps, and saves.
 
     Args:
@@ -79,9 +82,10 @@ def saved_state(policy: Policy, torch_dist: Path, folder: Path, finished: int) -
         torch_dist: From `converted`.
         folder: Gets the checkpoints of all ranks.
         finished: 0 for weights.
+        trainer: See `CheckpointWriter`.
     """
     checkpoints = CheckpointFolder(folder, keep=1)
-    writer = CheckpointWriter(policy, checkpoints, needed_bytes=0, forget_before=lambda finished: None)
+    writer = CheckpointWriter(policy, checkpoints, needed_bytes=0, forget_before=lambda finished: None, trainer=trainer)
     return SavedState(policy, torch_dist, CheckpointToLoad(checkpoints, finished), checkpoints, writer)
 
 

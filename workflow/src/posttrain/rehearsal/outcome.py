@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from posttrain.config.derived import takes_turns
 from posttrain.config.load import Resolved
 from posttrain.config.schema import Config
 from posttrain.observability.report_page import render_page
@@ -23,10 +24,10 @@ from posttrain.rehearsal.record import digest, lengths_digest
 from posttrain.rehearsal.traces import ACTIVATIONS, LeftOut, Trace, find_problems
 
 # What the plan adds for what no tracker sees, and for engines, which are not there.
-ENGINES = ("engine_weights", "kv_pool", "engine_work")
+ENGINES = ("engine_weights", "kv_pool", "engine_work", "engine_routes")
 UNSEEN = ("reserve", "fragmentation", *ENGINES)
 # Phases that the plan counts tensor by tensor, and the step in which rows are full and the optimizer has its state.
-PLANNED_PHASES, FULL_STEP = ("old_logprobs", "mismatch", "train"), 2
+PLANNED_PHASES, FULL_STEP = ("rollout", "old_logprobs", "mismatch", "train"), 2
 # What a rank may hold beyond the plan.
 UNPLANNED_SHARE, UNPLANNED_GIB = 0.05, 0.5
 
@@ -40,21 +41,22 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         traces: Of all ranks.
         seconds: It took.
     """
-    # Nothing of the trainer sleeps yet.
     drawn = drawn_of(resolved)
-    planned, whole = (
-        phase_memory(config, drawn.assumptions, rehearsed_row(config), trainer_sleeps=False)
+    planned, whole, rehearsed_awake, awake = (
+        phase_memory(config, drawn.assumptions, rehearsed_row(config), trainer_sleeps)
+        for trainer_sleeps in (True, False)
         for config in (rehearsed, resolved.config)
     )
     reserved = next((row.gpu.get("reserve", 0.0) for row in planned), 0.0)
-    added = {
-        (row.stage, row.phase): _seen(all_layers) - _seen(row) for row, all_layers in zip(planned, whole, strict=True)
-    }
+    added, begun = (
+        {(row.stage, row.phase): _seen(all_layers) - _seen(row) for row, all_layers in zip(*pair, strict=True)}
+        for pair in ((planned, whole), (rehearsed_awake, awake))
+    )
 
     def left_out(rank: int, phase: str) -> float:
         stage = rank // stage_size(rehearsed)
         # Before there is a step, what it begins with is there.
-        return added.get((stage, phase), added[stage, "rollout"])
+        return added.get((stage, phase), begun[stage, "rollout"])
 
     return {
         "run": resolved.run,
@@ -75,7 +77,8 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "errors": {str(trace.rank): dict(trace.error) for trace in traces if trace.error},
         "memory": [row for trace in traces for row in _memory_rows(rehearsed, trace, planned, left_out)],
         "reserved_gib": round(reserved, 2),
-        "engines_gib": round(max(sum(row.gpu.get(part, 0.0) for part in ENGINES) for row in whole), 2),
+        # Of those that take turns nothing is left beside a rank but what the plan counts in every phase.
+        "engines_gib": 0.0 if takes_turns(resolved.config) else round(max(map(_of_engines, whole)), 2),
         "unseen": [asdict(term) for term in unseen_terms(resolved.config)],
         "capacity_gib": resolved.config.hardware.memory_gib_per_gpu,
         "assumed": {
@@ -88,6 +91,10 @@ def outcome(resolved: Resolved, rehearsed: Config, traces: Sequence[Trace], seco
         "environment": _environment(resolved.config),
         "stand_ins": dict(STAND_INS),
     }
+
+
+def _of_engines(row: PhaseMemory) -> float:
+    return sum(row.gpu.get(part, 0.0) for part in ENGINES)
 
 
 def _seen(row: PhaseMemory) -> float:

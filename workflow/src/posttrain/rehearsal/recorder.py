@@ -198,6 +198,13 @@ class Recorder:
                 self._phase.holders, self._snapped = self._held(), self._bytes
             self._bytes -= self._live.pop(key)[0]
 
+    def resized(self, key: int, size: int) -> None:
+        """A storage of the device has got another size, and is what it was."""
+        if key in self._live:
+            made = self._live[key]
+            self.freed(key)
+            self._add(key, (-(-size // BLOCK) * BLOCK, *made[1:]))
+
     def _held(self) -> dict[tuple[str, str], int]:
         held: dict[tuple[str, str], int] = defaultdict(int)
         for size, kind, where in self._live.values():

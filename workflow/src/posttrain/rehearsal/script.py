@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import torch
 
-from posttrain.config.derived import uses_engines, world_size
+from posttrain.config.derived import takes_turns, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.assumptions import Assumptions
+from posttrain.planner.sizing.phases import ASLEEP
 from posttrain.rehearsal.device import SimulatedDevice
 from posttrain.rehearsal.distributed import Groups, join
 from posttrain.rehearsal.drawn import Drawn
@@ -42,7 +43,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.simulated import tell_of_late_gradients
-    from posttrain.rehearsal import disk, repeats
+    from posttrain.rehearsal import asleep, disk, repeats
     from posttrain.training import loop
 
     small = shortened(config, drawn)
@@ -57,14 +58,16 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     )
     disk.provide(device.fake)
     repeats.provide(recorder)
+    asleep.provide(device, recorder)
     with device:
         with recorder.phase("build"):
             initialize(small)
             policy = build_policy(small)
         _label(recorder, policy)
         with recorder.phase("open"):
-            state = disk.saved_state(policy, files / "torch_dist", files / "checkpoints", 0)
-            run, weights = _run_of(small, drawn, policy, state, rank, messages.members)
+            trainer = _sleeper(recorder, policy) if takes_turns(small) else None
+            state = disk.saved_state(policy, files / "torch_dist", files / "checkpoints", 0, trainer)
+            run, weights = _run_of(small, drawn, policy, state, trainer, rank, messages.members)
         recorder.reductions = reductions(recorder, policy, weights)
         with recorder.phase("load"):
             run.resume()
@@ -72,6 +75,8 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
             recorder.step = step
             loop.train_step(run, step)
             _label(recorder, policy)
+        if run.turns:
+            run.turns.enter("save")
         with recorder.phase("save"):
             state.begin_save(STEPS)
         recorder.begin_anew()
@@ -79,6 +84,12 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
             again = build_policy(small)
             _label(recorder, again)
             disk.saved_state(again, files / "torch_dist", files / "checkpoints", STEPS).restore()
+
+
+def _sleeper(recorder: Recorder, policy: Any) -> Any:
+    from posttrain.rehearsal.asleep import SimulatedSleep
+
+    return SimulatedSleep(policy, lambda: _label(recorder, policy))
 
 
 class Unknown:
@@ -138,15 +149,19 @@ class _Metrics:
         self.steps.append(metrics)
 
 
-def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, there: Sequence[int]) -> tuple[Any, Any]:
+def _run_of(
+    config: Config, drawn: Drawn, policy: Any, state: Any, trainer: Any, rank: int, there: Sequence[int]
+) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.plain_data import share_plain
     from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weights import HubWeights
+    from posttrain.rehearsal import asleep
     from posttrain.rollout.source import SynchronousSource
     from posttrain.training.assembly import objective_of
     from posttrain.training.mismatch import EngineComparison
     from posttrain.training.run import TrainingRun
+    from posttrain.training.turns import Turns, wait_for_all
     from posttrain.weight_sync.holdings import Holdings
     from posttrain.weight_sync.publish import WeightPublisher, served_format
 
@@ -173,6 +188,7 @@ def _run_of(config: Config, drawn: Drawn, policy: Any, state: Any, rank: int, th
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
+        turns=Turns(trainer, asleep.NoEngines(), wait_for_all) if trainer else None,
     )
     return run, weights
 
@@ -188,14 +204,15 @@ def one_of_each_kind(names: Sequence[str]) -> set[str]:
 def _follow_phases(recorder: Recorder) -> None:
     from posttrain.training.phases import PhaseClock
 
-    original = PhaseClock.phase
+    original = PhaseClock._timed
 
     @contextmanager
-    def phase(self: PhaseClock, name: str) -> Iterator[None]:
-        with recorder.phase(name), original(self, name):
+    def timed(self: PhaseClock, name: str) -> Iterator[None]:
+        # What goes to sleep and wakes belongs to neither of the phases between which it does.
+        with nullcontext() if name == ASLEEP.name else recorder.phase(name), original(self, name):
             yield
 
-    PhaseClock.phase = phase  # type: ignore[method-assign]
+    PhaseClock._timed = timed  # type: ignore[method-assign]
 
 
 def _follow_counts(recorder: Recorder) -> None:

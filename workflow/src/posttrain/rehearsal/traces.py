@@ -10,10 +10,11 @@ from itertools import combinations, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.derived import uses_engines
+from posttrain.config.derived import takes_turns, uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.sizing.memory import GIB
+from posttrain.planner.sizing.phases import OPTIMIZER, PHASES, TRAINER
 from posttrain.rehearsal.members import stage_size
 
 KEY = "rehearsal"
@@ -29,6 +30,8 @@ THEIRS = (
 )
 OURS = ("megatron_backend/", "training/", "weight_sync/", "algorithm/", "batching/")
 BETWEEN_STEPS = ((2, "rollout"), (2, "save"))
+# What tensors of the state are to the table of phases.
+PART_OF = {"weights": TRAINER, "gradients": OPTIMIZER, "optimizer": OPTIMIZER}
 LeftOut = Callable[[int, str], float]
 # Megatron adds up gradients there, once for each bucket and update.
 GRADIENTS = "param_and_grad_buffer.py"
@@ -128,6 +131,7 @@ def find_problems(
         *_miscounted(traces),
         *_waiting(config, traces),
         *_kept(traces),
+        *_awake_in_others_turn(config, traces),
         *_memory(config, traces, reserved_gib, left_out_gib),
     ]
 
@@ -298,15 +302,36 @@ def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
 def _kept(traces: Sequence[Trace]) -> Iterator[Problem]:
     """Find what of a step is still alive when the next begins, or a save, and is neither weight, gradient nor state."""
     for trace in traces:
+        # Between steps they may sleep.
+        weights = max((_size_of("weights", phase) for phase in trace.phases), default=0)
         for phase in trace.phases:
             if (phase["step"], phase["name"]) not in BETWEEN_STEPS:
                 continue
-            weights = sum(size for kind, _, size in phase["holders"] if kind == "weights")
             ours = [row for row in phase["holders"] if row[0] == ACTIVATIONS and _is_ours(row[1])]
             _, where, size = max(ours, key=lambda holder: holder[2], default=("", "", 0))
             if size > max(LITTLE_BYTES, weights * LITTLE_SHARE):
                 value = f"{size / GIB:.3f} GiB of {where} outlive their step on rank {trace.rank}"
                 yield Problem(KEY, value, f"at most {LITTLE_SHARE:.0%} of the weights", f"look at {where.split()[0]}")
+                return
+
+
+def _size_of(kind: str, phase: Mapping[str, Any]) -> int:
+    return sum(size for of, _, size in phase["holders"] if of == kind)
+
+
+def _awake_in_others_turn(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Find what a phase does not need (`planner.sizing.phases`) and does not sleep in it."""
+    if not takes_turns(config):
+        return
+    for trace in traces:
+        for phase in (phase for phase in trace.phases if phase["step"] > 0 and phase["name"] in PHASES):
+            may_sleep = {kind for kind, part in PART_OF.items() if part not in PHASES[phase["name"]].awake}
+            asleep = [holder for holder in phase["holders"] if holder[0] in may_sleep]
+            kind, where, size = max(asleep, key=lambda holder: holder[2], default=("", "", 0))
+            if size > LITTLE_BYTES:
+                value = f"{size / GIB:.3f} GiB of {kind} are awake on rank {trace.rank} in {phase['name']}"
+                allowed = "what a phase does not need sleeps (engine.sleep)"
+                yield Problem(KEY, value, allowed, f"look at what puts it to sleep, and at {where.split()[0]}")
                 return
 
 
