@@ -196,15 +196,16 @@ class Worker:
         while works := self._next_batch():
             started = time.perf_counter()
             error: Exception = RuntimeError("the engine's worker ended in the middle of a batch")
+            answers: list[tuple[Work, list[Response]]] = []
             try:
-                self._run_batch(works)
+                answers = self._run_batch(works)
             except (RuntimeError, ArithmeticError, ValueError, MemoryError) as raised:
                 # It belongs to the requests of this batch; the next one may be fine.
                 log.exception("a batch of %d requests failed", len(works))
                 error = raised
             finally:
                 self.counters.busy_seconds += time.perf_counter() - started
-                self._batch_ended(works, error)
+                self._batch_ended(works, answers, error)
 
     def _next_batch(self) -> list[Work]:
         """Wait for requests and return those of the next batch; empty when the worker stops."""
@@ -224,10 +225,10 @@ class Worker:
     def _fits(self, works: Sequence[Work], another: Work) -> bool:
         return sum(len(work.rows) for work in works) + len(another.rows) <= self._max_batch_rows
 
-    def _run_batch(self, works: Sequence[Work]) -> None:
+    def _run_batch(self, works: Sequence[Work]) -> list[tuple[Work, list[Response]]]:
         works = [work for work in works if work.done.set_running_or_notify_cancel()]
         if not works:
-            return
+            return []
         responses = generate(
             self._model,
             [row for work in works for row in work.rows],
@@ -237,9 +238,9 @@ class Worker:
         self.counters.num_responses += len(responses)
         self.counters.num_output_tokens += sum(len(response.output_ids) for response in responses)
         version = self._weight_version()
-        for work, share in _shares(works, responses):
+        for work in works:
             work.weight_version = version
-            work.done.set_result(list(share))
+        return [(work, list(share)) for work, share in _shares(works, responses)]
 
     def _after_step(self, works: Sequence[Work], responses: list[Response]) -> None:
         """Between two tokens: tell streams, stand still while paused, end what was aborted."""
@@ -256,12 +257,16 @@ class Worker:
                 if response.finish_reason is None and (self._abort_all or response.row.request_id in self._abort_ids):
                     response.finish_reason = ABORTED
 
-    def _batch_ended(self, works: Sequence[Work], error: Exception) -> None:
-        """Answer what has no answer yet with the error, and let weights change."""
+    def _batch_ended(
+        self, works: Sequence[Work], answers: Sequence[tuple[Work, list[Response]]], error: Exception
+    ) -> None:
+        """Let weights change, and then answer, what has no answer with the error: who is answered finds it idle."""
         with self._changed:
             self._running = self._abort_all = False
             self._abort_ids -= {row.request_id for work in works for row in work.rows}
             self._changed.notify_all()
+        for work, responses in answers:
+            work.done.set_result(responses)
         for work in works:
             if not work.done.done():
                 work.done.set_exception(error)
