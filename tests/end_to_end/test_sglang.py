@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 from tests.support.interruptions import assert_gone, assert_same_training, attempts_of, find_processes, start
 from tests.support.listening import assert_all_known, watched_sockets
+from tests.support.plain_routes import share_of_others
 from tests.support.sglang_environment import PYTHON, require_mooncake, require_sglang
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
 from posttrain.config.schema import Architecture
 from posttrain.processes import GRACE_SECONDS, ORPHAN_SECONDS
+from posttrain.rollout.persisted import RolloutStore
 
 ARCHITECTURE = dataclasses.replace(TINY_DEEPSEEK, rms_norm_eps=1e-6, num_nextn_predict_layers=0)
 ARCHITECTURES = {
@@ -103,9 +105,11 @@ def settings(model: Path, prompts: dict[str, Path], architecture: Architecture) 
 def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[str, object]) -> None:
     """Also when it is killed on the way: the engine that starts then has no weights but what training sends it.
 
-    Engine and trainer take turns. Meanwhile another user tries every socket, those of SGLang's own processes too.
+    Engine and trainer take turns, and tokens go to the engine's experts. Meanwhile another user tries every socket,
+    those of SGLang's own processes too.
     """
     settings |= {"trainer.save_interval": 3, "engine.sleep": "always"}
+    settings |= {"algorithm.routing_replay": "true", "logging.keep_rollouts": "true"}
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store", settings)
     with watched_sockets(workflow) as found:
         kill_at(workflow, "checkpoints/step_000003")
@@ -119,6 +123,8 @@ def test_grpo_learns_with_a_real_sglang_server(tmp_path: Path, settings: dict[st
         assert row["train/first_update_ratio_max_abs_deviation"] == 0.0
     rewards = [row["rollout/reward_mean"] for row in rows]
     assert rewards[0] < 0.1 < 0.5 < rewards[-1], f"the reward does not rise: {rewards}"
+    groups = RolloutStore(workflow.run_folder / "train/rollouts").read_step(0, 8)
+    assert share_of_others(Path(str(settings["model.source.folder"])), groups) <= 1e-3, "routers as they are"
     assert_all_known(found, 2 * GLOO_GROUPS)
     assert {"sglang_server.py", "sglang::scheduler"} <= {at.program for at in found}
 
@@ -185,6 +191,8 @@ def test_prefill_apart_from_decode_has_the_bits_of_engines_that_do_both(
     settings |= {"training.num_steps": 3, "rollout.max_response_tokens": 4, "rollout.num_samples_per_prompt": 4}
     settings |= {"training.global_batch_size": 32, "engine.sleep": "always"}
     settings |= {"algorithm.zero_advantages": "update"}  # whatever is answered, each step has other weights
+    if architecture.n_routed_experts:  # a prompt's tokens went through the one engine, a response's through the other
+        settings |= {"algorithm.routing_replay": "true"}
     apart = {"engine.pd.num_prefill_engines": 1, "engine.pd.gpus_per_prefill_engine": 1}
     one, two = (
         WorkflowFolder(tmp_path / name, tmp_path / "store", settings | more)

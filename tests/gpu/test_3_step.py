@@ -14,9 +14,13 @@ import pytest
 from tests.support.gpus import distance, gpu
 
 
+@pytest.mark.parametrize("replays", [False, True], ids=["own_routes", "told_routes"])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "bf16"), gpu("cuda", "fp32"), gpu("cuda", "bf16")])
-def test_an_update_is_that_of_a_cpu(updated: Callable[..., dict[str, Any]], device: str, dtype: str) -> None:
-    exact, rounded, found = updated("cpu", "fp32"), updated("cpu", "bf16"), updated(device, dtype)
+def test_an_update_is_that_of_a_cpu(
+    updated: Callable[..., dict[str, Any]], device: str, dtype: str, replays: bool
+) -> None:
+    places = (("cpu", "fp32"), ("cpu", "bf16"), (device, dtype))
+    exact, rounded, found = (updated(*place, replays=replays) for place in places)
     for when in ("before", "after"):
         yardstick = distance(exact[when], rounded[when])
         assert 0 < yardstick < 0.1, "the two precisions are near each other, and not the same"

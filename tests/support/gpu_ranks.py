@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.hub_tensors import fill
 from tests.support.megatron_layouts import flat, gathered_logprobs, make_groups, small_batches
 from tests.support.megatron_single import CONFIG_DIR, test_config
+from tests.support.replayed_routes import replaying, routed
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.config.schema import Config
@@ -42,7 +43,7 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
     """Make an update of the tests' small GLM-5, and tell log-probabilities before and after it.
 
     Args:
-        order: device, ranks, parallel, params_dtype, checkpoint.
+        order: device, ranks, parallel, params_dtype, checkpoint; routes, a folder for them where they are told.
     """
     from megatron.core import parallel_state
 
@@ -53,12 +54,16 @@ def update(order: dict[str, Any]) -> dict[str, Any]:
 
     config = on_device(small_batches(test_config(TRAINED, **order["parallel"]), order["ranks"]), order["device"])
     trainer = dataclasses.replace(config.trainer, params_dtype=order["params_dtype"])
-    policy = begin(config := dataclasses.replace(config, trainer=trainer))
+    config = dataclasses.replace(config, trainer=trainer)
+    groups = make_groups(TRAINED.vocab_size)
+    if "routes" in order:
+        config, groups = replaying(config), routed(groups, TRAINED, Path(order["routes"]))
+    policy = begin(config)
     files = Path(order["checkpoint"]).glob("*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     fill(HubWeights(policy.chunks, TRAINED), tensors)
     policy.optimizer.reload_model_params()
-    objective, groups = PolicyGradient(config.algorithm, 32), make_groups(TRAINED.vocab_size)
+    objective = PolicyGradient(config.algorithm, 32)
     (made,) = make_updates(config, objective, groups, parallel_state.get_data_parallel_rank())
     made = made.with_old_logprobs(train_step.compute_logprobs(policy, made.batches))
     statistics = train_step.update(policy, objective, made.micro_batches(objective.needs), LEARNING_RATE)

@@ -20,6 +20,8 @@ VIOLATIONS = (
     ("glm5", "engine.mtp_steps=3 model.architecture.num_nextn_predict_layers=0", "engine.mtp_steps"),
     ("glm5", "engine.mtp_steps=3 hardware.kernels.speculative=false", "engine.mtp_steps"),
     ("tiny", "engine.mtp_steps=3", "engine.mtp_steps"),
+    ("glm5", "engine.mtp_steps=3 algorithm.routing_replay=true", "algorithm.routing_replay"),
+    ("tiny_qwen3", "algorithm.routing_replay=true", "algorithm.routing_replay"),
     ("glm5", "engine.deterministic=true", "engine.deterministic"),
     ("tiny", "engine.weight_transport=sharded", "engine.weight_transport"),
     ("tiny", PREFILL, "engine.pd.num_prefill_engines"),

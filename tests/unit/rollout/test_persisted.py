@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from posttrain.errors import CheckpointError
@@ -64,3 +66,48 @@ def test_a_step_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     for step, num_groups in ((2, 4), (3, 3)):
         with pytest.raises(CheckpointError, match=r"groups are there; logging\.keep_rollouts=true"):
             store.read_step(step, num_groups)
+
+
+def routed(store: RolloutStore, step: int) -> SampleGroup:
+    """Return a group whose samples' tokens went somewhere."""
+    arrays = [np.full((5, 3, 2), number, np.uint8) for number in (1, 2)]
+    routes = store.write_routes(step, 0, arrays)
+    plain = group(4)
+    samples = tuple(dataclasses.replace(s, routes=told) for s, told in zip(plain.samples, routes, strict=True))
+    return SampleGroup(plain.prompt, samples)
+
+
+def test_routes_come_back_also_where_the_folder_has_moved(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "one")
+    written = routed(store, 3)
+    store.write(3, 0, [written])
+    assert store.read(3, 0) == [written]
+    (tmp_path / "one").rename(tmp_path / "two")
+    (found,) = RolloutStore(tmp_path / "two").read(3, 0) or []
+    for number, sample in enumerate(found.samples, 1):
+        assert sample.routes
+        assert sample.routes.file == str(tmp_path / "two/step_000003/chunk_0000.routes")
+        assert (sample.routes.shape, sample.routes.offset) == ((3, 5, 2), 30 * (number - 1))
+        assert (np.memmap(sample.routes.file, np.uint8, "r", sample.routes.offset, (30,)) == number).all()
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
+def test_routes_that_are_not_what_was_written_are_named(tmp_path: Path, spoil: str) -> None:
+    store = RolloutStore(tmp_path)
+    store.write(0, 0, [routed(store, 0)])
+    (path,) = tmp_path.glob("*/*.routes")
+    content = bytearray(path.read_bytes())
+    content[40] ^= 4
+    path.write_bytes(content if spoil == "flip" else content[:-1])
+    if spoil == "remove":
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"not a rollout .*routes.*; delete it and run again"):
+        store.read(0, 0)
+
+
+def test_routes_go_with_their_step(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    for step in (1, 2):
+        store.write(step, 0, [routed(store, step)])
+    store.forget_before(2)
+    assert [path.parent.name for path in tmp_path.glob("*/*.routes")] == ["step_000002"]

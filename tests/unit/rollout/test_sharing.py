@@ -5,12 +5,14 @@ import math
 
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.sharing import as_plain, from_plain
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
 
 def sample(index: int, logprobs: tuple[float, ...]) -> Sample:
     tokens = tuple(range(151_000, 151_000 + len(logprobs)))
-    return Sample(7, index, (1, 2, 2**40), tokens, logprobs, "stop", None if index else 3, 0.1 * index)
+    routes = Routes("rollouts/chunk_0000.routes", 7, (3, len(tokens) + 2, 8), "uint8", "f" * 16) if index else None
+    version = None if index else 3
+    return Sample(7, index, (1, 2, 2**40), tokens, logprobs, "stop", version, 0.1 * index, routes=routes)
 
 
 def test_a_rollout_arrives_bit_for_bit() -> None:

@@ -46,6 +46,30 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """To which experts an engine has sent a sample's tokens: a part of a file of experts' numbers.
+
+    Args:
+        file: With those of other samples, too.
+        offset: Bytes before this sample's.
+        shape: (layers with experts, tokens, experts of a token); no engine reads a sample's last token, which has none.
+        dtype: Of a number, as numpy spells it: "uint8", or "int16" with more than 256 experts.
+        digest: xxh3_64 of the bytes, in hex digits.
+    """
+
+    file: str
+    offset: int
+    shape: tuple[int, int, int]
+    dtype: str
+    digest: str
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any] | None) -> Routes | None:
+        """Rebuild them from `vars`, or from None."""
+        return Routes(**{**content, "shape": tuple(content["shape"])}) if content else None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One prompt with one response.
 
@@ -63,6 +87,7 @@ class Sample:
         scores: Grader -> its score, None where it does not apply or has failed.
         parts: Further numbers that graders told, `grader/name` -> value.
         failure: Why a grader failed, with its name; "" where none did.
+        routes: Where its tokens went in the engine; None where nobody asked.
 
     Example:
         prompt_tokens (5, 9, 3), response_tokens (7, 1), rollout_logprobs (-0.2, -0.1): the packed sequence has five
@@ -80,6 +105,7 @@ class Sample:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         assert self.response_tokens, f"prompt {self.prompt_id} sample {self.sample_index}: a response without tokens"
@@ -103,8 +129,7 @@ class SampleGroup:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the group as plain JSON types."""
-        # `asdict` would look into every token of millions.
-        return {"prompt": self.prompt.as_dict(), "samples": [dict(vars(sample)) for sample in self.samples]}
+        return {"prompt": self.prompt.as_dict(), "samples": [_as_dict(sample) for sample in self.samples]}
 
     @staticmethod
     def from_dict(row: dict[str, Any]) -> SampleGroup:
@@ -116,11 +141,18 @@ class SampleGroup:
                     "prompt_tokens": tuple(sample["prompt_tokens"]),
                     "response_tokens": tuple(sample["response_tokens"]),
                     "rollout_logprobs": tuple(sample["rollout_logprobs"]),
+                    "routes": Routes.from_dict(sample.get("routes")),
                 }
             )
             for sample in row["samples"]
         )
         return SampleGroup(Prompt.from_dict(row["prompt"]), samples)
+
+
+def _as_dict(sample: Sample) -> dict[str, Any]:
+    # `asdict` would look into every token of millions.
+    plain = {name: value for name, value in vars(sample).items() if name != "routes"}
+    return plain | ({"routes": dict(vars(sample.routes))} if sample.routes else {})
 
 
 def label_text(label: Any) -> str:

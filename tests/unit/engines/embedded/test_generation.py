@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from tests.support.plain_routes import watched_routers
 from tests.support.tiny_checkpoint import TINY
 from tests.unit.engines.conftest import strong_tensors, write_checkpoint
 
@@ -15,6 +16,7 @@ from posttrain.engines.embedded import generation
 from posttrain.engines.embedded.generation import generate
 from posttrain.engines.embedded.model import load_model
 from posttrain.engines.embedded.requests import Row
+from posttrain.engines.embedded.routes import has_experts
 
 # Shorter and much longer than index_topk, with padding in between.
 LENGTHS = (1, 3, TINY.index_topk, 17, 40, 64)
@@ -209,3 +211,31 @@ def test_bfloat16_stays_near_float32(checkpoint, model):
     for a, b in zip(low, run(model, given), strict=True):
         if a.output_ids == b.output_ids:
             assert a.logprobs[0] == pytest.approx(b.logprobs[0], abs=0.5)
+
+
+def test_tokens_went_where_the_routers_of_a_plain_forward_send_them(model_type, tmp_path, monkeypatch):
+    """Of all tokens but the last; prompts of one length and another, padded, in a batch that is cut down."""
+    folder = write_checkpoint(tmp_path / "hf", model_type, strong_tensors(model_type, seed=2))
+    model, other = load_model(folder, torch.float32).model, reference(folder)
+    if not has_experts(model):
+        with pytest.raises(ValueError, match="no experts"):
+            run(model, [dataclasses.replace(rows()[0], tells_routes=True)])
+        return
+    responses = run(model, [dataclasses.replace(row, tells_routes=True) for row in rows()])
+    has_gate = [hasattr(layer.mlp, "gate") for layer in other.model.layers]
+    for response in responses:
+        with torch.no_grad(), monkeypatch.context() as patch, watched_routers(other) as seen:
+            patch.setattr(torch.Tensor, "topk", topk_by_sorting_places)
+            other(torch.tensor([[*response.row.input_ids, *response.output_ids]])[:, :-1])
+        told = np.concatenate(response.routes)
+        assert len(told) == len(response.row.input_ids) + len(response.output_ids) - 1
+        assert np.array_equal(np.sort(told[:, has_gate]), np.sort(np.stack(seen, axis=1)))
+        assert not told[:, np.logical_not(has_gate)].any()
+
+
+def test_nothing_is_watched_when_nobody_asks(tmp_path):
+    folder = write_checkpoint(tmp_path / "hf", "glm_moe_dsa", strong_tensors("glm_moe_dsa", seed=2))
+    model = load_model(folder, torch.float32).model
+    run(model, [dataclasses.replace(row, tells_routes=True) for row in rows(samples=1)])
+    assert not any(len(module._forward_pre_hooks) for module in model.modules())
+    assert all(not response.routes for response in run(model, rows(samples=1)))

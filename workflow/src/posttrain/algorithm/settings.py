@@ -79,6 +79,11 @@ class Algorithm:
         unnamed=2.0,
         used_by=_OF_REWARDS | {"algorithm.correction": ("mask", "truncate")},
     )
+    routing_replay: bool = _doc(
+        "Tokens go to the experts that the engine has chosen for them, in every pass of the trainer (R3)",
+        unnamed=False,
+        used_by=_OF_REWARDS,
+    )
     zero_advantages: str = _doc(
         "An update whose advantages are all zero is counted and leaves the weights alone (skip), or lets momentum and "
         "weight decay move them (update)",

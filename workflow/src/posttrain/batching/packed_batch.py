@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.types import Sample
+from posttrain.types import Routes, Sample
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PackedBatch:
         cu_seqlens: [B + 1] int32, starts of the sequences and the end of the last.
         sample_indices: Which sample each sequence is; padding has none.
         num_padding: Tokens of padding.
+        routes: To which experts the engine has sent each sample's tokens, where they shall go there again.
 
     Example:
         Prompt (5, 9), response (7, 1), padded to 6: tokens (5, 9, 7, 1, 0, 0), targets (9, 7, 1, 0, 0, 0), loss mask
@@ -42,6 +43,7 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     sample_indices: tuple[int, ...]
     num_padding: int
+    routes: tuple[Routes, ...] = ()
 
     @property
     def padding_fraction(self) -> float:
@@ -102,4 +104,5 @@ def build_packed_batch(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         sample_indices=tuple(indices),
         num_padding=sum(lengths) - sum(samples[i].num_tokens for i in indices),
+        routes=tuple(routes for i in indices if (routes := samples[i].routes)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, prefill_gpus, world_size
+from posttrain.config.derived import engine_gpus, prefill_gpus, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -54,6 +54,17 @@ def _speculation(config: Config) -> Problems:
     if not config.hardware.kernels.speculative:
         allowed = f"0 on {config.hardware.name} (hardware.kernels.speculative)"
         yield Problem(key, str(steps), allowed, "leave speculation off")
+
+
+def _routing_replay(config: Config) -> Problems:
+    key = "algorithm.routing_replay"
+    if not config.algorithm.routing_replay or not uses_engines(config):
+        return
+    if not config.model.architecture.n_routed_experts:
+        yield Problem(key, "true", "false for a model without experts", "leave it out")
+    if config.engine.mtp_steps:
+        allowed = "false with engine.mtp_steps: engines have not told where drafted tokens went"
+        yield Problem(key, "true", allowed, "leave speculation off, or let the trainer's routers choose")
 
 
 def _disaggregation(config: Config) -> Problems:
@@ -115,6 +126,7 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _tensor_parallel_attention,
     _speculation,
     _disaggregation,
+    _routing_replay,
     _deepep_buffers,
     _transport,
     _determinism,

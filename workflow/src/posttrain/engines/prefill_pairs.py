@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.engines.calls import Engine, EngineCalls, EngineError
+from posttrain.engines.routes import ASKED, PREFILLED, TOLD
 
 # Rooms are 63 bits. The upper ones are those of one client, so that nobody waits in a room of a run before it.
 LOWER_BITS = 40
@@ -62,6 +63,8 @@ class PrefillPairs:
                 call.cancel()
         if (one := _versions(prefilled)) != (other := _versions(decoded)):
             raise EngineError(f"{prefill} has prefilled with weights {one}, {decoding} decoded with {other}")
+        if body.get(ASKED):
+            _tell_routes_of_prompts(prefilled, decoded)
         return decoded
 
     async def _port(self, prefill: Engine) -> int:
@@ -69,6 +72,12 @@ class PrefillPairs:
             told = await self._calls.call(prefill, "GET", "/get_server_info", may_repeat=True)
             self._ports[prefill.number] = int(told["disaggregation_bootstrap_port"])
         return self._ports[prefill.number]
+
+
+def _tell_routes_of_prompts(prefilled: Any, decoded: Any) -> None:
+    """Add to decoded answers where the prompts' tokens went, which only the engine that has read them knows."""
+    for item, answer in zip(prefilled, decoded, strict=True):
+        answer["meta_info"][PREFILLED] = item["meta_info"].get(TOLD)
 
 
 def _versions(answer: Any) -> set[Any]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+
+from posttrain.engines.routes import ASKED, RoutesLayout
 
 # What an engine that has started without weights says its weights are, until the first update.
 NO_WEIGHTS = "none"
@@ -21,6 +25,7 @@ class GenerateRequest:
         temperature: Of sampling and of the log-probabilities.
         top_p: Nucleus sampling.
         ignore_eos: Go on to `max_new_tokens` whatever is sampled (benchmarks).
+        routes: The engine has to tell which experts the tokens went to, in this form.
     """
 
     input_ids: Sequence[int]
@@ -29,6 +34,7 @@ class GenerateRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     ignore_eos: bool = False
+    routes: RoutesLayout | None = None
 
     @property
     def sampling_params(self) -> dict[str, Any]:
@@ -52,12 +58,15 @@ class GenerateResult:
         finish_reason: "stop" (end token) or "length" (cut).
         weight_version: Of the weights that sampled it; None before the first update, when the engine has only
             a name.
+        routes: [tokens, layers with experts, experts of a token] of prompt and response but for the last token, where
+            they were asked for.
     """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
     weight_version: int | None
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 def check_prompts(requests: Sequence[GenerateRequest], vocab_size: int | None) -> None:
@@ -76,6 +85,7 @@ def generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [request.sampling_params for request in requests],
         "return_logprob": True,
+        **({ASKED: True} if any(request.routes for request in requests) else {}),
     }
 
 
@@ -110,7 +120,12 @@ def _parse_result(place: int, item: Any, request: GenerateRequest) -> GenerateRe
     if isinstance(end_token, int) and tokens[-1] != end_token:
         # Without it nothing would teach the policy to end.
         raise ValueError(f"the end token {end_token} is not in the answer at place {place}, which it ended")
-    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version))
+    try:
+        num_prompt = len(request.input_ids)
+        routes = request.routes.read(meta, num_prompt, num_prompt + len(tokens)) if request.routes else None
+    except ValueError as error:
+        raise ValueError(f"{error}, at place {place}") from error
+    return GenerateResult(tokens, logprobs, finish_reason, _version_number(version), routes)
 
 
 def _version_number(version: Any) -> int | None:

@@ -22,7 +22,7 @@ GROUPS = (
             *("served_layer", "sync_bucket", "save_staging"),
         ),
     ),
-    ("engine weights", 5, ("engine_weights", "engine_work")),
+    ("engine weights", 5, ("engine_weights", "engine_work", "engine_routes")),
     ("KV pool", 6, ("kv_pool",)),
     ("reserve", 7, ("reserve",)),
 )

@@ -24,8 +24,11 @@ ALGORITHM = (
     row("--kl-loss-type low_var_kl --use-kl-loss", note="left out, because its coefficient is 0"),
     row("--loss-type policy_loss", "training.objective", "", "`sft_loss` is `recipe=sft` ([fine-tuning](sft.md))",
         convert=to.choice("training.objective", {"policy_loss": "rl"})),
-    row("--use-rollout-routing-replay --use-routing-replay", note="not there: experts are chosen anew in each pass",
-        not_here="the trainer chooses experts anew"),
+    row("--use-rollout-routing-replay", "algorithm.routing_replay", "",
+        "`moe_enable_routing_replay`, and `--enable-return-routed-experts` of engines",
+        convert=to.always(algorithm__routing_replay=True)),
+    row("--use-routing-replay", note="not there: experts are the engine's choice, or chosen anew in each pass",
+        not_here="see algorithm.routing_replay"),
     row("--ref-update-interval --use-unbiased-kl --normalize-advantages --use-opsm --use-opd", note="not there",
         not_here=_NO_REFERENCE),
 )  # fmt: skip

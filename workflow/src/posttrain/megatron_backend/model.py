@@ -26,6 +26,7 @@ from posttrain.megatron_backend.arguments import ddp_config, optimizer_config, t
 from posttrain.megatron_backend.expert_load import ExpertLoad
 from posttrain.megatron_backend.glm5.model import LogprobModel
 from posttrain.megatron_backend.layer_spec import block_spec
+from posttrain.megatron_backend.routing_replay import RoutingReplay
 from posttrain.planner.flags.sparse_kernels import sparse_kernel
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Policy:
         wrapped: The same behind Megatron's data-parallel wrapper; this is what forward and backward run on.
         optimizer: Megatron's distributed optimizer; None for a policy that is only evaluated.
         expert_load: Counts what the experts of this stage see.
+        replay: Has tokens go to the experts that the engine has chosen; None where the routers choose.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Policy:
     wrapped: list[DistributedDataParallel]
     optimizer: MegatronOptimizer | None
     expert_load: ExpertLoad
+    replay: RoutingReplay | None = None
 
     @property
     def settings(self) -> TransformerConfig:
@@ -141,7 +144,8 @@ def build_policy(config: Config) -> Policy:
     # Schedules ask for it, to leave gradients where they are until a chunk's last micro-batch.
     settings.no_sync_func = partial(_no_sync, wrapped)
     optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
-    return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks))
+    replay = RoutingReplay(config, wrapped) if config.algorithm.routing_replay else None
+    return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks), replay)
 
 
 @contextmanager

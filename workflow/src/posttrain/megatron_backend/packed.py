@@ -8,7 +8,7 @@ Shapes: B sequences of a block, S the longest of them, T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,7 @@ class PackedSequences(PackedSeqParams):
         own: [T_own] int64, which of the row's tokens are this rank's; None: all.
         order: [T] int64, place of each of the row's tokens where one rank's are behind the other's; None: as they are.
         kept_keys: Number of a layer -> what it lets each block of queries attend to, for the layers that take it over.
+        routes: Number of a layer -> experts of this rank's tokens [T_own, K], where the router does not choose them.
     """
 
     position_ids: torch.Tensor
@@ -79,6 +80,7 @@ class PackedSequences(PackedSeqParams):
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
     kept_keys: dict[int, Sequence[Callable[[int, int], torch.Tensor]]] = field(default_factory=dict)
+    routes: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def from_boundaries(cu_seqlens: torch.Tensor, rank: int = 0, num_ranks: int = 1) -> PackedSequences:

@@ -148,7 +148,7 @@ def _run_schedule(
     for chunk in policy.wrapped:
         chunk.train()
     answers = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, device=policy.device, objective=objective, is_first=is_first),
+        forward_step_func=partial(_forward_step, policy=policy, objective=objective, is_first=is_first),
         data_iterator=[iter(batches) for _ in policy.wrapped],
         model=policy.wrapped,
         num_microbatches=len(batches),
@@ -164,14 +164,17 @@ def _run_schedule(
 def _forward_step(
     batches: Iterator[tuple[PackedBatch, TrainingMicroBatch | None]],
     model: torch.nn.Module,
-    device: torch.device,
+    policy: Policy,
     objective: Objective | None,
     is_first: bool,
 ) -> tuple[torch.Tensor, Callable]:
     packed, training = next(batches)
+    device = policy.device
     report_mark(FORWARD)
     ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     row = PackedSequences.from_boundaries(packed.cu_seqlens.to(device), *ranks)
+    if policy.replay:
+        row.routes = policy.replay.routes_of(packed, row, model, device)
     tokens, targets, mask = (row.cut(t.to(device))[None] for t in (packed.tokens, packed.targets, packed.loss_mask))
     output = model(tokens, row.position_ids[None], None, labels=targets, loss_mask=mask, packed_seq_params=row)
     if training is None or objective is None:

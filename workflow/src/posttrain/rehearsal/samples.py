@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple
 from posttrain.config.schema import Config
+from posttrain.engines.routes import smallest
 from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
 from posttrain.rollout.coordinator import RolloutResult
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.rollout.persisted import RolloutStore
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
 # Lengths of the first step's samples, as parts of the longest. Few: each new length of a row takes time.
 SHORTER = (0.3, 0.6)
@@ -59,6 +65,7 @@ class MadeUpRollouts:
 
     def __init__(self, config: Config, drawn: Drawn = AS_PLANNED):
         self._config, self._drawn, self._longest = config, drawn, rehearsed_row(config).longest
+        self._routes = self._one_file() if config.algorithm.routing_replay else None
 
     async def collect(self, step: int) -> RolloutResult:
         """See `of_step`."""
@@ -67,10 +74,28 @@ class MadeUpRollouts:
     def of_step(self, step: int) -> RolloutResult:
         """Return one group of a step, from 1; every second sample is right, so that there is something to learn."""
         samples = [
-            Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
+            self._routed(
+                Sample(0, index, (1,) * prompt, (1,) * response, (-1.0,) * response, "stop", 0, float(index % 2))
+            )
             for index, (prompt, response) in enumerate(self._lengths(step))
         ]
         return RolloutResult([SampleGroup(Prompt(0, (), ""), tuple(samples))], 0)
+
+    def _one_file(self) -> Routes:
+        """Write where the tokens of the longest sample went: to all experts in turn."""
+        arch, tokens = self._config.model.architecture, max(2, self._longest, *map(sum, self._drawn.lengths))
+        layers = arch.num_hidden_layers - arch.first_k_dense_replace
+        places = np.arange(tokens * layers * arch.num_experts_per_tok) % arch.n_routed_experts
+        routes = places.reshape(tokens, layers, -1).astype(smallest(arch.n_routed_experts))
+        self._folder = tempfile.TemporaryDirectory(prefix="routes-")  # as long as there are rollouts
+        return RolloutStore(Path(self._folder.name)).write_routes(0, 0, [routes])[0]
+
+    def _routed(self, sample: Sample) -> Sample:
+        """Return a sample whose tokens went somewhere: all read the beginning of one file."""
+        if not self._routes:
+            return sample
+        layers, _, per_token = self._routes.shape
+        return replace(sample, routes=replace(self._routes, shape=(layers, sample.num_tokens - 1, per_token)))
 
     def _lengths(self, step: int) -> list[Length]:
         count, response = self._config.rollout.num_samples_per_prompt, self._config.rollout.max_response_tokens

@@ -15,13 +15,14 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.data.mixture import PromptMix
 from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient, GenerateRequest, GenerateResult
+from posttrain.engines.routes import RoutesLayout
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.errors import ConfigError, Problem
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
 from posttrain.rollout.persisted import RolloutStore
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class RolloutCoordinator:
         self._config, self._tokenizer = config, tokenizer
         self._client, self._store, self._scorer = client, store, Scorer(config, graders)
         self._mix = PromptMix(prompts, config.data)
+        has_routes = config.algorithm.routing_replay
+        self._routes = RoutesLayout.of(config.model.architecture) if has_routes else None
 
     async def collect(self, step: int) -> RolloutResult:
         """Return the groups of a step: replayed where they are on disk, generated where they are not.
@@ -101,7 +104,8 @@ class RolloutCoordinator:
         requests = [r for place, prompt in enumerate(prompts, first) for r in self._requests(step, place, prompt)]
         answers = await self._client.generate(requests, request_number=number)
         check_versions(step, answers)
-        groups = await self._grade(prompts, requests, answers)
+        routes = self._store.write_routes(step, number, [a.routes for a in answers if a.routes is not None])
+        groups = await self._grade(prompts, requests, answers, routes or [None] * len(answers))
         # Where graders failed, the whole step decides whether that is too often: what is stored is not graded again.
         if not _has_failures(groups):
             self._store.write(step, number, groups)
@@ -125,18 +129,23 @@ class RolloutCoordinator:
                 sampling_seed=sampling_seed(self._config.training.seed, step, place, index),
                 max_new_tokens=longest,
                 temperature=rollout.temperature,
+                routes=self._routes,
             )
             for index in range(rollout.num_samples_per_prompt)
         ]
 
     async def _grade(
-        self, prompts: list[Prompt], requests: list[GenerateRequest], answers: list[GenerateResult]
+        self,
+        prompts: list[Prompt],
+        requests: list[GenerateRequest],
+        answers: list[GenerateResult],
+        routes: Sequence[Routes | None],
     ) -> list[SampleGroup]:
         size = self._config.rollout.num_samples_per_prompt
         graded = [answer_of(prompts[i // size], self._tokenizer, answers[i]) for i in range(len(answers))]
         scored = await self._scorer.score([graded[start : start + size] for start in range(0, len(graded), size)])
         samples = [
-            _sample(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size])
+            _sample(prompts[i // size], i % size, requests[i], answers[i], scored[i // size][i % size], routes[i])
             for i in range(len(requests))
         ]
         cut = [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
@@ -193,7 +202,9 @@ def longest_response(config: Config, prompt_id: int, num_prompt_tokens: int) -> 
     return min(rollout.max_response_tokens, left)
 
 
-def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, scored: Scored) -> Sample:
+def _sample(
+    prompt: Prompt, index: int, request: GenerateRequest, answer: GenerateResult, scored: Scored, routes: Routes | None
+) -> Sample:
     assert answer.logprobs, f"the engine sampled {len(answer.output_ids)} tokens without their log-probabilities"
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -207,6 +218,7 @@ def _sample(prompt: Prompt, index: int, request: GenerateRequest, answer: Genera
         scores=scored.scores,
         parts=scored.parts,
         failure=scored.failure,
+        routes=routes,
     )
 
 

@@ -7,13 +7,19 @@ batches a request as a whole, so the composition decides the bits.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import xxhash
+
 from posttrain import artifacts
+from posttrain.batching.routes import open_routes
 from posttrain.errors import CheckpointError
-from posttrain.types import SampleGroup
+from posttrain.types import Routes, Sample, SampleGroup
 
 
 class RolloutStore:
@@ -36,9 +42,9 @@ class RolloutStore:
         if not path.exists():
             return None
         try:
-            rows = artifacts.read_json(path)
-            return [SampleGroup.from_dict(row) for row in rows]
-        except (ValueError, KeyError, TypeError) as error:
+            groups = [SampleGroup.from_dict(row) for row in artifacts.read_json(path)]
+            return [_with_routes(group, path.parent) for group in groups]
+        except (ValueError, KeyError, TypeError, CheckpointError) as error:
             raise CheckpointError(f"{path}: not a rollout ({error}); delete it and run again") from error
 
     def read_step(self, step: int, num_groups: int) -> list[SampleGroup]:
@@ -60,6 +66,27 @@ class RolloutStore:
         rows = [group.as_dict() for group in groups]
         artifacts.write_text(self._path(step, chunk), json.dumps(rows, allow_nan=False) + "\n")
 
+    def write_routes(self, step: int, chunk: int, routes: Sequence[np.ndarray]) -> list[Routes]:
+        """Persist where the tokens of a chunk's samples went, before the chunk that refers to it.
+
+        Args:
+            step: From 0.
+            chunk: Its number.
+            routes: Of each sample [tokens, layers, experts of a token]; none where nobody asked.
+        """
+        if not routes:
+            return []
+        path, found, offset = self._path(step, chunk).with_suffix(".routes"), [], 0
+        # Layers first: a pipeline stage reads its own.
+        rows = [np.ascontiguousarray(of_sample.transpose(1, 0, 2)) for of_sample in routes]
+        for row in rows:
+            shape = (row.shape[0], row.shape[1], row.shape[2])
+            found.append(Routes(str(path), offset, shape, row.dtype.name, xxhash.xxh3_64_hexdigest(row.data)))
+            offset += row.nbytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        artifacts.write_atomic(path, lambda file: file.writelines(row.data for row in rows))
+        return found
+
     def forget_before(self, step: int) -> None:
         """Delete rollouts of steps that a committed checkpoint has made superfluous."""
         for folder in self._folder.glob("step_*"):
@@ -68,3 +95,17 @@ class RolloutStore:
 
     def _path(self, step: int, chunk: int) -> Path:
         return self._folder / f"step_{step:06d}" / f"chunk_{chunk:04d}.json"
+
+
+def _with_routes(group: SampleGroup, folder: Path) -> SampleGroup:
+    """Return a group whose routes are what was written, at their place of today: a run's folder may have moved."""
+    return dataclasses.replace(group, samples=tuple(_looked_at(sample, folder) for sample in group.samples))
+
+
+def _looked_at(sample: Sample, folder: Path) -> Sample:
+    if not sample.routes:
+        return sample
+    routes = dataclasses.replace(sample.routes, file=str(folder / Path(sample.routes.file).name))
+    if xxhash.xxh3_64_hexdigest(open_routes(routes).data) != routes.digest:
+        raise ValueError(f"{routes.file} is damaged")
+    return dataclasses.replace(sample, routes=routes)

@@ -10,7 +10,7 @@ from array import array
 from typing import Any
 
 from posttrain.rollout.coordinator import RolloutResult
-from posttrain.types import Prompt, Sample, SampleGroup
+from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
 # Rows of a sample -> C type of their numbers.
 ROWS = {"prompt_tokens": "q", "response_tokens": "q", "rollout_logprobs": "d"}
@@ -36,9 +36,12 @@ def from_plain(content: dict[str, Any]) -> RolloutResult:
 
 def _packed(sample: Sample) -> dict[str, Any]:
     rows = {name: array(kind, getattr(sample, name)).tobytes() for name, kind in ROWS.items()}
-    return vars(sample) | {name: base64.b64encode(content).decode() for name, content in rows.items()}
+    routes = sample.routes and vars(sample.routes)
+    return (
+        vars(sample) | {"routes": routes} | {name: base64.b64encode(content).decode() for name, content in rows.items()}
+    )
 
 
 def _unpacked(content: dict[str, Any]) -> Sample:
     rows = {name: tuple(array(kind, base64.b64decode(content[name]))) for name, kind in ROWS.items()}
-    return Sample(**content | rows)
+    return Sample(**content | rows | {"routes": Routes.from_dict(content["routes"])})

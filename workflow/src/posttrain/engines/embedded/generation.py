@@ -17,13 +17,16 @@ Shapes: B rows, U distinct prompts, S longest prompt, T tokens in the cache, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
 from posttrain.engines.embedded.requests import Row
+from posttrain.engines.embedded.routes import RouteRecorder
 from posttrain.engines.embedded.sampling import RowSampler
 
 # Places of a prompt whose logits exist at a time.
@@ -61,6 +64,7 @@ class Response:
         finish_reason: None while it runs; else SGLang's object, {"type": "stop" | "length" | "abort"}.
         alternatives: Beside each output token, if the row asks for them, the likeliest there, the likeliest first.
         prompt_scores: Of the prompt's tokens from the second on, if the row asks for them.
+        routes: Where the tokens read so far went, parts of [tokens, layers, experts of a token], if it is asked for.
     """
 
     row: Row
@@ -69,6 +73,7 @@ class Response:
     finish_reason: dict[str, Any] | None = None
     alternatives: list[Alternatives] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.finish_reason is None and not self.row.max_new_tokens:
@@ -98,8 +103,9 @@ def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Respons
         The responses, in the order of the rows.
     """
     responses = [Response(row) for row in rows]
-    batch = _Batch(model, responses)
-    with torch.inference_mode():
+    recorder = RouteRecorder(model) if any(row.tells_routes for row in rows) else None
+    with torch.inference_mode(), recorder or nullcontext():
+        batch = _Batch(model, responses, recorder)
         logits = batch.prefill()
         while True:
             batch.sample(logits)
@@ -112,8 +118,8 @@ def generate(model: Any, rows: Sequence[Row], after_step: Callable[[list[Respons
 class _Batch:
     """The rows that still run, with their cache, masks and random numbers."""
 
-    def __init__(self, model: Any, responses: Sequence[Response]):
-        self._model = model
+    def __init__(self, model: Any, responses: Sequence[Response], recorder: RouteRecorder | None):
+        self._model, self._recorder = model, recorder
         self._live = list(responses)
         self._cache = DynamicCache(config=model.config)
         self._sampler = RowSampler(
@@ -134,15 +140,19 @@ class _Batch:
         logits = self._model.lm_head(hidden[:, -1])
         self._score_prompts(dict(zip(prompts, hidden, strict=True)))
         place = {prompt: index for index, prompt in enumerate(prompts)}
-        self._keep(torch.tensor([place[response.row.input_ids] for response in self._live]))
+        places = [place[response.row.input_ids] for response in self._live]
+        self._tell_routes(places, len(prompts))
+        self._keep(torch.tensor(places))
         self._positions = self._positions[:, -1:]
-        return logits[[place[response.row.input_ids] for response in self._live]]
+        return logits[places]
 
     def decode(self) -> torch.Tensor:
         """Append the sampled tokens to the cache and return the logits after them, [B, V]."""
         self._real = torch.cat([self._real, torch.ones(len(self._live), 1, dtype=torch.bool)], dim=1)
         self._positions = self._positions + 1
-        return self._model.lm_head(self._forward(self._tokens[:, None])[:, -1])
+        hidden = self._forward(self._tokens[:, None])
+        self._tell_routes(range(len(self._live)), len(self._live))
+        return self._model.lm_head(hidden[:, -1])
 
     def sample(self, logits: torch.Tensor) -> None:
         """Sample a token for every row; finished rows that are still in the batch discard theirs."""
@@ -165,6 +175,16 @@ class _Batch:
             self._tokens = self._tokens[kept]
             self._keep(torch.tensor(kept))
         return bool(kept)
+
+    def _tell_routes(self, places: Sequence[int], num_rows: int) -> None:
+        """Give each response that runs the routes of its tokens in the last pass, which had its row at a place."""
+        if not self._recorder:
+            return
+        routes = self._recorder.take(num_rows)
+        for response, place in zip(self._live, places, strict=True):
+            if response.finish_reason is None:
+                told = routes[place]
+                response.routes.append(told if response.routes else told[-len(response.row.input_ids) :])
 
     def _score_prompts(self, hidden: dict[tuple[int, ...], torch.Tensor]) -> None:
         """Give each response that asks for it the scores of its prompt; `hidden` is [S, H] per prompt."""

@@ -11,10 +11,12 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
+
+from posttrain.engines.routes import ASKED
 
 # Sampling parameters that may stand in a request with the value that switches them off.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -65,11 +67,13 @@ class ModelLimits:
         vocab_size: Token ids are below it.
         max_positions: Longest prompt and response together.
         eos_token_ids: Any of them ends a response.
+        has_experts: Its tokens go to experts.
     """
 
     vocab_size: int
     max_positions: int
     eos_token_ids: frozenset[int]
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Row:
         stop_texts: Told the tokens so far, names the text that ends the response with them; empty goes on.
         num_alternatives: Likeliest tokens that are reported in every place, beside the one that is there.
         scores_prompt: The prompt's tokens get log-probabilities, too.
+        tells_routes: The answer says which experts the tokens went to.
     """
 
     request_id: str
@@ -99,6 +104,7 @@ class Row:
     stop_texts: Callable[[Sequence[int]], str] | None = None
     num_alternatives: int = 0
     scores_prompt: bool = False
+    tells_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,14 @@ def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
     stream = bool(body.get("stream", False))
     if stream and is_batch:
         raise RequestError("stream: one prompt per request, not a batch")
+    tells_routes = bool(body.get(ASKED, False))
+    if tells_routes and stream:
+        raise RequestError(f"{ASKED}: not with stream")
+    if tells_routes and not limits.has_experts:
+        raise RequestError(f"{ASKED}: the model has no experts")
     rows = tuple(
-        _parse_row(index, prompt, parameters[index], request_ids[index], limits) for index, prompt in enumerate(prompts)
+        replace(_parse_row(index, prompt, parameters[index], request_ids[index], limits), tells_routes=tells_routes)
+        for index, prompt in enumerate(prompts)
     )
     return ParsedRequest(rows, is_batch, stream)
 

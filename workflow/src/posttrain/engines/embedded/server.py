@@ -8,6 +8,7 @@ exist; a request without the engine's secret with 401, whatever it asks for.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
 import logging
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from posttrain import __version__
@@ -30,8 +32,10 @@ from posttrain.engines.embedded.requests import (
     parse_request,
     read_json,
 )
+from posttrain.engines.embedded.routes import has_experts
 from posttrain.engines.embedded.weight_endpoints import WeightEndpoints
 from posttrain.engines.embedded.worker import Work, Worker
+from posttrain.engines.routes import TOLD
 from posttrain.engines.secret import authorization
 
 log = logging.getLogger(__name__)
@@ -63,7 +67,9 @@ class Endpoints:
 
     def __init__(self, loaded: LoadedModel, worker: Worker):
         self._loaded, self._worker = loaded, worker
-        self._limits = ModelLimits(loaded.vocab_size, loaded.max_positions, loaded.eos_token_ids)
+        self._limits = ModelLimits(
+            loaded.vocab_size, loaded.max_positions, loaded.eos_token_ids, has_experts(loaded.model)
+        )
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of this part."""
@@ -200,6 +206,8 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
     if with_logprobs:
         pairs = zip(response.logprobs, response.output_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if response.row.tells_routes:
+        meta[TOLD] = base64.b64encode(np.concatenate(response.routes).tobytes()).decode()
     return {"output_ids": list(response.output_ids), "meta_info": meta}
 
 

@@ -201,7 +201,10 @@ def _experts(config: Config) -> list[Flag]:
     parallel = config.parallel
     has_peers = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
     dispatcher = "flex" if config.trainer.deepep and has_peers else "alltoall"
+    key = "algorithm.routing_replay"
+    replay = [flag("moe_enable_routing_replay", True, key)] if config.algorithm.routing_replay else []
     return [
+        *replay,
         *_same(config, {"num_moe_experts": "n_routed_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}),
         flag("moe_layer_freq", [0] * arch.first_k_dense_replace + [1] * num_moe_layers, dense, layers),
         flag(

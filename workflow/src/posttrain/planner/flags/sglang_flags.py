@@ -145,7 +145,9 @@ def sglang_flags(config: Config, role: str = UNIFIED, engine_index: int = 0) -> 
     running, key = engine.max_running_requests, "engine.max_running_requests"
     if role == PREFILL:
         running, key = engine.pd.max_running_requests, "engine.pd.max_running_requests"
+    replay = "algorithm.routing_replay"
     common = [
+        *([flag("--enable-return-routed-experts", True, replay)] if config.algorithm.routing_replay else []),
         flag("--served-model-name", config.model.name, "model.name"),
         flag("--dtype", engine.dtype, "engine.dtype"),
         flag("--max-running-requests", running, key),

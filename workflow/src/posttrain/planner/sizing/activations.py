@@ -81,11 +81,16 @@ class Activations:
     logprobs: float
 
 
+def longest_sample(config: Config, assumptions: Assumptions) -> int:
+    """Return the tokens of the longest prompt with the longest response."""
+    rollout = config.rollout
+    prompt = rollout.max_prompt_tokens or int(rollout.max_response_tokens * assumptions.prompt_share)
+    return rollout.max_response_tokens + prompt
+
+
 def fullest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
     """Return the row that the token budget allows, filled with the longest samples, or with one that is longer."""
-    rollout, tokens = config.rollout, token_budget(config)
-    prompt = rollout.max_prompt_tokens or int(rollout.max_response_tokens * assumptions.prompt_share)
-    longest = rollout.max_response_tokens + prompt
+    rollout, tokens, longest = config.rollout, token_budget(config), longest_sample(config, assumptions)
     if rollout.overlong_samples == "own_row":
         tokens = max(tokens, longest)
     longest = min(tokens, longest)

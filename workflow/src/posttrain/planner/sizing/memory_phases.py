@@ -51,6 +51,7 @@ from posttrain.planner.sizing.phases import (
     TRAINER,
     Phase,
 )
+from posttrain.planner.sizing.routes import engine_routes_bytes
 from posttrain.planner.sizing.unseen import unseen_terms
 
 # Master weights and moments: FP32.
@@ -165,6 +166,7 @@ class _Plan:
         everything = self._is_cpu
         awake = phase.awake if takes_turns(self.config) and not everything else EVERYTHING
         gpu = {"reserve": self._reserve, **self._engine(awake)}
+        gpu["engine_routes"], on_host = self._routes
         gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
         if TRAINER in awake:
             gpu["weights"] = stage.weights_bytes / GIB
@@ -172,7 +174,7 @@ class _Plan:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage)
-        host = {} if everything else self._on_host(stage)
+        host = {} if everything else {**self._on_host(stage), "engine_routes": on_host}
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
@@ -182,6 +184,14 @@ class _Plan:
         if self._is_cpu:
             return self.assumptions.cpu_process
         return sum(term.gib for term in unseen_terms(self.config, self.assumptions))
+
+    @cached_property
+    def _routes(self) -> tuple[float, float]:
+        """GiB of an engine's notes on routes, which it keeps while it sleeps: on the GPU, and on the host."""
+        if self._is_cpu or not uses_engines(self.config):
+            return 0.0, 0.0
+        on_gpu, on_host = engine_routes_bytes(self.config, self.served.kv_tokens_per_gpu)
+        return on_gpu / GIB, on_host / GIB
 
     def _engine(self, awake: frozenset[str]) -> dict[str, float]:
         if ENGINE_WEIGHTS not in awake or not uses_engines(self.config):

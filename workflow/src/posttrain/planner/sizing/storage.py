@@ -10,15 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config.schema import Config
+from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.evaluation import evaluates_fp8, quantises_for_engines
 from posttrain.planner.sizing.memory import BYTES
 from posttrain.planner.sizing.model_size import count_parameters, model_weights, mtp_weights
 from posttrain.planner.sizing.node_copy import node_copy
+from posttrain.planner.sizing.routes import stored_routes_bytes
 
 # What Megatron saves per trained parameter beside the weight: FP32 master copy, first and second moment. The indexer is
 # frozen (docs/decisions/007) and has no state.
 OPTIMIZER_STATE_BYTES = 12
-NOT_MODELLED = ("storage: datasets, logs, persisted rollouts, file headers; the NVFP4 checkpoint, made on demand",)
+NOT_MODELLED = (
+    "storage: datasets, logs, persisted rollouts but for routes, file headers; the NVFP4 checkpoint, made on demand",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Storage:
         num_training_checkpoints: How many exist at the worst moment: the kept ones and the one being written.
         hf_export: The trained model in Hub layout.
         node_local_bytes: What staging puts on each node's own disk, at most.
+        kept_routes: To which experts the tokens of rollouts went; 0 where nobody asks.
     """
 
     hf: int
@@ -46,6 +51,7 @@ class Storage:
     num_training_checkpoints: int
     hf_export: int
     node_local_bytes: int
+    kept_routes: int
 
     @property
     def store_bytes(self) -> int:
@@ -55,7 +61,7 @@ class Storage:
     @property
     def run_bytes(self) -> int:
         """Made by one run, below `site.results`."""
-        return self.num_training_checkpoints * self.training_checkpoint + self.hf_export
+        return self.num_training_checkpoints * self.training_checkpoint + self.hf_export + self.kept_routes
 
     @property
     def shared_bytes(self) -> int:
@@ -87,4 +93,5 @@ def storage(config: Config) -> Storage:
         num_training_checkpoints=config.trainer.keep_checkpoints + 1,
         hf_export=hf,
         node_local_bytes=node_copy(config, config.stage.copy).node_bytes,
+        kept_routes=stored_routes_bytes(config, ASSUMPTIONS),
     )

@@ -1,4 +1,4 @@
-"""What SGLang is given beside its own code: an answer to those who ask which weights it holds.
+"""What SGLang is given beside its own code: an answer to those who ask what it holds, and short words for experts.
 
 It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch.
 Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON object is for us, reaches
@@ -13,6 +13,8 @@ import logging
 
 VERSION = "0.5.23"
 HANDLER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+PINNED = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+CAPTURED = "sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk"
 
 
 def register() -> None:
@@ -24,5 +26,8 @@ def register() -> None:
         logging.getLogger(__name__).error("SGLang %s: this plug-in is for %s", sglang.__version__, VERSION)
         return
     from .held import answer
+    from .routes import packed, where_there_are_gpus
 
     HookRegistry.register(HANDLER, answer, HookType.AROUND)
+    HookRegistry.register(CAPTURED, packed, HookType.AROUND)
+    HookRegistry.register(PINNED, where_there_are_gpus, HookType.AROUND)

@@ -1,0 +1,98 @@
+"""To which experts an engine has sent each token, as its answers tell it: `routed_experts` of SGLang.
+
+A base64 text of numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those
+without experts, and of every token but a response's last, which no engine reads. Ours are one byte each where that is
+enough; SGLang's own have four (`posttrain_plugin.routes`).
+
+Source of the words: SGLang 0.5.23, srt/state_capturer/routed_experts.py and srt/managers/detokenizer_manager.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.schema import Architecture
+
+ASKED, TOLD = "return_routed_experts", "routed_experts"
+# Of the engine that has prefilled, where another one decodes: each knows only what it has read itself.
+PREFILLED = "prefill_routed_experts"
+SMALL, LARGE = np.dtype("uint8"), np.dtype("<i2")
+
+
+@dataclass(frozen=True)
+class RoutesLayout:
+    """What is known of a model's routes.
+
+    Args:
+        num_layers: Decoder layers.
+        first: The first of them with experts; all behind it have some.
+        per_token: Experts of a token.
+        num_experts: Of a layer.
+    """
+
+    num_layers: int
+    first: int
+    per_token: int
+    num_experts: int
+
+    @staticmethod
+    def of(arch: Architecture) -> RoutesLayout:
+        """Return that of a model with experts."""
+        assert arch.n_routed_experts, "a dense model sends tokens nowhere"
+        return RoutesLayout(
+            arch.num_hidden_layers, arch.first_k_dense_replace, arch.num_experts_per_tok, arch.n_routed_experts
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the numbers that are kept."""
+        return smallest(self.num_experts)
+
+    def read(self, meta: Mapping[str, Any], num_prompt: int, num_tokens: int) -> np.ndarray:
+        """Return the routes of a response [tokens, layers with experts, experts of a token].
+
+        Args:
+            meta: `meta_info` of the answer.
+            num_prompt: Tokens of the prompt.
+            num_tokens: Of prompt and response together.
+
+        Raises:
+            ValueError: They are not there, or cannot be these tokens'.
+        """
+        num_read = num_tokens - 1
+        if PREFILLED not in meta:
+            routes = self._array(meta, TOLD, num_read)
+        elif num_read == num_prompt:  # the only token was sampled by who has prefilled: the other tells nothing
+            routes = self._array(meta, PREFILLED, num_prompt)
+        else:
+            decoded = self._array(meta, TOLD, num_read)[num_prompt:]
+            routes = np.concatenate([self._array(meta, PREFILLED, num_prompt), decoded])
+        if int(routes.max()) >= self.num_experts or int(routes.min()) < 0:
+            raise ValueError(f"tokens sent to expert {routes.max()} of {self.num_experts}")
+        # What nobody has filled in is zero everywhere.
+        if self.per_token > 1 and (routes[..., 0] == routes[..., 1]).any():
+            raise ValueError("tokens sent twice to the same expert")
+        return routes
+
+    def _array(self, meta: Mapping[str, Any], name: str, num_tokens: int) -> np.ndarray:
+        try:
+            content = base64.b64decode(meta[name], validate=True)
+        except (KeyError, TypeError, binascii.Error) as error:
+            raise ValueError(f"no {name} in the answer: {error!r}") from error
+        count = num_tokens * self.num_layers * self.per_token
+        found = SMALL if len(content) == count * SMALL.itemsize else LARGE
+        if len(content) != count * found.itemsize or found.itemsize > self.dtype.itemsize:
+            raise ValueError(f"{len(content)} bytes of {name} for {count} places of {num_tokens} tokens")
+        routes = np.frombuffer(content, found).reshape(num_tokens, self.num_layers, self.per_token)
+        return routes[:, self.first :].astype(self.dtype, copy=False)
+
+
+def smallest(num_experts: int) -> np.dtype[Any]:
+    """Return the type that has place for the numbers of so many experts."""
+    return SMALL if num_experts <= 256 else LARGE
