@@ -20,21 +20,14 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.)?")
 
 def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozenset[str]:
     """Return the files of a `torch_dist` folder that the node's trainer ranks read, those without tensors included."""
+    if not share.has_ranks:
+        return frozenset()
     chunks = TorchDistReader(folder).chunks_by_file()
     return frozenset(
         record.path
         for record in receipt.files
         if record.path not in chunks or any(is_needed(key, box, share) for key, box in chunks[record.path])
     )
-
-
-def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
-    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine runs on it.
-
-    SGLang's loader reads all shards in each process and keeps its part of each tensor.
-    """
-    names = (record.path for record in receipt.files)
-    return frozenset(name for name in names if share.runs_engine or not name.endswith(".safetensors"))
 
 
 def is_needed(key: str, box: Box, share: NodeShare) -> bool:

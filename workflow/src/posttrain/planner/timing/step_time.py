@@ -28,6 +28,7 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
+    trainer_nodes,
     uses_engines,
     weight_transport,
     world_size,
@@ -256,7 +257,7 @@ def optimizer_seconds(config: Config) -> float:
     cost, parameters = BYTES[config.trainer.params_dtype], count_parameters(model_weights(config.model.architecture))
     moved = parameters * (cost.gradient + 2 * cost.optimizer + cost.weight)
     if config.trainer.optimizer_cpu_offload:
-        return moved / (config.nodes * HOST_OPTIMIZER_BYTES_PER_SECOND)
+        return moved / (trainer_nodes(config) * HOST_OPTIMIZER_BYTES_PER_SECOND)
     return moved / (world_size(config) * config.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE)
 
 
@@ -270,8 +271,11 @@ def sync_seconds(config: Config, shared_storage: float) -> float:
     served = engine_memory(config)
     kept = max(part.weights_gib_per_gpu for part in (served, served.prefill) if part) * GIB
     if weight_transport(config) == "sharded":
-        node_bytes = kept * min(config.hardware.gpus_per_node, engine_gpus(config))
-        return max(kept / SHARD_BYTES_PER_SECOND, node_bytes / (config.hardware.network_gb_per_s * 1e9))
+        # Where engines have nodes of their own, they may have more GPUs than there are ranks that send.
+        gpus = engine_gpus(config)
+        of_rank = kept * max(1.0, gpus / world_size(config))
+        of_node = kept * max(min(config.hardware.gpus_per_node, gpus), gpus / trainer_nodes(config))
+        return max(of_rank / SHARD_BYTES_PER_SECOND, of_node / (config.hardware.network_gb_per_s * 1e9))
     weights = model_weights(config.model.architecture)
     size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
     if weight_transport(config) == "disk":  # written by rank 0, then read by every engine
