@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.test_engine_faults import IN_FIRST_ROLLOUT, kill_within
 from tests.end_to_end.test_kubernetes import folder_of_pods
 from tests.support.interruptions import (
-    ENGINE,
     assert_gone,
     assert_same_training,
     attempts_of,
-    find_processes,
     rank_process,
     start,
 )
@@ -30,9 +29,7 @@ def test_the_bits_are_those_of_engines_on_the_trainers_node(undisturbed: Workflo
     with KubernetesServer(tmp_path) as server:
         run = folder_of_pods(server, undisturbed.store, APART, nodes=2)
         driver = start(run, "train_grpo")
-        driver.wait_for_file("rollouts/step_000000/chunk_0000.json")
-        (engine,) = find_processes(run, ENGINE)
-        engine.kill()
+        kill_within(driver, IN_FIRST_ROLLOUT)
         driver.wait_for_file("checkpoints/step_000002")
         rank_process(run, 0).kill()
         code, output = driver.finish()

@@ -104,7 +104,9 @@ def restart_parts(
 def _weights_part(config: Config, needed: Storage, rates: Bandwidths) -> RestartPart:
     engine_bytes = needed.rollout_fp8 if config.rollout.fp8 else needed.hf
     is_shared = config.stage.copy == "nothing"
-    seconds = len(engine_nodes(config)) * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
+    seconds = (
+        len(engine_nodes(config)) * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
+    )
     return RestartPart(
         "read or copy the engines' weights on each node",
         _always(seconds),

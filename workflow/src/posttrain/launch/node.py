@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
 # Of an engine in a step.
 MOST_RESTARTS = 3
+# That ranks have begun a rollout is known here by then: they tell their node, that the head, and that this one.
+NEWS_SECONDS = 1.0
 
 
 class NodeSupervisor:
@@ -169,12 +171,16 @@ class NodeSupervisor:
     def _serve(self, engines: Sequence[EngineProcess]) -> NoReturn:
         """Watch engines where no rank is; the head tells in which phase ranks are, and when the attempt is over."""
         position: dict[str, Any] | None = None
+        last_well = time.monotonic()
         while True:
             message = self._head.next_message(POLL_SECONDS)
             if message and message["kind"] == "phase":
                 position = message["position"]
             self._start_again(engines, {0: position})
-            self._report(_ended_engines(engines))
+            endings = _ended_engines(engines)
+            last_well = last_well if endings else time.monotonic()
+            if time.monotonic() > last_well + NEWS_SECONDS:
+                self._report(endings)
 
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
         next_report, before = 0.0, _places({})

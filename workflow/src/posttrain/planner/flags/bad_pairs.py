@@ -185,8 +185,7 @@ BAD_PAIRS = (
         (TRAINER, ENGINE),
         ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
         lambda config, kind, its: (
-            config.nodes > 1
-            and any(_is(its, f"{library}_SOCKET_IFNAME", LOOPBACK) for library in ("NCCL", "GLOO"))
+            config.nodes > 1 and any(_is(its, f"{library}_SOCKET_IFNAME", LOOPBACK) for library in ("NCCL", "GLOO"))
         ),
         "an interface that reaches the other nodes",
         "NCCL, environment variables",
