@@ -1,8 +1,8 @@
 """Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
 
 Trainer and engines share the GPUs, unless engines have nodes of their own. Who is awake comes from the table of
-`sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so are
-engines' weights, which come anew with every update. Per phase and rank:
+`sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so
+are engines' weights, which come anew with every update. Per phase and rank:
 
     engine weights    of the engine, and its own work
     engine cache      KV pool
@@ -16,8 +16,8 @@ engines' weights, which come anew with every update. Per phase and rank:
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
-On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake. Where engines have nodes
-of their own a rank has no part of them, and of their GPUs (`own_engine_memory`) no rank has any.
+On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake. Where engines have
+nodes of their own a rank has no part of them, and of their GPUs (`own_engine_memory`) no rank has any.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
     Returns:
         None where no split leaves both enough.
     """
-    fits = fits or (lambda nodes: _state_fits(config, nodes))
+    fits = fits or (lambda nodes: state_fits(config, nodes))
     return min(
         (split for nodes in range(1, config.nodes) if fits(nodes) and (split := _split(config, nodes))),
         key=lambda split: split.step_seconds,
@@ -375,7 +375,8 @@ def _without_pipeline(config: Config, num_gpus: int) -> Trainer:
     return _trainer(config, num_gpus, (), parallel)
 
 
-def _state_fits(config: Config, nodes: int) -> bool:
+def state_fits(config: Config, nodes: int) -> bool:
+    """Tell whether weights, gradients and optimizer state fit into the memory of so many nodes' GPUs together."""
     cost, gpus = BYTES[config.trainer.params_dtype], nodes * config.hardware.gpus_per_node
     on_gpu = cost.weight + cost.gradient + (0 if config.trainer.optimizer_cpu_offload else cost.optimizer)
     parameters = count_parameters(model_weights(config.model.architecture))
