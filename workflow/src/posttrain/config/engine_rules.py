@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from posttrain.config.derived import engine_gpus, engine_nodes, prefill_gpus, room_for_engines, uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
+from posttrain.readable import counted
 
 Problems = Iterator[Problem]
 # SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer than this to another in one dispatch.
@@ -68,7 +69,8 @@ def _disaggregation(config: Config) -> Problems:
         return
     if engine_gpus(config) > room_for_engines(config):
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
-        allowed = f"at most {room_for_engines(config)} GPUs together ({len(engine_nodes(config))} nodes)"
+        nodes = counted(len(engine_nodes(config)), "node")
+        allowed = f"at most {room_for_engines(config)} GPUs together ({nodes})"
         yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")
     unit = min(engine.gpus_per_engine, config.hardware.gpus_per_node)
     if prefill_gpus(config) % unit:

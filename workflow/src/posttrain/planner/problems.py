@@ -46,7 +46,7 @@ from posttrain.planner.timing.step_time import (
     step_with_save_seconds,
     sync_seconds,
 )
-from posttrain.readable import format_seconds
+from posttrain.readable import counted, format_seconds
 
 
 def find_problems(config: Config) -> list[Problem]:
@@ -120,8 +120,8 @@ def _check_engine(config: Config) -> Iterator[Problem]:
 def _check_engine_count(config: Config) -> Iterator[Problem]:
     count, existing, wanted = config.engine.num_engines, room_for_engines(config), engine_gpus(config)
     if config.hardware.device == "cuda" and wanted > existing:
-        nodes = len(engine_nodes(config))
-        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({nodes} nodes)"
+        nodes = counted(len(engine_nodes(config)), "node")
+        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({nodes})"
         yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
 
 

@@ -57,7 +57,7 @@ from posttrain.planner.sizing.unseen import unseen_terms
 NO_STAGE = -1
 # Master weights and moments: FP32.
 STATE_BYTES = 4
-# The others hold part of what one of these holds.
+# The others hold part of what one of these holds; where nobody sleeps a comparison with engines may hold more.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")
 
@@ -138,13 +138,14 @@ def fullest_phase(
     """
     planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), served)
     fullest, seen = ("", 0.0), set()
+    names = LARGE_PHASES if takes_turns(config) else (*LARGE_PHASES, "mismatch")
     for stage in stages:
         kind = (stage.num_layers, stage.weights_bytes)
         # Of equal stages the first holds the most micro-batches; only the last has logits.
         if kind in seen and stage.stage < len(stages) - 1:
             continue
         seen.add(kind)
-        for name in LARGE_PHASES:
+        for name in names:
             gib = planned.of(PHASES[name], stage).gpu_gib
             fullest = max(fullest, (name, gib), key=lambda found: found[1])
     return fullest
