@@ -95,8 +95,8 @@ def _with_engines(config: Config, own: int) -> Config:
     chosen = choose_engine(dataclasses.replace(config, engine=engine))
     if not chosen:
         raise NoSplit(f"no engine on {counted(own, 'node')} holds the weights and a response")
-    sizes = {key.partition(".")[2]: value for key, value in chosen.items()}
-    return dataclasses.replace(config, engine=dataclasses.replace(engine, **sizes))
+    gpus, count = chosen["engine.gpus_per_engine"], chosen["engine.num_engines"]
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, gpus_per_engine=gpus, num_engines=count))
 
 
 def _with_layout(config: Config) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +26,8 @@ SHOWN_LAYOUTS = 5
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers and the rules."""
     console = Console(width=WIDTH, highlight=False)
-    parts = [(_numbers, plan), (_phases, plan), (_layouts, plan), (_step, plan["step"])]
-    parts += [(_splits, plan["splits"] or None), (_failures, plan["goodput"]), (_rules, plan)]
+    parts: list[tuple[Callable[[Any], Table], Any]] = [(_numbers, plan), (_phases, plan), (_layouts, plan)]
+    parts += [(_step, plan["step"]), (_splits, plan["splits"] or None), (_failures, plan["goodput"]), (_rules, plan)]
     for draw, part in parts:
         if part is not None:
             console.print(draw(part), "")

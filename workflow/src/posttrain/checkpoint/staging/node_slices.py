@@ -20,8 +20,6 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.)?")
 
 def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozenset[str]:
     """Return the files of a `torch_dist` folder that the node's trainer ranks read, those without tensors included."""
-    if not share.has_ranks:
-        return frozenset()
     chunks = TorchDistReader(folder).chunks_by_file()
     return frozenset(
         record.path

@@ -105,8 +105,10 @@ class NodeWeights:
         )
 
     def _torch_dist_files(self, share: NodeShare) -> frozenset[str] | None:
+        if not share.has_ranks:
+            return frozenset()
         if self.config.stage.copy != "slices":
-            return None if share.has_ranks else frozenset()
+            return None
         # Only who copies slices needs torch, which takes seconds to import.
         from posttrain.checkpoint.staging.node_slices import torch_dist_files
 
