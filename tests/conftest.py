@@ -86,7 +86,8 @@ def undisturbed(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Workfl
     """
 
     def workflow_in(folder: Path) -> WorkflowFolder:
-        notes = {"PYTHONPATH": str(Path(__file__).with_name("unpickled")), "UNPICKLED_LOG": str(folder / UNPICKLED)}
+        paths = [str(Path(__file__).with_name("unpickled")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        notes = {"PYTHONPATH": os.pathsep.join(paths), "UNPICKLED_LOG": str(folder / UNPICKLED)}
         return WorkflowFolder(folder, store, environment=dict(CANARIES) | notes)
 
     def make(folder: Path) -> None:

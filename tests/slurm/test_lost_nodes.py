@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.support.disturbed_run import DisturbedRun
+from tests.support.disturbed_run import TWO_RANKS, DisturbedRun
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import check_claims, files_made, start
 from tests.support.slurm_cluster import Cluster
@@ -86,6 +86,29 @@ def test_another_node_and_a_new_spare_one(
     assert done["nodes"] == [cut[0]["nodes"][0], new]
     assert {row["job"] for row in run.rows()} == {f"slurm:{job}"}, "all in one job"
     assert cluster.state(spare) == "CANCELLED"
+
+
+def test_the_node_that_only_engines_have(
+    disturb: Disturb, workflow: WorkflowFolder, cluster: Cluster, faults: FaultRecord
+) -> None:
+    """The spare node takes its place; the rank on the other node begins again, too."""
+    one_rank = {"parallel.pipeline_model_parallel_size": 1}
+    workflow.settings = TWO_RANKS | one_rank
+    workflow.run("train_grpo")
+    run = disturb(one_rank | {"engine.own_nodes": 1, "site.slurm.spare_nodes": 1})
+    run.reach(POINTS["rolling out"])
+    lost = run.nodes[1]
+    run.happens("power cut while rolling out, the node that only engines have")
+    with cluster.without(lost):
+        run.wait_for_next_attempt()
+        run.finish()
+    run.check(workflow, faults)
+    cut, done = run.rows()
+    assert cut["reason"] == f"the supervisor of {lost} is gone; lost: {lost}"
+    assert (done["nodes"][0], done["reason"]) == (cut["nodes"][0], "done")
+    assert lost not in done["nodes"]
+    logs = {path.name for path in run.attempts[-1].glob("[et]*.log")}
+    assert {"trainer0.log", "engine0.log", "engine1.log"} <= logs
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.derived import engine_gpus, world_size
+from posttrain.config.derived import (
+    engine_gpus,
+    engine_nodes,
+    room_for_engines,
+    takes_turns,
+    trainer_nodes,
+    world_size,
+)
 from posttrain.config.engine_rules import ENGINE_RULES
 from posttrain.config.load import merge
 from posttrain.config.rules import check_trainable
 from posttrain.errors import ConfigError
+from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 PREFILL, NO_PREFILL = "engine.pd.num_prefill_engines=1", "engine.pd.num_prefill_engines=0"
@@ -31,6 +39,7 @@ VIOLATIONS = (
     # behind 4 GPUs an engine of whole nodes would begin within one
     ("glm5", "engine.pd.gpus_per_prefill_engine=4", "engine.pd.num_prefill_engines"),
     ("glm5", "engine.mtp_steps=3 engine.graph_batch_size=257", "engine.graph_batch_size"),
+    ("tiny", "engine.own_nodes=1", "engine.own_nodes"),
 )
 
 
@@ -62,3 +71,42 @@ def test_the_published_recipe_can_be_trained():
     assert config.engine.pd.num_prefill_engines == 1
     assert list(check_trainable(config)) == []
     assert engine_gpus(config) == world_size(config) == 128, "all GPUs serve"
+
+
+APART = {"model": "tiny", "nodes": 2, "site": "example_slurm"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "key", "allowed"),
+    [
+        ({"set": "engine.own_nodes=2"}, "engine.own_nodes", "less than 2 (nodes)"),
+        ({"set": "engine.own_nodes=-1"}, "engine.own_nodes", "at least 0"),
+        ({"set": "engine.own_nodes=1 engine.sleep=always"}, "engine.sleep", "auto or never"),
+        ({"set": "engine.own_nodes=1", "recipe": "sft"}, "engine.own_nodes", "0 with training.objective=sft"),
+        # two engines of 8 GPUs have one node of 8
+        (
+            {"model": "glm5", "nodes": 16, "set": f"engine.own_nodes=1 {PREFILL}"},
+            "engine.pd.num_prefill_engines",
+            "at most 8 GPUs together (1 node)",
+        ),
+    ],
+)
+def test_engines_leave_the_trainer_a_node(request_, key, allowed):
+    with pytest.raises(ConfigError) as caught:
+        merge(APART | request_, CONFIG_DIR)
+    (problem,) = (problem for problem in caught.value.problems if problem.key == key)
+    assert allowed in problem.allowed
+
+
+def test_nodes_of_their_own_are_the_last():
+    config = merge(APART | {"nodes": 6, "set": "engine.own_nodes=2"}, CONFIG_DIR).config
+    assert (trainer_nodes(config), [*engine_nodes(config)], world_size(config)) == (4, [4, 5], 4)
+    assert room_for_engines(config) == 2
+    shared = merge(APART, CONFIG_DIR).config
+    assert (trainer_nodes(shared), [*engine_nodes(shared)], world_size(shared)) == (2, [0, 1], 2)
+
+
+def test_who_shares_no_gpu_does_not_sleep():
+    on_gpus = {"model": "glm5", "nodes": 24, "site": "example_slurm"}
+    asked = [takes_turns(resolve(on_gpus | {"set": words}, CONFIG_DIR).config) for words in ("", "engine.own_nodes=8")]
+    assert asked == [True, False]

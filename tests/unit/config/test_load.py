@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from posttrain.config.load import dump_resolved, load_resolved, merge
+from posttrain.config.load import Chosen, dump_resolved, load_resolved, merge
 from posttrain.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
@@ -80,3 +81,25 @@ def test_what_is_written_is_read_back(tmp_path):
     path.write_text(dump_resolved(resolved))
     assert load_resolved(path) == resolved.config
     assert "lr: 3e-07  # set=" in path.read_text()
+
+
+def test_a_recipe_is_for_engines_that_share_its_nodes_unless_it_says_otherwise(tmp_path):
+    """The planner gets to choose for ranks on fewer nodes; the user's own recipe may be written for them."""
+
+    def recipe_of(words: str, **more: str) -> list[str]:
+        chosen = Chosen({"parallel.pipeline_model_parallel_size": 1})
+        request = {"model": "tiny", "nodes": 2, "site": "example_slurm", "hardware": "eight", "set": words, **more}
+        found = merge(request, tmp_path, lambda config, origins: chosen)
+        return [found.origins["parallel.pipeline_model_parallel_size"]]
+
+    shutil.copytree(CONFIG_DIR, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "hardware/eight.yaml").write_text(
+        (tmp_path / "hardware/cpu.yaml").read_text().replace("gpus_per_node: 1", "gpus_per_node: 8")
+    )
+    recipe = tmp_path / "nodes/tiny_2.yaml"
+    recipe.write_text("parallel: {pipeline_model_parallel_size: 2}\n")
+    assert recipe_of("") == [f"{tmp_path.name}/nodes/tiny_2.yaml"]
+    assert recipe_of("engine.own_nodes=1") == ["planner"]
+    recipe.write_text("parallel: {pipeline_model_parallel_size: 2}\nengine: {own_nodes: 1}\n")
+    assert recipe_of("") == [f"{tmp_path.name}/nodes/tiny_2.yaml"]
+    assert recipe_of("engine.own_nodes=0") == ["planner"]

@@ -63,6 +63,16 @@ def test_prefill_engines_come_first(resolved):
     ]
 
 
+def test_the_picture_shows_nodes_that_only_engines_have(resolved):
+    config = resolved("glm5", nodes=24, set="engine.own_nodes=8 engine.gpus_per_engine=16 engine.num_engines=3").config
+    nodes = layout_picture(config)
+    assert [node.name for node in nodes] == [f"node {number}" for number in range(24)]
+    assert all(node.stages and not node.engines for node in nodes[:16])
+    assert [node.engines for node in nodes[16:]] == [*(f"engine {number // 2}" for number in range(6)), "", ""]
+    assert {cell.title for node in nodes[22:] for cell in node.cells} == {"no rank; no engine"}
+    assert {len(node.cells) for node in nodes} == {8}
+
+
 @pytest.mark.parametrize(("model", "more"), [*LAYOUTS, ("tiny", {}), ("glm5", {"hardware": "gb300", "nodes": 32})])
 def test_the_picture_shows_every_gpu_once_inside_its_node(resolved, model, more):
     config = resolved(model, **more).config

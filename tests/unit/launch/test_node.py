@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import subprocess
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,55 @@ def test_how_a_rank_has_ended_counts_also_when_it_ended_between_two_looks(tmp_pa
     assert told == kind
     if kind == "ended":
         assert [ending["what"] for ending in values["endings"]] == ["trainer rank 0"]
+
+
+class Dies:
+    """An engine that has ended, until it starts again."""
+
+    url, has_ended, num_starts = "http://here", True, 0
+
+    def check_alive(self) -> None:
+        if self.has_ended:
+            raise RuntimeError("engine 0 ended")
+
+    def restart(self) -> None:
+        self.has_ended, self.num_starts = False, self.num_starts + 1
+
+
+class TellsPhases(TakesNotes):
+    """A head that knows in which phase ranks are, and ends the attempt when all is said and well."""
+
+    def __init__(self, phases: list[str | None], engine: Dies) -> None:
+        super().__init__()
+        self.phases, self.engine = phases, engine
+
+    def next_message(self, seconds: float) -> dict[str, Any] | None:
+        super().next_message(seconds)
+        if not self.phases and not self.engine.has_ended:
+            raise EndedByHead
+        time.sleep(0.02)
+        phase = self.phases.pop(0) if self.phases else None
+        return {"kind": "phase", "position": {"step": 3, "phase": phase}} if phase else None
+
+
+@pytest.mark.parametrize(
+    ("phases", "starts", "told"),
+    [
+        (["rollout"], 1, []),
+        # the news come a moment after the end
+        (["weight_sync", None, "rollout"], 1, []),
+        (["train"], 0, ["ended"]),
+        ([], 0, ["ended"]),
+    ],
+)
+def test_a_node_without_ranks_starts_engines_again_in_rollouts(
+    monkeypatch: pytest.MonkeyPatch, phases: list[str | None], starts: int, told: list[str]
+) -> None:
+    monkeypatch.setattr("posttrain.launch.node.NEWS_SECONDS", 0.2)
+    engine = Dies()
+    supervisor, head = object.__new__(NodeSupervisor), TellsPhases(phases, engine)
+    supervisor._head, supervisor._alone, supervisor._restarts = head, {engine.url}, Counter()
+    with pytest.raises(EndedByHead):
+        supervisor._serve([engine])
+    assert engine.num_starts == starts
+    assert [kind for kind, _ in head.told] == told

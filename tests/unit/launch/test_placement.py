@@ -59,3 +59,12 @@ def test_engines_that_prefill_have_the_first_gpus_and_the_last_numbers() -> None
         [(0, "decode"), (1, "decode")],
         [(2, "prefill")],
     ]
+
+
+def test_engines_of_their_own_nodes_are_on_no_other() -> None:
+    found = parts("tiny", 5, "engine.own_nodes=2 engine.num_engines=3")
+    assert [[part.index for part in node] for node in found] == [[], [], [], [0, 1], [2]]
+    found = parts("glm5", 24, "engine.own_nodes=8")
+    assert [(node, part.index, part.node_rank, part.first_node) for node in range(24) for part in found[node]] == [
+        (16 + node, node // 2, node % 2, 16 + node // 2 * 2) for node in range(8)
+    ]

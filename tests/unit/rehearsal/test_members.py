@@ -4,7 +4,7 @@ from tests.support.megatron_single import CONFIG_DIR
 from posttrain.config.derived import layers_per_stage
 from posttrain.config.families import chooses_keys
 from posttrain.planner.resolve import resolve
-from posttrain.rehearsal.members import members, rehearsed_config, shallow, stages_of
+from posttrain.rehearsal.members import members, rehearsed_config, shallow, stage_size, stages_of
 
 
 def resolved_of(model, **more):
@@ -55,3 +55,9 @@ def test_a_chunk_keeps_the_layers_that_share_a_choice_of_keys():
 def test_a_model_of_few_layers_stays_whole():
     config = config_of("glm5_4layer")
     assert shallow(config) is config
+
+
+def test_nodes_that_only_engines_have_hold_no_rank():
+    config = config_of("glm5", nodes=24, set="engine.own_nodes=8")
+    assert stage_size(config) * config.parallel.pipeline_model_parallel_size == 128
+    assert max(members(config)) < 128

@@ -53,6 +53,19 @@ def test_edges_and_engines():
     assert [node for node, share in enumerate(shares) if share.runs_engine] == list(range(8))
 
 
+def test_a_node_that_only_engines_have_holds_nothing_of_the_trainer():
+    words = "engine.own_nodes=8 engine.gpus_per_engine=16 engine.num_engines=3"
+    config = resolve({"model": "glm5", "nodes": 24, "site": "example_slurm", "set": words}, CONFIG_DIR).config
+    shares = [node_share(config, node) for node in range(24)]
+    assert [node for node, share in enumerate(shares) if share.has_ranks] == list(range(16))
+    assert [node for node, share in enumerate(shares) if share.runs_engine] == list(range(16, 22))
+    assert {layer for share in shares for layer in share.experts_of_layer} == set(range(78))
+    assert not any(share.has_embedding or share.has_output for share in shares[16:])
+    copy, together = node_copy(config, "everything"), node_copy(config_of("glm5"), "everything")
+    assert copy.node_bytes < together.node_bytes, "of the trainer alone"
+    assert copy.all_nodes_bytes == 16 * copy.node_bytes + 8 * (together.node_bytes - copy.node_bytes)
+
+
 @pytest.mark.parametrize(
     ("key", "box", "needed"),
     [

@@ -13,6 +13,8 @@ from posttrain.errors import CheckpointError
 from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
+# Of the trainer's checkpoint, and of the engines'.
+SHARDS = (".distcp", ".safetensors")
 # Two nodes of one rank each, a pipeline stage on each.
 TWO_STAGES = "site.node_names=[node0,node1] parallel.pipeline_model_parallel_size=2"
 
@@ -55,6 +57,19 @@ def test_each_node_gets_its_stage_and_opens_a_whole_checkpoint(store, tmp_path):
         TorchDistReader(folder).check_files()
         assert {path.name for path in folder.iterdir() if path.is_symlink()} == set(copies[0].links)
     assert copied[0] != copied[1]
+
+
+@pytest.mark.parametrize("choice", ["slices", "everything"])
+def test_each_kind_of_node_gets_what_it_loads_and_opens_whole_checkpoints(store, tmp_path, choice):
+    words = f"stage.copy={choice} site.node_names=[node0,node1] engine.own_nodes=1"
+    for rank in (0, 1):
+        weights = weights_of(store, tmp_path, rank, words, nodes=2)
+        pairs = zip(weights.stage(), SHARDS, strict=True)
+        has_shards = [any(file.path.endswith(suffix) for file in copy.files) for copy, suffix in pairs]
+        assert has_shards == [rank == 0, rank == 1]
+        for origin in (weights.torch_dist, weights.rollout):
+            names = {record.path for record in origin.receipt.files}
+            assert names <= {path.name for path in weights.folder_of(origin).iterdir()}
 
 
 def test_nothing_is_copied_and_a_bad_shared_byte_is_refused(store, tmp_path):

@@ -152,14 +152,15 @@ def test_a_site_sets_variables_of_trainer_and_engines(resolved):
     [
         ({"model": "tiny"}, "lo", None),
         ({"model": "tiny", "nodes": 2}, "ib0", None),
-        ({"model": "tiny", "nodes": 2, "set": "engine.kind=sglang"}, "ib0", "lo"),
+        ({"model": "tiny", "nodes": 2, "set": "engine.kind=sglang"}, "ib0", "ib0"),
+        ({"model": "tiny", "set": "engine.kind=sglang"}, "lo", "lo"),
         ({"model": "glm5"}, "ib0", "ib0"),
     ],
 )
 def test_ranks_that_talk_to_each_other_do_so_over_the_interface_that_they_need(
     resolved, choice: dict, of_trainer: str, of_engine: str | None
 ) -> None:
-    """An engine on one of several nodes needs no network; the embedded one has no ranks."""
+    """An engine on one of several nodes gets weights from ranks on the others; the embedded one has no ranks."""
     config = resolved(choice.pop("model"), site="example_slurm", **choice).config
     for flags, interface in ((trainer_environment(config), of_trainer), (environment_flags(config), of_engine)):
         variables = as_environment(flags)

@@ -15,7 +15,7 @@ from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
-from posttrain.planner.sizing.layout import assess_layout, propose_layouts
+from posttrain.planner.sizing.layout import assess_layout, best_fitting_layout, propose_layouts
 from posttrain.planner.sizing.layout_choice import choose_layout, nearest_nodes
 from posttrain.planner.sizing.layout_cost import Rates, layout_cost
 from posttrain.planner.sizing.memory import stage_memory
@@ -220,6 +220,33 @@ def test_a_size_that_cannot_work_is_refused_by_its_rule():
     problems = refusal_of(model="tiny", nodes=6, set="parallel.tensor_model_parallel_size=3")
     assert "parallel.tensor_model_parallel_size" in problems
     assert problems["nodes"].remedy == "nearest that work: none"
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("glm5", {}), ("glm5", {"nodes": 24, "set": "engine.own_nodes=8"}), ("qwen3_30b_a3b", {}), ("tiny", {"nodes": 4})],
+)
+def test_the_best_layout_that_fits_is_the_first_of_all(resolved, model, more):
+    config = resolved(model, **more).config
+    assert best_fitting_layout(config) == propose_layouts(config)[0]
+
+
+def test_the_best_layout_may_have_little_room_or_there_is_none(resolved):
+    config = resolved("glm5", nodes=24, set="engine.own_nodes=8").config
+    tight = dataclasses.replace(config.hardware, memory_gib_per_gpu=122.0)
+    config = dataclasses.replace(config, hardware=tight)
+    assert not propose_layouts(config)[0].has_headroom
+    assert best_fitting_layout(config) == propose_layouts(config)[0]
+    small = dataclasses.replace(config, hardware=dataclasses.replace(tight, memory_gib_per_gpu=100.0))
+    assert best_fitting_layout(small) is None
+
+
+def test_nodes_for_engines_alone_are_left_when_a_count_is_looked_for(resolved):
+    config = resolved("tiny", nodes=6, set="engine.own_nodes=2").config
+    assert nearest_nodes(config, lambda variant: True) == [5, 7]
+    assert nearest_nodes(config, lambda variant: variant.nodes <= 2) == []
+    problem = refusal_of(model="glm5", nodes=12, set="engine.own_nodes=4")["nodes"]
+    assert problem.value.startswith("12 (64 ranks, engines on 4 nodes of their own)")
 
 
 def test_nearest_counts_on_both_sides(resolved):

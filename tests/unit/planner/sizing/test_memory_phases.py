@@ -21,10 +21,11 @@ from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.memory import GIB, served_layer_bytes, stage_memory
 from posttrain.planner.sizing.memory_phases import (
-    LARGE_PHASES,
+    NO_STAGE,
     capacity_gib,
     fullest_phase,
     host_gib_by_phase,
+    own_engine_memory,
     phase_memory,
     save_staging_bytes,
 )
@@ -259,12 +260,62 @@ def test_on_a_cpu_everything_is_in_host_memory_all_the_time(resolved):
     )
 
 
-@pytest.mark.parametrize("model", ["tiny", "glm5"])
-def test_the_shortcut_of_the_layout_search_finds_the_fullest_phase(resolved, model):
-    config = resolved(model).config
-    rows = [row for row in phase_memory(config) if row.phase in LARGE_PHASES]
+APART = {"nodes": 24, "set": "engine.own_nodes=8"}
+
+
+def test_where_engines_have_nodes_of_their_own_nobody_shares_a_gpu(resolved):
+    config, shared = resolved("glm5", **APART).config, resolved("glm5").config
+    ranks, engines = phase_memory(config), own_engine_memory(config)
+    held = {part for row in ranks for part in (*row.gpu, *row.host)}
+    assert not {part for part in held if part.startswith(("engine", "kv_pool", "sleeping"))}
+    assert all({"weights", "gradients", "optimizer"} <= row.gpu.keys() for row in ranks)
+    reserves = {row.gpu["reserve"] for row in (*ranks, *engines)}
+    (both,) = {row.gpu["reserve"] for row in phase_memory(shared)}
+    assert reserves == {both - ASSUMPTIONS.cuda_context}, "one process on each GPU"
+    assert [row.phase for row in engines] == [*PHASES]
+    served = engine_memory(config)
+    for row in engines:
+        assert row.stage == NO_STAGE
+        assert row.host == {}
+        assert row.gpu["engine_weights"] == served.weights_gib_per_gpu
+        assert row.gpu["kv_pool"] == served.kv_gib_per_gpu
+        assert ("sync_bucket" in row.gpu) == (row.phase == "weight_sync")
+    assert own_engine_memory(shared) == []
+    assert find_problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "found"),
+    [
+        ("engine.mem_fraction_static=0.95", "engine.mem_fraction_static", "0.95: 144.9 GiB per GPU of an engine in"),
+        (
+            "trainer.max_tokens_per_gpu=65536 parallel.tensor_model_parallel_size=1 parallel.context_parallel_size=1",
+            "parallel",
+            "247.3 GiB per rank of stage 1 in train",
+        ),
+        ("engine.num_engines=5 engine.gpus_per_engine=16", "engine.num_engines", "80 GPUs in 5 engines"),
+    ],
+)
+def test_what_does_not_fit_on_either_kind_of_node_is_refused(resolved, words, key, found):
+    config = resolved("glm5", **APART | {"set": f"{APART['set']} {words}"}).config
+    (problem,) = find_problems(config)
+    assert problem.key == key
+    assert found in problem.value
+
+
+def test_on_cpus_the_engines_of_a_node_are_in_its_memory(resolved):
+    words = "engine.own_nodes=1 engine.num_engines=3"
+    config = resolved("tiny", nodes=2, set=words).config
+    (gib,) = {row.gpu["engine_weights"] for row in own_engine_memory(config)}
+    assert gib == pytest.approx(3 * engine_memory(config).weights_gib_per_gpu)
+    assert not any("engine_weights" in row.gpu for row in phase_memory(config))
+
+
+@pytest.mark.parametrize(("model", "more"), [("tiny", {}), ("glm5", {}), ("glm5", APART)])
+def test_the_shortcut_of_the_layout_search_finds_the_fullest_phase(resolved, model, more):
+    config = resolved(model, **more).config
+    rows = phase_memory(config)
     expected = max(rows, key=lambda row: row.gpu_gib)
     phase, gib = fullest_phase(config, stage_memory(config), engine_memory(config), ASSUMPTIONS)
-    assert (phase, gib) == (expected.phase, pytest.approx(expected.gpu_gib))
-    other = max(row.gpu_gib for row in phase_memory(config) if row.phase not in LARGE_PHASES)
-    assert other <= gib
+    assert gib == pytest.approx(expected.gpu_gib)
+    assert phase == expected.phase

@@ -14,8 +14,10 @@ from posttrain.planner.timing.step_time import (
     engine_of,
     evaluation_seconds,
     evaluation_share,
+    optimizer_seconds,
     rollout_of,
     step_durations,
+    sync_seconds,
     train_seconds,
     trainer_of,
     update_causes,
@@ -144,6 +146,23 @@ def test_a_split_keeps_the_engines_that_prefill(resolved):
     # 10 of 16 nodes train: of 48 GPUs 32 prefill and one engine decodes; with 11 none is left to decode.
     assert best_split(config, fits=lambda nodes: nodes == 10)
     assert best_split(config, fits=lambda nodes: nodes == 11) is None
+
+
+def test_few_ranks_take_longer_to_send_to_many_engines(resolved):
+    """Each byte crosses once: of 16 ranks each sends what 7 of 112 engines of one GPU keep, of 64 what one keeps."""
+    words = "engine.gpus_per_engine=1 engine.num_engines={} engine.own_nodes={}"
+    few, many, shared = (
+        sync_seconds(resolved("qwen3_4b", nodes=16, set=words.format(count, own)).config, SHARED_STORAGE)
+        for count, own in ((112, 14), (64, 8), (128, 0))
+    )
+    assert few == pytest.approx(7 * many, rel=1e-9)
+    assert many == shared
+
+
+def test_the_trainers_nodes_alone_have_its_offloaded_optimizer(resolved):
+    words = "trainer.optimizer_cpu_offload=true engine.own_nodes=8"
+    apart, all_of_it = (resolved("glm5", nodes=nodes, set=words).config for nodes in (24, 32))
+    assert optimizer_seconds(apart) == pytest.approx(optimizer_seconds(all_of_it) * 24 / 16)
 
 
 def test_an_offloaded_optimizer_takes_longer(resolved, glm5):

@@ -13,9 +13,24 @@ from posttrain.config.schema import Config
 SHARDED_ROUND_BYTES = 256 << 20
 
 
+def trainer_nodes(config: Config) -> int:
+    """Return how many nodes have trainer ranks: the first of the job, all but those that only engines have."""
+    return max(config.nodes - config.engine.own_nodes, 1)  # a rule refuses engines that leave none
+
+
+def engine_nodes(config: Config) -> range:
+    """Return the numbers of the nodes on which engines may be: all of the job, or those that only they have."""
+    return range(trainer_nodes(config) if config.engine.own_nodes else 0, config.nodes)
+
+
 def world_size(config: Config) -> int:
     """Return the number of trainer ranks."""
-    return config.nodes * config.hardware.gpus_per_node
+    return trainer_nodes(config) * config.hardware.gpus_per_node
+
+
+def room_for_engines(config: Config) -> int:
+    """Return the GPUs on which engines may be; see `engine_nodes`."""
+    return len(engine_nodes(config)) * config.hardware.gpus_per_node
 
 
 def nodes_with_spares(config: Config) -> int:
@@ -40,9 +55,9 @@ def uses_engines(config: Config) -> bool:
 
 
 def takes_turns(config: Config) -> bool:
-    """Tell whether trainer and engines sleep in host memory while the other works."""
+    """Tell whether trainer and engines sleep in host memory while the other works: where they share GPUs."""
     asked = config.engine.sleep == "always" or (config.engine.sleep == "auto" and config.hardware.device == "cuda")
-    return asked and uses_engines(config)
+    return asked and uses_engines(config) and not config.engine.own_nodes
 
 
 def rollout_samples_per_step(config: Config) -> int:

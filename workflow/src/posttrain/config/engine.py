@@ -29,6 +29,12 @@ class Engine:
     python: str = _doc("Interpreter of the SGLang environment; empty: the workflow's own", "")
     num_engines: int = _doc("Engines per run, without those that only prefill", 1, minimum=1)
     gpus_per_engine: int = _doc("GPUs of one engine (its world size)", 8, minimum=1)
+    own_nodes: int = _doc(
+        "Nodes of the job that only engines have, its last ones; trainer ranks are on the others then, and nobody "
+        "sleeps. 0: engines share the trainer's nodes and GPUs",
+        0,
+        minimum=0,
+    )
     dtype: str = _doc(
         "Precision of unquantised weights and activations in the engine", "bfloat16", choices=("bfloat16", "float32")
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, prefill_gpus, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, engine_nodes, prefill_gpus, room_for_engines, uses_engines
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
+from posttrain.readable import counted
 
 Problems = Iterator[Problem]
 # SGLang 0.5.23, `layers/moe/token_dispatcher/deepep.py`: a rank sends fewer than this to another in one dispatch.
@@ -77,9 +78,10 @@ def _disaggregation(config: Config) -> Problems:
         return
     if config.hardware.device == "cpu":
         return
-    if engine_gpus(config) > world_size(config):
+    if engine_gpus(config) > room_for_engines(config):
         found = f"{count} x {engine.pd.gpus_per_prefill_engine} GPUs beside {engine.num_engines} x "
-        allowed = f"at most {world_size(config)} GPUs together ({config.nodes} nodes)"
+        nodes = counted(len(engine_nodes(config)), "node")
+        allowed = f"at most {room_for_engines(config)} GPUs together ({nodes})"
         yield Problem(key, f"{found}{engine.gpus_per_engine}", allowed, "fewer or smaller engines")
     unit = min(engine.gpus_per_engine, config.hardware.gpus_per_node)
     if prefill_gpus(config) % unit:
@@ -109,6 +111,21 @@ def _transport(config: Config) -> Problems:
         yield Problem("engine.weight_transport", "sharded", allowed, "set engine.weight_transport=tensor")
 
 
+def _own_nodes(config: Config) -> Problems:
+    own, key = config.engine.own_nodes, "engine.own_nodes"
+    if not own:
+        return
+    if not uses_engines(config):
+        allowed = f"0 with training.objective={config.training.objective}, which has no engines"
+        yield Problem(key, str(own), allowed, "leave it out")
+    elif own >= config.nodes:
+        allowed = f"less than {config.nodes} (nodes): the trainer needs one at least"
+        yield Problem(key, str(own), allowed, "lower it, or raise nodes")
+    elif config.engine.sleep == "always":
+        allowed = "auto or never with engine.own_nodes: who shares no GPU has nobody to sleep for"
+        yield Problem("engine.sleep", "always", allowed, "leave it out")
+
+
 def _world_sizes(config: Config) -> list[tuple[str, int]]:
     sizes = [("engine.gpus_per_engine", config.engine.gpus_per_engine)]
     if config.engine.pd.num_prefill_engines:
@@ -130,4 +147,5 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _deepep_buffers,
     _transport,
     _determinism,
+    _own_nodes,
 )

@@ -39,7 +39,7 @@ from posttrain.config.fields import (
 )
 from posttrain.config.filled_in import filled_in
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
-from posttrain.config.request import WORKFLOW_KEYS, is_count, parse_request
+from posttrain.config.request import WORKFLOW_KEYS, Request, is_count, parse_request
 from posttrain.config.rules import check_consistency
 from posttrain.document import ANY
 from posttrain.errors import ConfigError, Problem, raise_if_any
@@ -54,6 +54,7 @@ GONE_KEYS = {
 GONE = {f"{section}.{key}": value for (section, _), keys in GONE_KEYS.items() for key, value in keys.items()}
 # Values that are the same for all models.
 BASE = "base.yaml"
+OWN_NODES = "engine.own_nodes"
 # Origin of a value that the planner chose.
 PLANNER = "planner"
 
@@ -116,7 +117,19 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     """
     request = parse_request(workflow)
     names = request.names
-    merger = _Merger(config_dir, request.own_folder)
+    merger, has_recipe = _with_layers(request, config_dir)
+    if choose_layout and not has_recipe:
+        merger.add_chosen(choose_layout)
+    config = merger.finish()
+    config = filled_in(config, merger.origins)
+    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
+    run = str(names.get("run") or run_name(config, fork))
+    return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
+
+
+def _with_layers(request: Request, config_dir: Path, takes_recipe: bool = True) -> tuple[_Merger, bool]:
+    """Return all layers that a request names, and whether the layout of the ranks is a recipe's."""
+    names, merger = request.names, _Merger(config_dir, request.own_folder)
     merger.problems += request.problems
     merger.add_file(BASE)
     merger.add_choice("models", "model", names.get("model"))
@@ -128,7 +141,8 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     merger.add_value("nodes", nodes, "--config nodes" if given else "the model's default")
     hardware = names.get("hardware") or merger.get("defaults.hardware")
     is_written_for = merger.look_up(f"hardware/{hardware}.yaml", "hardware", "gpus_per_node") == RECIPE_GPUS_PER_NODE
-    has_recipe = is_written_for and merger.add_optional_file(f"nodes/{names.get('model')}_{nodes}.yaml")
+    recipe = f"nodes/{names.get('model')}_{nodes}.yaml"
+    has_recipe = takes_recipe and is_written_for and merger.add_optional_file(recipe)
     merger.add_choice("hardware", "hardware", hardware)
     merger.add_choice("sites", "site", names.get("site"))
     for suite in request.suites:
@@ -136,13 +150,10 @@ def merge(workflow: Mapping[str, Any], config_dir: Path, choose_layout: ChooseLa
     merger.add_tree(request.sections, "--configfile")
     merger.add_overrides(names.get("set"))
     merger.add_preset()
-    if choose_layout and not has_recipe:
-        merger.add_chosen(choose_layout)
-    config = merger.finish()
-    config = filled_in(config, merger.origins)
-    fork, algorithm = str(names.get("fork") or ""), algorithm_name(config, merger.presets)
-    run = str(names.get("run") or run_name(config, fork))
-    return Resolved(config, dict(merger.origins), run, fork, algorithm, dict(workflow))
+    # A recipe is about ranks and engines on all of its nodes, unless it says otherwise itself.
+    if has_recipe and (merger.get(OWN_NODES) or 0) != (merger.look_up(recipe, *OWN_NODES.split(".")) or 0):
+        return _with_layers(request, config_dir, takes_recipe=False)
+    return merger, has_recipe
 
 
 def experiment_of(config: schema.Config) -> dict[str, Any]:

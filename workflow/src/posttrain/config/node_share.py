@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, engine_nodes, stage_chunks, trainer_nodes, uses_engines, world_size
 from posttrain.config.schema import Config
 
 
@@ -33,6 +33,11 @@ class NodeShare:
     has_output: bool
     runs_engine: bool
 
+    @property
+    def has_ranks(self) -> bool:
+        """Trainer ranks run here."""
+        return bool(self.experts_of_layer)
+
 
 def node_share(config: Config, node: int) -> NodeShare:
     """Return what node number `node`, from 0, takes part in.
@@ -43,7 +48,7 @@ def node_share(config: Config, node: int) -> NodeShare:
     per_node, stages = config.hardware.gpus_per_node, config.parallel.pipeline_model_parallel_size
     stage_ranks = world_size(config) // stages
     held: dict[int, set[int]] = {}
-    for rank in range(node * per_node, (node + 1) * per_node):
+    for rank in range(node * per_node, (node + 1) * per_node) if node < trainer_nodes(config) else ():
         stage, place = divmod(rank, stage_ranks)
         held.setdefault(stage, set()).update(_experts_at(config, place))
     chunks = stage_chunks(config)
@@ -54,8 +59,7 @@ def node_share(config: Config, node: int) -> NodeShare:
         # A last stage whose output matrix is the embedding has a copy of it.
         has_embedding=0 in held or (stages - 1 in held and config.model.architecture.tie_word_embeddings),
         has_output=stages - 1 in held,
-        runs_engine=uses_engines(config)
-        and (config.hardware.device == "cpu" or node * per_node < _engine_gpus(config)),
+        runs_engine=uses_engines(config) and node in engine_nodes(config) and _has_engine(config, node),
     )
 
 
@@ -66,8 +70,7 @@ def _experts_at(config: Config, place: int) -> range:
     return range(index * size, (index + 1) * size)
 
 
-def _engine_gpus(config: Config) -> int:
-    engine = config.engine
-    return (
-        engine.num_engines * engine.gpus_per_engine + engine.pd.num_prefill_engines * engine.pd.gpus_per_prefill_engine
-    )
+def _has_engine(config: Config, node: int) -> bool:
+    """Tell whether engines need a node of those that they may have, which they fill one after the other."""
+    before = (node - engine_nodes(config).start) * config.hardware.gpus_per_node
+    return config.hardware.device == "cpu" or before < engine_gpus(config)

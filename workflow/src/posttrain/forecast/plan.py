@@ -10,11 +10,12 @@ import dataclasses
 from typing import Any
 
 from posttrain.artifacts import Paths
-from posttrain.config.derived import data_parallel_size, layers_per_stage, uses_engines, world_size
+from posttrain.config.derived import data_parallel_size, layers_per_stage, trainer_nodes, uses_engines, world_size
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
 from posttrain.forecast import plan_goodput
+from posttrain.forecast.plan_nodes import nodes_part, splits_part
 from posttrain.forecast.plan_time import step_part, why_no_split, why_no_step
 from posttrain.observability.cost import cost_part
 from posttrain.observability.report_data import flat_config
@@ -68,6 +69,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "layouts": _layouts_part(config, layouts, served),
         "trainer": _trainer_part(config, phases),
         "engine": _engine_part(config, served),
+        "nodes": nodes_part(config),
         "storage": {
             "shared_bytes": needed.shared_bytes,
             "node_local_bytes": needed.node_local_bytes,
@@ -84,6 +86,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "assumptions": dataclasses.asdict(ASSUMPTIONS),
         "best_split": split_part(config),
         "why_no_split": why_no_split(config),
+        "splits": splits_part(config, needs.rates.shared_storage),
         "bandwidths_assumed_bytes_per_second": dataclasses.asdict(needs.rates),
         "rules": needs.plan_part(
             resolved.request, {f"evaluate {when}": paths.evaluation(when) for when in ("before", "after")}
@@ -181,5 +184,6 @@ def _parallelism_part(config: Config) -> dict[str, Any]:
         "data_parallel_size": data_parallel_size(config),
         "world_size": world_size(config),
         "nodes": config.nodes,
+        "train_nodes": trainer_nodes(config),
         "layers_per_stage": layers_per_stage(config),
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from posttrain.config.derived import data_parallel_size, uses_engines, world_size
+from posttrain.config.derived import data_parallel_size, engine_nodes, trainer_nodes, uses_engines, world_size
 from posttrain.config.schema import Config
 from posttrain.forecast.plan_figures import joined
 
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class NodeBox:
-    """One node: its name, the stages on it, its GPUs, and the engines that share them, "" for none."""
+    """One node: its name, the stages on it, "" without ranks, its GPUs, and the engines on them, "" for none."""
 
     name: str
     stages: str
@@ -96,12 +96,14 @@ def rank_places(config: Config) -> list[RankPlace]:
 def engines_by_gpu(config: Config) -> dict[int, str]:
     """Return which engine each GPU belongs to while engines are awake; a GPU without one is left out.
 
-    Engines take consecutive GPUs, those that only prefill first.
+    Engines take consecutive GPUs, those that only prefill first: from the job's first on, or from the first that only
+    engines have.
 
     Example:
         One prefill and one decode engine of 64 GPUs: 0 to 63 are "prefill 0", 64 to 127 "decode 0".
     """
-    return dict(enumerate(_engine_of_each_gpu(config)))
+    first = engine_nodes(config).start * config.hardware.gpus_per_node
+    return dict(enumerate(_engine_of_each_gpu(config), start=first))
 
 
 def _engine_of_each_gpu(config: Config) -> Iterator[str]:
@@ -119,10 +121,18 @@ def layout_picture(config: Config) -> list[NodeBox]:
     """Return the drawing of the configured layout: nodes x GPUs, with stage, ranks and engine of each."""
     per_node, engines, places = config.hardware.gpus_per_node, engines_by_gpu(config), rank_places(config)
     last = max(1, config.parallel.pipeline_model_parallel_size - 1)
-    return [
+    with_ranks = [
         _node(number, places[number * per_node : (number + 1) * per_node], engines, last)
-        for number in range(config.nodes)
+        for number in range(trainer_nodes(config))
     ]
+    return with_ranks + [_engine_node(config, number, engines) for number in range(len(with_ranks), config.nodes)]
+
+
+def _engine_node(config: Config, number: int, engines: Mapping[int, str]) -> NodeBox:
+    per_node = config.hardware.gpus_per_node
+    names = [engines.get(gpu, "") for gpu in range(number * per_node, (number + 1) * per_node)]
+    cells = tuple(Cell(0.0, "", f"no rank; {name or 'no engine'}") for name in names)
+    return NodeBox(f"node {number}", "", cells, _joined_engines([*dict.fromkeys(filter(None, names))]))
 
 
 def _node(number: int, places: Sequence[RankPlace], engines: Mapping[int, str], last_stage: int) -> NodeBox:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +26,9 @@ SHOWN_LAYOUTS = 5
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print the plan's main numbers and the rules."""
     console = Console(width=WIDTH, highlight=False)
-    parts = [(_numbers, plan), (_phases, plan), (_layouts, plan), (_step, plan["step"]), (_failures, plan["goodput"])]
-    for draw, part in [*parts, (_rules, plan)]:
+    parts: list[tuple[Callable[[Any], Table], Any]] = [(_numbers, plan), (_phases, plan), (_layouts, plan)]
+    parts += [(_step, plan["step"]), (_splits, plan["splits"] or None), (_failures, plan["goodput"]), (_rules, plan)]
+    for draw, part in parts:
         if part is not None:
             console.print(draw(part), "")
     console.print(f"{len(plan['not_modelled'])} things are not modelled; plan.json and plan.html name them")
@@ -53,6 +54,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         ("layers per stage", " ".join(map(str, plan["parallelism"]["layers_per_stage"]))),
         ("trainer GiB per rank, by stage", "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"])),
         *(_engines(engine) if engine["num_engines"] else ()),
+        *(_own_nodes(plan, kind) for kind in plan["nodes"][1:]),
         ("shared storage", f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)"),
         ("each node's own disk", format_bytes(storage["node_local_bytes"])),
         *([] if plan["gpu_hours"] is None else [("GPU-hours", f"{format_number(plan['gpu_hours'])}{cost}")]),
@@ -73,10 +75,16 @@ def _engines(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"KV cache tokens per {name}", tokens
 
 
+def _own_nodes(plan: Mapping[str, Any], kind: Mapping[str, Any]) -> tuple[str, str]:
+    held = f"{kind['gpu_gib']:.4g} of {plan['trainer']['capacity_gib']:g} GiB per GPU in {kind['phase']}"
+    return "engines' own nodes", f"{kind['nodes']}, {held}: {_verdict(kind)}"
+
+
 def _layout(layout: Mapping[str, Any]) -> str:
     sizes = " ".join(f"{short}{layout[key]}" for short, key, _ in TERMS[:-1] if short != "VPP" or layout[key] > 1)
     ranks = f"{layout['world_size']} ranks, {layout['data_parallel_size']} data-parallel"
-    return f"{sizes} on {layout['nodes']} nodes, {ranks}"
+    apart = f" of {layout['nodes']}" if layout["train_nodes"] < layout["nodes"] else ""
+    return f"{sizes} on {layout['train_nodes']}{apart} nodes, {ranks}"
 
 
 def _phases(plan: Mapping[str, Any]) -> Table:
@@ -127,6 +135,18 @@ def _step(step: Mapping[str, Any]) -> Table:
     reached = f"training reaches {format_percent(step['mfu'])} of the peak ({most})"
     title = f"a step takes {format_seconds(step['seconds'])}; {reached}"
     return _table(("phase", ">once", ">per step", ">share", ""), rows, title)
+
+
+def _splits(splits: Sequence[Mapping[str, Any]]) -> Table:
+    def row(split: Mapping[str, Any]) -> tuple[str, ...]:
+        nodes = (str(split["own_nodes"] or "shared"), str(split["train_nodes"]))
+        if split["why"]:
+            return *nodes, *4 * ("",), split["why"]
+        seconds = (split["rollout"], split["old_logprobs"] + split["train"], split["weight_sync"], split["seconds"])
+        return *nodes, *map(format_seconds, seconds), split["engines"]
+
+    columns = (">own nodes", ">train", ">rollout", ">training", ">weight sync", ">step", "engines, or why not")
+    return _table(columns, map(row, splits), "a step by the nodes that only engines have (engine.own_nodes)")
 
 
 def _failures(goodput: Mapping[str, Any]) -> Table:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from posttrain.config.derived import engine_nodes, trainer_nodes
 from posttrain.config.schema import Config
 from posttrain.forecast.goodput import RestartSeconds
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
@@ -103,7 +104,9 @@ def restart_parts(
 def _weights_part(config: Config, needed: Storage, rates: Bandwidths) -> RestartPart:
     engine_bytes = needed.rollout_fp8 if config.rollout.fp8 else needed.hf
     is_shared = config.stage.copy == "nothing"
-    seconds = config.nodes * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
+    seconds = (
+        len(engine_nodes(config)) * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk
+    )
     return RestartPart(
         "read or copy the engines' weights on each node",
         _always(seconds),
@@ -125,7 +128,7 @@ def _state_part(needed: Storage, rates: Bandwidths, means: Means, start: Restart
 def checkpoint_reads(config: Config, needed: Storage) -> int:
     """Return how often a restart on the same layout reads the training state from shared storage: once or twice."""
     memory = config.site.host_memory_gib or config.hardware.host_memory_gib
-    return 1 if needed.training_checkpoint / config.nodes <= FREE_MEMORY_SHARE * memory * 2**30 else 2
+    return 1 if needed.training_checkpoint / trainer_nodes(config) <= FREE_MEMORY_SHARE * memory * 2**30 else 2
 
 
 def total(parts: Sequence[RestartPart]) -> RestartSeconds:

@@ -10,8 +10,10 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain.artifacts.lease import Lease
+from posttrain.config.derived import trainer_nodes
 from posttrain.config.schema import Config
 from posttrain.launch.flight_recorder import describe_records
 from posttrain.launch.gathering import AttemptFailedError, Gathering
@@ -61,6 +63,9 @@ class Gang(Gathering):
     ):
         super().__init__(config, nodes, names, folder)
         self._job, self._lease, self._fit = job, lease, fit
+        # The nodes with ranks, and in which phase the others know these to be.
+        self._trainers = self._names[: trainer_nodes(config)]
+        self._told_phase: dict[str, Any] | None = None
         self._is_ending = False
         # When the first step began; None before.
         self.first_step_unix: float | None = None
@@ -83,8 +88,8 @@ class Gang(Gathering):
         self._assign()
         self._wait_for_all("engines")
         self._train()
-        self._wait_for_all("done", self._watch)
-        if any(member.messages["done"]["saved"] for member in self._members.values()):
+        self._wait_for_all("done", self._watch, self._trainers)
+        if any(self._members[name].messages["done"]["saved"] for name in self._trainers):
             raise EndedEarlyError("it was asked to end, and saved at the end of its step")
 
     # ---- the stages ----
@@ -118,6 +123,7 @@ class Gang(Gathering):
 
     def _watch(self) -> None:
         self._end_in_time()
+        self._tell_phase()
         told = [m.messages["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
         if positions:
@@ -129,10 +135,11 @@ class Gang(Gathering):
 
     def _ask_for_stacks(self) -> str:
         """Return in which collective each rank waits, for people."""
-        for member in self._members.values():
+        asked = [self._members[name] for name in self._trainers]
+        for member in asked:
             member.channel.send("stacks")
         deadline = time.monotonic() + STACKS_SECONDS
-        while not all(m.has_told("stacks") for m in self._members.values()) and time.monotonic() < deadline:
+        while not all(member.has_told("stacks") for member in asked) and time.monotonic() < deadline:
             self._take_messages()
         answers = {m.name: m.messages.get("stacks", {}).get("ranks", {}) for m in self._members.values()}
         stacks = {int(rank): stack for ranks in answers.values() for rank, stack in ranks.items()}
@@ -141,6 +148,17 @@ class Gang(Gathering):
         ]
         said = describe_stacks(stacks, {int(rank): name for name, ranks in answers.items() for rank in ranks})
         return f"{said}; {described}" if (described := describe_records(records)) else said
+
+    def _tell_phase(self) -> None:
+        """Tell nodes without ranks in which phase rank 0 is, when it is in another than they know."""
+        ranks = self._members[self._names[0]].messages.get("positions", {}).get("ranks", {})
+        position = ranks.get("0")
+        phase = position and {"step": position["step"], "phase": position["phase"]}
+        if phase == self._told_phase:
+            return
+        self._told_phase = phase
+        for name in self._names[len(self._trainers) :]:
+            self._members[name].channel.send("phase", position=phase)
 
     def _end_in_time(self) -> None:
         """Ask for a save at the step's end, once, when a node was asked to end or the scheduler is about to do it."""

@@ -154,8 +154,11 @@ class Gathering:
 
         inspect(ask, self._config, {name: self._members[name].address for name in self._names}, self._folder)
 
-    def _wait_for_all(self, kind: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        while not all(member.has_told(kind) for member in self._members.values()):
+    def _wait_for_all(
+        self, kind: str, meanwhile: Callable[[], None] = lambda: None, names: Sequence[str] | None = None
+    ) -> None:
+        """Return when nodes have told something: all, or those of the names; whatever ends anywhere is noticed."""
+        while not all(self._members[name].has_told(kind) for name in names or self._names):
             self._take_messages()
             meanwhile()
             if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):

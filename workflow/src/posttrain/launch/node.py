@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from posttrain import cli
-from posttrain.config.derived import takes_turns
+from posttrain.config.derived import takes_turns, trainer_nodes
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
 # Of an engine in a step.
 MOST_RESTARTS = 3
+# That ranks have begun a rollout is known here by then: they tell their node, that the head, and that this one.
+NEWS_SECONDS = 1.0
 
 
 class NodeSupervisor:
@@ -90,6 +92,8 @@ class NodeSupervisor:
         with self._prepared_weights(), started_engines(self._engine_commands(), folder, secret) as engines:
             self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
             start = self._wait_for_start(engines)
+            if self._rank >= trainer_nodes(self._config):
+                self._serve(engines)
             rendezvous = Rendezvous(self._addresses[0], int(start["rendezvous"]))
             command = self._rank_command(start["engines"], start["lease"])
             with running_ranks(self._config, self._rank, command, rendezvous, folder, secret) as ranks:
@@ -164,8 +168,22 @@ class NodeSupervisor:
             *("--lease-folder", lease["folder"], "--epoch", str(lease["epoch"])),
         ]
 
+    def _serve(self, engines: Sequence[EngineProcess]) -> NoReturn:
+        """Watch engines where no rank is; the head tells in which phase ranks are, and when the attempt is over."""
+        position: dict[str, Any] | None = None
+        last_well = time.monotonic()
+        while True:
+            message = self._head.next_message(POLL_SECONDS)
+            if message and message["kind"] == "phase":
+                position = message["position"]
+            self._start_again(engines, {0: position})
+            endings = _ended_engines(engines)
+            last_well = last_well if endings else time.monotonic()
+            if time.monotonic() > last_well + NEWS_SECONDS:
+                self._report(endings)
+
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
-        next_report, has_begun = 0.0, False
+        next_report, before = 0.0, _places({})
         while any(rank.process.poll() is None for rank in ranks):
             message = self._head.next_message(POLL_SECONDS)
             if message and message["kind"] == "save":
@@ -173,10 +191,10 @@ class NodeSupervisor:
             elif message and message["kind"] == "stacks":
                 self._head.tell("stacks", ranks=_stacks(ranks), records=_records(ranks))
             positions = {rank.rank: rank.position() for rank in ranks}
-            # The first step at once: when it began is what a start has taken.
-            begins = any(positions.values()) and not has_begun
-            if begins or time.monotonic() > next_report:
-                next_report, has_begun = time.monotonic() + BEAT_SECONDS, has_begun or begins
+            # Another phase at once: when the first step began is what a start has taken, and nodes without ranks start
+            # engines again in a rollout alone.
+            if _places(positions) != before or time.monotonic() > next_report:
+                next_report, before = time.monotonic() + BEAT_SECONDS, _places(positions)
                 self._head.tell("positions", ranks=positions)
             self._start_again(engines, positions)
             self._report([*_ended_engines(engines), *_ended_ranks(ranks)])
@@ -191,8 +209,7 @@ class NodeSupervisor:
         In other phases the trainer may have their GPUs. An engine of several nodes has processes elsewhere, which end
         with the attempt, and one that ends time and again in a step has a reason.
         """
-        places = {(position["step"], position["phase"]) for position in positions.values() if position}
-        if len(places) != 1:
+        if len(places := _places(positions)) != 1:
             return
         ((step, phase),) = places
         for engine in engines:
@@ -220,6 +237,11 @@ def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         if rank.rank == 0:
             rank.process.send_signal(signal.SIGUSR1)
+
+
+def _places(positions: Mapping[int, dict[str, Any] | None]) -> set[tuple[int, str]]:
+    """Return the steps and phases in which ranks are."""
+    return {(position["step"], position["phase"]) for position in positions.values() if position}
 
 
 def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.config.derived import uses_engines
+from posttrain.config.derived import engine_nodes, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, nodes_per_engine, world_size
 
@@ -32,17 +32,23 @@ def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     """Return the engines of node number `node`, from 0.
 
     GPUs are given to engines one after the other, as trainer ranks are, to those that only prefill first; their numbers
-    come after those of the others. Engines on CPUs are spread evenly.
+    come after those of the others. Engines on CPUs are spread evenly. Where they have nodes of their own
+    (`engine.own_nodes`), the first of these is the first that gets any.
 
     Example:
         4 engines of 4 GPUs on 2 nodes of 8: engines 0 and 1 run on node 0. 4 engines on 4 nodes of CPUs: one each.
     """
+    nodes = engine_nodes(config)
+    if node not in nodes:
+        return []
     count = config.engine.num_engines if uses_engines(config) else 0
     engines = _in_order_of_gpus(config, count)
     if config.hardware.device == "cpu":
-        spread = [(number * config.nodes // len(engines), *engine) for number, engine in enumerate(sorted(engines))]
-        return [EnginePart(index, 0, node, (), role) for place, index, role in spread if place == node]
-    per_node, first, parts = config.hardware.gpus_per_node, 0, []
+        places = [nodes[number * len(nodes) // len(engines)] for number in range(len(engines))]
+        spread = zip(places, sorted(engines), strict=True)
+        return [EnginePart(index, 0, node, (), role) for place, (index, role) in spread if place == node]
+    per_node, parts = config.hardware.gpus_per_node, []
+    first = nodes.start * per_node
     for index, role in engines:
         first_node, place = divmod(first, per_node)
         if first_node <= node < first_node + nodes_per_engine(config, role):

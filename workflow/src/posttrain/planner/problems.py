@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from posttrain.config.derived import (
     engine_gpus,
+    engine_nodes,
     proves_weights,
+    room_for_engines,
     takes_turns,
     uses_engines,
     weight_transport,
-    world_size,
 )
 from posttrain.config.schema import Config
 from posttrain.config.site_rules import time_limit_minutes
@@ -28,9 +29,11 @@ from posttrain.planner.sizing.layout import propose_layouts
 from posttrain.planner.sizing.layout_choice import requests_that_fit
 from posttrain.planner.sizing.made_model import check_made
 from posttrain.planner.sizing.memory_phases import (
+    NO_STAGE,
     PhaseMemory,
     capacity_gib,
     host_gib_by_phase,
+    own_engine_memory,
     phase_memory,
 )
 from posttrain.planner.sizing.storage import storage
@@ -43,7 +46,7 @@ from posttrain.planner.timing.step_time import (
     step_with_save_seconds,
     sync_seconds,
 )
-from posttrain.readable import format_seconds
+from posttrain.readable import counted, format_seconds
 
 
 def find_problems(config: Config) -> list[Problem]:
@@ -55,12 +58,12 @@ def find_problems(config: Config) -> list[Problem]:
         *(check_made(config.model.architecture) if config.model.source.kind == "made" else ()),
         *alone,
         # What is too large by itself needs no second problem for the phases in which it meets the other.
-        *(() if alone else _check_shared(config, phases)),
+        *(() if alone else _check_awake(config, phases)),
         *_check_all_awake(config),
         *(_check_engine_count(config) if has_engines else ()),
         *_check_time_limit(config),
         *_check_evaluation_share(config),
-        *check_declared(config, storage(config), _host_gib(config, phase_memory(config))),
+        *check_declared(config, storage(config), _host_gib(config)),
         *find_bad_pairs(config),
         *check_sparse_kernel(config),
     ]
@@ -69,7 +72,7 @@ def find_problems(config: Config) -> list[Problem]:
 def find_warnings(config: Config) -> list[Problem]:
     """Return what may keep the run from working, but is not known well enough to refuse it."""
     return [
-        *check_typical(config, storage(config), _host_gib(config, phase_memory(config))),
+        *check_typical(config, storage(config), _host_gib(config)),
         *_check_transport(config),
         *_check_proof(config),
         *_check_margin(config),
@@ -78,7 +81,9 @@ def find_warnings(config: Config) -> list[Problem]:
 
 
 def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    fullest = _fullest(phases, ("train", "old_logprobs", "mismatch", "save"))
+    # Where engines have nodes of their own, ranks have no other phase either in which to be too large.
+    phase_names = ("train", "old_logprobs", "mismatch", "save")
+    fullest = _fullest(phases, (*phase_names, "weight_sync") if config.engine.own_nodes else phase_names)
     if fullest.gpu_gib <= capacity_gib(config):
         return
     best = next((layout for layout in propose_layouts(config) if layout.fits), None)
@@ -90,9 +95,10 @@ def _check_trainer(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Pr
     yield Problem("parallel", _amount(fullest), _limit(config), remedy)
 
 
-def _check_shared(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
-    """Yield what does not fit while engines are awake."""
-    fullest, fraction = _fullest(phases, ("rollout", "weight_sync")), config.engine.mem_fraction_static
+def _check_awake(config: Config, phases: Sequence[PhaseMemory]) -> Iterator[Problem]:
+    """Yield what does not fit while engines are awake, on the GPUs that they have."""
+    theirs, fraction = own_engine_memory(config) or phases, config.engine.mem_fraction_static
+    fullest = _fullest(theirs, ("rollout", "weight_sync"))
     excess = fullest.gpu_gib - capacity_gib(config)
     if excess > 0 and config.hardware.device == "cuda":
         lower = fraction - excess / config.hardware.memory_gib_per_gpu
@@ -112,9 +118,10 @@ def _check_engine(config: Config) -> Iterator[Problem]:
 
 
 def _check_engine_count(config: Config) -> Iterator[Problem]:
-    count, existing, wanted = config.engine.num_engines, world_size(config), engine_gpus(config)
+    count, existing, wanted = config.engine.num_engines, room_for_engines(config), engine_gpus(config)
     if config.hardware.device == "cuda" and wanted > existing:
-        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({config.nodes} nodes)"
+        nodes = counted(len(engine_nodes(config)), "node")
+        found, allowed = f"{wanted} GPUs in {count} engines", f"at most {existing} GPUs ({nodes})"
         yield Problem("engine.num_engines", found, allowed, "fewer engines or fewer GPUs per engine")
 
 
@@ -134,7 +141,8 @@ def _taking_turns(config: Config) -> Config:
 
 def _check_all_awake(config: Config) -> Iterator[Problem]:
     """Yield that trainer and engines do not fit at a time where neither sleeps."""
-    if config.hardware.device != "cuda" or not uses_engines(config) or takes_turns(config):
+    is_apart = not uses_engines(config) or config.engine.own_nodes
+    if config.hardware.device != "cuda" or is_apart or takes_turns(config):
         return
     fullest = max(phase_memory(config), key=lambda item: item.gpu_gib)
     if fullest.gpu_gib > capacity_gib(config):
@@ -195,9 +203,9 @@ def _check_node_names(config: Config) -> Iterator[Problem]:
         yield Problem("site.node_names", f"{len(names)} names", allowed, remedy)
 
 
-def _host_gib(config: Config, phases: list[PhaseMemory]) -> float:
-    """Return the host memory that a node needs at its fullest."""
-    return max(host_gib_by_phase(config, phases).values())
+def _host_gib(config: Config) -> float:
+    """Return the host memory that a node needs at its fullest, whatever runs on it."""
+    return max(host_gib_by_phase(config, [*phase_memory(config), *own_engine_memory(config)]).values())
 
 
 def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory:
@@ -205,7 +213,8 @@ def _fullest(phases: Sequence[PhaseMemory], names: Sequence[str]) -> PhaseMemory
 
 
 def _amount(found: PhaseMemory) -> str:
-    return f"{found.gpu_gib:.1f} GiB per rank of stage {found.stage} in {found.phase}"
+    who = "GPU of an engine" if found.stage == NO_STAGE else f"rank of stage {found.stage}"
+    return f"{found.gpu_gib:.1f} GiB per {who} in {found.phase}"
 
 
 def _limit(config: Config) -> str:

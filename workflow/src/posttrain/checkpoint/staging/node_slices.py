@@ -28,15 +28,6 @@ def torch_dist_files(folder: Path, receipt: Receipt, share: NodeShare) -> frozen
     )
 
 
-def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
-    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine runs on it.
-
-    SGLang's loader reads all shards in each process and keeps its part of each tensor.
-    """
-    names = (record.path for record in receipt.files)
-    return frozenset(name for name in names if share.runs_engine or not name.endswith(".safetensors"))
-
-
 def is_needed(key: str, box: Box, share: NodeShare) -> bool:
     """Tell whether a rank of the node loads from a chunk.
 

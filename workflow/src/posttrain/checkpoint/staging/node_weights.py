@@ -16,13 +16,23 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.artifacts import Receipt
 from posttrain.checkpoint.staging.eviction import Eviction, in_use
 from posttrain.checkpoint.staging.node_local import Fetch, StagedSource, read_again, stage
 from posttrain.checkpoint.staging.staging_record import StagedCopy
-from posttrain.config.node_share import node_share
+from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
 from posttrain.planner.flags.environment import LOOPBACK
+
+
+def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
+    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine runs on it.
+
+    SGLang's loader reads all shards in each process and keeps its part of each tensor.
+    """
+    names = (record.path for record in receipt.files)
+    return frozenset(name for name in names if share.runs_engine or not name.endswith(".safetensors"))
 
 
 @dataclass(frozen=True)
@@ -86,17 +96,23 @@ class NodeWeights:
     @functools.cached_property
     def _chosen(self) -> tuple[StagedSource, StagedSource]:
         """The origins, each with the files that this node's ranks and engines read."""
-        if self.config.stage.copy == "everything":
+        is_apart, share = bool(self.config.engine.own_nodes), node_share(self.config, self.rank)
+        if self.config.stage.copy != "slices" and not is_apart:
             return self.torch_dist, self.rollout
-        # Only who copies slices needs torch, which takes seconds to import.
-        from posttrain.checkpoint.staging.node_slices import rollout_files, torch_dist_files
-
-        share = node_share(self.config, self.rank)
-        receipts = self.torch_dist.receipt, self.rollout.receipt
         return (
-            dataclasses.replace(self.torch_dist, local=torch_dist_files(self.torch_dist.folder, receipts[0], share)),
-            dataclasses.replace(self.rollout, local=rollout_files(receipts[1], share)),
+            dataclasses.replace(self.torch_dist, local=self._torch_dist_files(share)),
+            dataclasses.replace(self.rollout, local=rollout_files(self.rollout.receipt, share)),
         )
+
+    def _torch_dist_files(self, share: NodeShare) -> frozenset[str] | None:
+        if not share.has_ranks:
+            return frozenset()
+        if self.config.stage.copy != "slices":
+            return None
+        # Only who copies slices needs torch, which takes seconds to import.
+        from posttrain.checkpoint.staging.node_slices import torch_dist_files
+
+        return torch_dist_files(self.torch_dist.folder, self.torch_dist.receipt, share)
 
     def _stage(self, origins: Sequence[StagedSource], believe: bool) -> list[StagedCopy]:
         rules = self.config.stage

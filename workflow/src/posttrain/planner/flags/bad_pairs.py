@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from posttrain.config.derived import trainer_nodes
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.flags.environment import (
@@ -101,7 +102,7 @@ def _engine_saves_memory(config: Config, kind: str, variables: Variables) -> boo
 
 def _spans_nodes(config: Config, kind: str) -> bool:
     if kind == TRAINER:
-        return config.nodes > 1
+        return trainer_nodes(config) > 1
     return nodes_per_engine(config, kind.partition(".")[2] or roles(config)[0]) > 1
 
 
@@ -184,8 +185,7 @@ BAD_PAIRS = (
         (TRAINER, ENGINE),
         ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
         lambda config, kind, its: (
-            _spans_nodes(config, kind)
-            and any(_is(its, f"{library}_SOCKET_IFNAME", LOOPBACK) for library in ("NCCL", "GLOO"))
+            config.nodes > 1 and any(_is(its, f"{library}_SOCKET_IFNAME", LOOPBACK) for library in ("NCCL", "GLOO"))
         ),
         "an interface that reaches the other nodes",
         "NCCL, environment variables",

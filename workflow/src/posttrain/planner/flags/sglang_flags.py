@@ -171,7 +171,8 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.num_threads:
         flags.append(flag("OMP_NUM_THREADS", config.engine.num_threads, "engine.num_threads"))
     if config.engine.kind == "sglang":
-        flags += network_flags(config, nodes_per_engine(config, role))
+        # Ranks on other nodes than the engine's send it weights, over gloo as well.
+        flags += network_flags(config, config.nodes)
     flags += site_environment(config, "engine_environment")
     if config.engine.kind == "embedded":
         return flags

@@ -104,6 +104,28 @@ def propose_layouts(config: Config, pinned: Mapping[str, int] | None = None) -> 
     return sorted((assess_layout(variant, served) for variant in valid), key=_rank)
 
 
+def best_fitting_layout(config: Config) -> LayoutProposal | None:
+    """Return the first of `propose_layouts` if it fits, sooner: phases are counted of what could be the best alone.
+
+    Args:
+        config: A configuration; its own layout does not matter.
+    """
+    served, capacity, found = engine_memory(config), capacity_gib(config), []
+    costs: list[tuple[float, tuple[int, ...], Config]] = []
+    for variant in filter(_is_valid, _variants(config, {})):
+        stages = stage_memory(variant)
+        if all(stage.total_gib <= capacity for stage in stages):
+            cost = layout_cost(variant, stages, fullest_micro_batch(variant, ASSUMPTIONS))
+            costs.append((cost.seconds, dataclasses.astuple(variant.parallel), variant))
+    for *_, variant in sorted(costs, key=lambda item: item[:2]):
+        proposal = assess_layout(variant, served)
+        if proposal.has_headroom:
+            return proposal
+        if proposal.fits:
+            found.append(proposal)
+    return min(found, key=_rank, default=None)
+
+
 def assess_layout(config: Config, served: EngineMemory, assumptions: Assumptions = ASSUMPTIONS) -> LayoutProposal:
     """Return the configured layout with its memory and cost.
 

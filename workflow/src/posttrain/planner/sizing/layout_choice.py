@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from posttrain.config.derived import world_size
+from posttrain.config.derived import room_for_engines, world_size
 from posttrain.config.load import Chosen
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
@@ -23,6 +23,7 @@ from posttrain.planner.sizing.layout import (
     some_layout_fits,
     some_layout_is_valid,
 )
+from posttrain.readable import counted
 
 # How far the nearest larger request is looked for: each count on the way costs a search of its layouts.
 LARGEST_NODES = 128
@@ -36,6 +37,8 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
         config: The configuration with the schema's layout.
         origins: Which keys a layer has set: those stay.
     """
+    if config.engine.own_nodes >= config.nodes:
+        return Chosen({})  # a rule refuses it
     engine = choose_engine(config) if not any(key in origins for key in ENGINE_KEYS) else {}
     if world_size(config) == 1:
         return Chosen(engine)
@@ -50,7 +53,7 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
 
 
 def choose_engine(config: Config, known: dict[int, bool] | None = None) -> dict[str, int]:
-    """Return the smallest engine that holds the weights and one of the longest requests, on all GPUs.
+    """Return the smallest engine that holds the weights and one of the longest requests, on all GPUs for engines.
 
     An engine spans whole nodes or parts of one, and its GPUs share the experts evenly.
 
@@ -63,7 +66,7 @@ def choose_engine(config: Config, known: dict[int, bool] | None = None) -> dict[
     """
     if config.hardware.device == "cpu":
         return {}
-    ranks, in_node = world_size(config), config.hardware.gpus_per_node
+    ranks, in_node = room_for_engines(config), config.hardware.gpus_per_node
     known = {} if known is None else known
     for gpus in _powers_of_two(ranks):
         is_placed = ranks % gpus == 0 and (in_node % gpus == 0 or gpus % in_node == 0)
@@ -95,7 +98,7 @@ def can_be_held(proposals: list[LayoutProposal]) -> bool:
 
 def nearest_nodes(config: Config, works: Callable[[Config], bool]) -> list[int]:
     """Return the nearest smaller and larger node counts for which `works` holds; there may be none."""
-    below = (count for count in range(config.nodes - 1, 0, -1))
+    below = (count for count in range(config.nodes - 1, config.engine.own_nodes, -1))
     above = (count for count in range(config.nodes + 1, LARGEST_NODES + 1))
     engines: dict[int, bool] = {}
     found = (next((n for n in counts if works(_on_nodes(config, n, engines))), None) for counts in (below, above))
@@ -140,7 +143,9 @@ def _too_large(config: Config, proposals: list[LayoutProposal], pinned: Mapping[
 
 
 def _request(config: Config) -> str:
-    return f"{config.nodes} ({world_size(config)} ranks)"
+    own = config.engine.own_nodes
+    apart = f", engines on {counted(own, 'node')} of their own" if own else ""
+    return f"{config.nodes} ({world_size(config)} ranks{apart})"
 
 
 def _on_nodes(config: Config, nodes: int, engines: dict[int, bool]) -> Config:

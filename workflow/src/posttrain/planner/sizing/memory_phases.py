@@ -1,8 +1,8 @@
 """Memory by phase: what a rank of each pipeline stage has on its GPU, and a node in its host memory.
 
-Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`. Host memory keeps a place for
-all of the trainer that sleeps at times; gradients are dropped, and so are engines' weights, which come anew with every
-update. Per phase and rank:
+Trainer and engines share the GPUs, unless engines have nodes of their own. Who is awake comes from the table of
+`sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so
+are engines' weights, which come anew with every update. Per phase and rank:
 
     engine weights    of the engine, and its own work
     engine cache      KV pool
@@ -16,7 +16,8 @@ update. Per phase and rank:
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
-On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake.
+On a machine without GPUs everything lies in host memory. Where nobody takes turns all is awake. Where engines have
+nodes of their own a rank has no part of them, and of their GPUs (`own_engine_memory`) no rank has any.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from posttrain.config.derived import stage_chunks, takes_turns, update_bytes_at_once, uses_engines
+from posttrain.config.derived import room_for_engines, stage_chunks, takes_turns, update_bytes_at_once, uses_engines
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
@@ -54,9 +55,10 @@ from posttrain.planner.sizing.phases import (
 from posttrain.planner.sizing.routes import engine_routes_bytes
 from posttrain.planner.sizing.unseen import unseen_terms
 
+NO_STAGE = -1
 # Master weights and moments: FP32.
 STATE_BYTES = 4
-# The others hold part of what one of these holds.
+# The others hold part of what one of these holds; where nobody sleeps a comparison with engines may hold more.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")
 
@@ -67,7 +69,7 @@ class PhaseMemory:
 
     Args:
         phase: Its name.
-        stage: Pipeline stage of the rank.
+        stage: Pipeline stage of the rank; `NO_STAGE`: only engines have this GPU.
         gpu: What lies on the GPU (on a CPU machine: in host memory), by part.
         host: What the rank adds to its node's host memory, by part.
     """
@@ -109,6 +111,21 @@ def phase_memory(
     return [planned.of(phase, stage) for stage in stage_memory(config) for phase in phases]
 
 
+def own_engine_memory(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> list[PhaseMemory]:
+    """Return the memory of a GPU that only engines have, in every phase; nothing where they share the trainer's.
+
+    On a machine without GPUs: what a rank would have if it shared its node's engines with the others.
+
+    Args:
+        config: The resolved configuration.
+        assumptions: Figures that nobody has measured.
+    """
+    if not config.engine.own_nodes:
+        return []
+    planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), engine_memory(config))
+    return [planned.of_engines(phase) for phase in PHASES.values()]
+
+
 def fullest_phase(
     config: Config, stages: list[StageMemory], served: EngineMemory, assumptions: Assumptions
 ) -> tuple[str, float]:
@@ -122,13 +139,14 @@ def fullest_phase(
     """
     planned = _Plan(config, assumptions, fullest_micro_batch(config, assumptions), served)
     fullest, seen = ("", 0.0), set()
+    names = LARGE_PHASES if takes_turns(config) else (*LARGE_PHASES, "mismatch")
     for stage in stages:
         kind = (stage.num_layers, stage.weights_bytes)
         # Of equal stages the first holds the most micro-batches; only the last has logits.
         if kind in seen and stage.stage < len(stages) - 1:
             continue
         seen.add(kind)
-        for name in LARGE_PHASES:
+        for name in names:
             gib = planned.of(PHASES[name], stage).gpu_gib
             fullest = max(fullest, (name, gib), key=lambda found: found[1])
     return fullest
@@ -165,8 +183,8 @@ class _Plan:
     def of(self, phase: Phase, stage: StageMemory) -> PhaseMemory:
         everything = self._is_cpu
         awake = phase.awake if takes_turns(self.config) and not everything else EVERYTHING
-        gpu = {"reserve": self._reserve, **self._engine(awake)}
-        gpu["engine_routes"], on_host = self._routes
+        shared, routes = ({}, (0.0, 0.0)) if self.config.engine.own_nodes else (self._engine(awake), self._routes)
+        gpu = {"reserve": self._reserve, **shared, "engine_routes": routes[0]}
         gpu["kernels"] = kernel_bytes(self.config, stage.stage) / GIB
         if TRAINER in awake:
             gpu["weights"] = stage.weights_bytes / GIB
@@ -174,10 +192,18 @@ class _Plan:
             gpu["gradients"] = stage.gradients_bytes / GIB
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage)
-        host = {} if everything else {**self._on_host(stage), "engine_routes": on_host}
+        host = {} if everything else {**self._on_host(stage), "engine_routes": routes[1]}
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
+
+    def of_engines(self, phase: Phase) -> PhaseMemory:
+        """Return what a GPU holds that no rank has: everything is awake."""
+        on_gpu, on_host = self._routes
+        gpu = {"reserve": self._reserve, **self._engine(EVERYTHING), "engine_routes": on_gpu}
+        if phase.name == "weight_sync":
+            gpu |= self._messages()
+        return PhaseMemory(phase.name, NO_STAGE, _present(gpu), _present({"engine_routes": on_host}))
 
     @cached_property
     def _reserve(self) -> float:
@@ -198,16 +224,15 @@ class _Plan:
             return {}
         weights = self.served.weights_gib_per_gpu
         if self._is_cpu:
-            engine, hardware = self.config.engine, self.config.hardware
-            ranks = self.config.nodes * hardware.gpus_per_node
-            return {"engine_weights": weights * engine.num_engines * engine.gpus_per_engine / ranks}
+            engine, room = self.config.engine, room_for_engines(self.config)
+            return {"engine_weights": weights * engine.num_engines * engine.gpus_per_engine / room}
         pool = max(0.0, self.served.kv_gib_per_gpu or 0.0) if ENGINE_CACHE in awake else 0.0
         return {"engine_weights": weights, "kv_pool": pool, "engine_work": self.assumptions.engine_work}
 
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
-            return {"sync_bucket": 2 * update_bytes_at_once(config) / GIB}
+            return self._messages()
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
@@ -215,6 +240,9 @@ class _Plan:
             beside, rounding = served_layer_bytes(config, stage.stage)
             work["served_layer"] = beside + max(0.0, rounding - sum(work.values()))
         return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
+
+    def _messages(self) -> dict[str, float]:
+        return {"sync_bucket": 2 * update_bytes_at_once(self.config) / GIB}
 
     def _micro_batch(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config, batch, assumptions = self.config, self.batch, self.assumptions

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from posttrain.config.derived import engine_nodes
 from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights, model_weights, mtp_weights
@@ -57,12 +58,20 @@ def node_copy(config: Config, choice: str) -> NodeCopy:
     if choice == "nothing":
         return NodeCopy(choice, 0, 0, nodes, 0, 0)
     if choice == "everything":
-        bounds = [(whole, whole)] * nodes
+        bounds = [(size, size) for size in _whole_copies(config, nodes)]
     else:
         bounds = [_slice_bounds(config, node_share(config, node)) for node in range(min(nodes, config.nodes))]
     total = sum(most for _, most in bounds)
     read = min(whole, total) if config.stage.broadcast != "none" else total
     return NodeCopy(choice, max(least for least, _ in bounds), max(most for _, most in bounds), nodes, total, read)
+
+
+def _whole_copies(config: Config, nodes: int) -> list[int]:
+    """Return what lies on each node: what its ranks load, what its engines load, or both."""
+    if not config.engine.own_nodes:
+        return [_torch_dist_bytes(config) + _rollout_bytes(config)] * nodes
+    for_engines = engine_nodes(config)
+    return [_rollout_bytes(config) if node in for_engines else _torch_dist_bytes(config) for node in range(nodes)]
 
 
 def _torch_dist_bytes(config: Config) -> int:

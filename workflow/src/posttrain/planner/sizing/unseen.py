@@ -42,8 +42,8 @@ def unseen_terms(config: Config, assumptions: Assumptions = ASSUMPTIONS) -> list
     """
     if config.hardware.device == "cpu":
         return []
-    # Trainer and engine are processes of their own, each with a context.
-    contexts = 1 + uses_engines(config)
+    # Trainer and engine are processes of their own, each with a context where they share a GPU.
+    contexts = 1 + (uses_engines(config) and not config.engine.own_nodes)
     terms = [
         (
             "CUDA contexts and loaded kernels",

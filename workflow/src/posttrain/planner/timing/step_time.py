@@ -28,6 +28,7 @@ from posttrain.config.derived import (
     num_updates_per_step,
     prefill_gpus,
     rollout_samples_per_step,
+    trainer_nodes,
     uses_engines,
     weight_transport,
     world_size,
@@ -256,7 +257,7 @@ def optimizer_seconds(config: Config) -> float:
     cost, parameters = BYTES[config.trainer.params_dtype], count_parameters(model_weights(config.model.architecture))
     moved = parameters * (cost.gradient + 2 * cost.optimizer + cost.weight)
     if config.trainer.optimizer_cpu_offload:
-        return moved / (config.nodes * HOST_OPTIMIZER_BYTES_PER_SECOND)
+        return moved / (trainer_nodes(config) * HOST_OPTIMIZER_BYTES_PER_SECOND)
     return moved / (world_size(config) * config.hardware.hbm_gb_per_s * 1e9 * MEMORY_SHARE)
 
 
@@ -270,8 +271,11 @@ def sync_seconds(config: Config, shared_storage: float) -> float:
     served = engine_memory(config)
     kept = max(part.weights_gib_per_gpu for part in (served, served.prefill) if part) * GIB
     if weight_transport(config) == "sharded":
-        node_bytes = kept * min(config.hardware.gpus_per_node, engine_gpus(config))
-        return max(kept / SHARD_BYTES_PER_SECOND, node_bytes / (config.hardware.network_gb_per_s * 1e9))
+        # Where engines have nodes of their own, they may have more GPUs than there are ranks that send.
+        gpus = engine_gpus(config)
+        of_rank = kept * max(1.0, gpus / world_size(config))
+        of_node = kept * max(min(config.hardware.gpus_per_node, gpus), gpus / trainer_nodes(config))
+        return max(of_rank / SHARD_BYTES_PER_SECOND, of_node / (config.hardware.network_gb_per_s * 1e9))
     weights = model_weights(config.model.architecture)
     size = sum(weight.fp8_bytes if config.rollout.fp8 else weight.bf16_bytes for weight in weights)
     if weight_transport(config) == "disk":  # written by rank 0, then read by every engine
@@ -328,7 +332,7 @@ def best_split(config: Config, fits: Callable[[int], bool] | None = None) -> Spl
     Returns:
         None where no split leaves both enough.
     """
-    fits = fits or (lambda nodes: _state_fits(config, nodes))
+    fits = fits or (lambda nodes: state_fits(config, nodes))
     return min(
         (split for nodes in range(1, config.nodes) if fits(nodes) and (split := _split(config, nodes))),
         key=lambda split: split.step_seconds,
@@ -371,7 +375,8 @@ def _without_pipeline(config: Config, num_gpus: int) -> Trainer:
     return _trainer(config, num_gpus, (), parallel)
 
 
-def _state_fits(config: Config, nodes: int) -> bool:
+def state_fits(config: Config, nodes: int) -> bool:
+    """Tell whether weights, gradients and optimizer state fit into the memory of so many nodes' GPUs together."""
     cost, gpus = BYTES[config.trainer.params_dtype], nodes * config.hardware.gpus_per_node
     on_gpu = cost.weight + cost.gradient + (0 if config.trainer.optimizer_cpu_offload else cost.optimizer)
     parameters = count_parameters(model_weights(config.model.architecture))

@@ -1,0 +1,44 @@
+"""Engines on a node of their own: the run has the bits of one in which they share the trainer's.
+
+Nodes are pods of a Kubernetes API server on loopback, which runs them as processes of this machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.test_engine_faults import IN_FIRST_ROLLOUT, kill_within
+from tests.end_to_end.test_kubernetes import folder_of_pods
+from tests.support.interruptions import (
+    assert_gone,
+    assert_same_training,
+    attempts_of,
+    rank_process,
+    start,
+)
+from tests.support.kubernetes_server import KubernetesServer
+from tests.support.workflow_runs import FAST, WorkflowFolder
+
+pytestmark = pytest.mark.slow
+APART = FAST | {"engine.own_nodes": 1, "launch.preflight": "false"}
+
+
+def test_the_bits_are_those_of_engines_on_the_trainers_node(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    """An engine that dies in a rollout starts again on its node; a rank that dies takes all along; then it resumes."""
+    with KubernetesServer(tmp_path) as server:
+        run = folder_of_pods(server, undisturbed.store, APART, nodes=2)
+        driver = start(run, "train_grpo")
+        kill_within(driver, IN_FIRST_ROLLOUT)
+        driver.wait_for_file("checkpoints/step_000002")
+        rank_process(run, 0).kill()
+        code, output = driver.finish()
+        assert code == 0, output[-4000:]
+        assert_gone(run)
+    assert_same_training(run, undisturbed)
+    killed, done = attempts_of(run)
+    assert "on node-0: trainer rank 0 was ended by SIGKILL" in killed["reason"]
+    assert (done["reason"], done["nodes"]) == ("done", ["node-0", "node-1"])
+    attempt = run.run_folder / "train" / "attempts" / "001"
+    assert "it starts again" in (attempt / "node-node-1.log").read_text()
+    assert sorted(path.name for path in attempt.glob("[et]*.log")) == ["engine0.log", "trainer0.log"]
