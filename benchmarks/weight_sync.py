@@ -31,8 +31,9 @@ from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
+from posttrain.engines.in_sglang.posttrain_plugin.changes import TOLD_BYTES, change, changes
 from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of, size_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.planner.resolve import resolve
 from posttrain.planner.timing.decoding import decode_step_seconds, prefill_seconds
@@ -45,6 +46,7 @@ from posttrain.weight_sync.publish import served_format
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 # Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
 ROWS, COLUMNS, PARTS, ROUNDS, REPEATS = 2048, 6144, 8, 8, 5
+CHANGED = 0.02
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 EXPERT = re.compile(r"experts\.(\d+)\.")
 GB = 1e9
@@ -65,6 +67,10 @@ def main() -> None:
     report("share of memcpy's rate of one sender and one receiver", rate / copied, 0.1, at_least=True)
     report("GB that an engine rank of GLM-5 gets, over what it keeps", received(letters, held), 1.05)
     report("seconds in which a rank decides who sends what of GLM-5, once", seconds, 30)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        share, found, written = measure_changes(dtype)
+        print(f"{dtype}, 2 % of it changed: found at {found:.2f} GB/s, written at {written:.2f} GB/s of the part")
+        report(f"share of a part's bytes, {dtype}, 2 % of it changed", share, 0.1)
     show_prime_rl(found := simulate_prime_rl())
     show_apart(config, letters, rate * GB, found.beside)
 
@@ -164,6 +170,28 @@ def measure_pair() -> tuple[float, float]:
         target.copy_(source)
         copies.append(len(source) / GB / (time.perf_counter() - started))
     return statistics.median(rates), statistics.median(copies)
+
+
+def measure_changes(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return the share of a part's bytes that its changes take, and GB/s of finding and of writing them; medians."""
+    torch.set_num_threads(1)
+    old = torch.randint(0, 256, (ROWS, COLUMNS * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    bits = old.clone().view(torch.uint8)
+    changed = torch.rand(ROWS, COLUMNS) < CHANGED
+    bits[:, :: dtype.itemsize][changed] ^= 1
+    new, finding, writing = bits.view(dtype), [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        found = changes(new, old)
+        finding.append(old.nbytes / GB / (time.perf_counter() - started))
+        assert found is not None
+        part, started = old.clone(), time.perf_counter()
+        fits = change(part, *found)
+        writing.append(old.nbytes / GB / (time.perf_counter() - started))
+        assert fits
+        assert torch.equal(part.view(torch.uint8), bits)
+    size = sum(size_of(1, piece.shape[1], piece.element_size()) for piece in found) + TOLD_BYTES
+    return size / old.nbytes, statistics.median(finding), statistics.median(writing)
 
 
 def _send(place: str) -> list[float]:

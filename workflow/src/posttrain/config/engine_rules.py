@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, prefill_gpus, world_size
+from posttrain.config.derived import engine_gpus, prefill_gpus, takes_turns, weight_transport, world_size
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 
@@ -98,6 +98,17 @@ def _transport(config: Config) -> Problems:
         yield Problem("engine.weight_transport", "sharded", allowed, "set engine.weight_transport=tensor")
 
 
+def _deltas(config: Config) -> Problems:
+    key, remedy = "engine.weight_deltas", "set engine.weight_deltas=false"
+    if not config.engine.weight_deltas:
+        return
+    if (way := weight_transport(config)) != "sharded":
+        yield Problem(key, f"true, with engine.weight_transport={way}", "engine.weight_transport=sharded", remedy)
+    elif takes_turns(config):
+        allowed = "engines that keep their weights: those that sleep forget them, and every update brings all of them"
+        yield Problem(key, "true", allowed, f"{remedy}, or engine.sleep=never where both fit at a time")
+
+
 def _world_sizes(config: Config) -> list[tuple[str, int]]:
     sizes = [("engine.gpus_per_engine", config.engine.gpus_per_engine)]
     if config.engine.pd.num_prefill_engines:
@@ -117,5 +128,6 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _disaggregation,
     _deepep_buffers,
     _transport,
+    _deltas,
     _determinism,
 )

@@ -2,7 +2,7 @@
 
 Trainer and engines share the GPUs. Who is awake comes from the table of `sizing.phases`. Host memory keeps a place for
 all of the trainer that sleeps at times; gradients are dropped, and so are engines' weights, which come anew with every
-update. Per phase and rank:
+update, or are kept there as they were sent last (`engine.weight_deltas`). Per phase and rank:
 
     engine weights    of the engine, and its own work
     engine cache      KV pool
@@ -12,7 +12,8 @@ update. Per phase and rank:
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`), and what kernels keep
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
-    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision
+    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision; where only
+                      changes are sent, the last update's copy of a tensor, and where it differs
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
@@ -55,6 +56,8 @@ from posttrain.planner.sizing.unseen import unseen_terms
 
 # Master weights and moments: FP32.
 STATE_BYTES = 4
+# Places of as many changes as are looked for at a time, eight 64-bit numbers each (`posttrain_plugin.changes`).
+PLACES_BYTES = 64 << 22
 # The others hold part of what one of these holds.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")
@@ -173,9 +176,21 @@ class _Plan:
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage)
         host = {} if everything else self._on_host(stage)
+        if self._sends_changes:
+            elements = stage.weights_bytes / BYTES[self.config.trainer.params_dtype].weight
+            (gpu if everything else host)["sent_weights"] = self._sent_bytes * elements / GIB
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
+
+    @property
+    def _sends_changes(self) -> bool:
+        return self.config.engine.weight_deltas and uses_engines(self.config)
+
+    @property
+    def _sent_bytes(self) -> int:
+        """Of a number, at most."""
+        return 4 if self.config.engine.dtype == "float32" else 2
 
     @cached_property
     def _reserve(self) -> float:
@@ -197,7 +212,11 @@ class _Plan:
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
-            return {"sync_bucket": 2 * update_bytes_at_once(config) / GIB}
+            work = {"sync_bucket": 2 * update_bytes_at_once(config) / GIB}
+            if self._sends_changes:
+                largest = self._sent_bytes * max(largest_weights(config, stage.stage))
+                work["sync_changes"] = (largest + PLACES_BYTES) / GIB
+            return work
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
