@@ -4,29 +4,41 @@
 
 Measured: one process quantises nothing and sends parts of matrices to another, which writes them where they belong, by
 the way that a training takes (`posttrain_plugin.exchange`); beside it, one `memcpy` of as many bytes. Counted: what
-each of 128 trainer ranks sends of GLM-5 to one engine of 64 ranks, whose attention is data-parallel. What follows is
-a forecast, of host memory and of the network's rate by the hardware's table.
+each of 128 trainer ranks sends of GLM-5 to two engines of 64 ranks, whose attention is data-parallel. Simulated
+(`benchmarks.update_simulation`): how long that takes where engines have 16 nodes of their own, through the host's
+memory as it is built, and from GPU to GPU; and what is published of prime-rl.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import re
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from benchmarks import update_simulation as published
 from benchmarks.claims import report
+from benchmarks.update_simulation import PrimeRl, between_gpus, prime_rl, proof_seconds, seconds_of, through_host
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.checkpoint.param_names import expected_tensors
+from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.changes import TOLD_BYTES, change, changes
+from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet, message_of, size_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.planner.resolve import resolve
+from posttrain.planner.timing.decoding import decode_step_seconds, prefill_seconds
+from posttrain.planner.timing.rates import PROMPT_TOKENS, SHARD_BYTES_PER_SECOND, TOLERANCE
+from posttrain.planner.timing.step_time import engine_of, sync_seconds
 from posttrain.weight_sync.holdings import HeldPart
 from posttrain.weight_sync.letters import Letter, plan_letters, spread
 from posttrain.weight_sync.publish import served_format
@@ -34,6 +46,7 @@ from posttrain.weight_sync.publish import served_format
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 # Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
 ROWS, COLUMNS, PARTS, ROUNDS, REPEATS = 2048, 6144, 8, 8, 5
+CHANGED = 0.02
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 EXPERT = re.compile(r"experts\.(\d+)\.")
 GB = 1e9
@@ -45,15 +58,100 @@ def main() -> None:
     print(f"one sender, one receiver: {rate:.2f} GB/s of parts packed, sent and written; memcpy {copied:.2f} GB/s")
     config = resolve({"model": "glm5", "nodes": 16, "site": "local"}, CONFIG_DIR).config
     started = time.process_time()
-    held, holders = layout_of(config, senders=128, stages=4, cut=4, receivers=64)
+    held, holders = layout_of(config, senders=128, stages=4, cut=4, receivers=64, engines=2)
     letters = plan_letters(held, holders, update_bytes_at_once(config))
     seconds = time.process_time() - started
     total, most = totals(letters)
-    print(f"GLM-5, 128 to 64 ranks: {len(letters)} letters decided in {seconds:.1f} s, {total / GB:,.0f} GB, ", end="")
+    print(f"GLM-5, 128 to 128 ranks: {len(letters)} letters decided in {seconds:.1f} s, {total / GB:,.0f} GB, ", end="")
     print(f"the busiest sends {most / GB:.1f} GB, {spread(letters, 128):.2f} of the mean")
     report("share of memcpy's rate of one sender and one receiver", rate / copied, 0.1, at_least=True)
     report("GB that an engine rank of GLM-5 gets, over what it keeps", received(letters, held), 1.05)
     report("seconds in which a rank decides who sends what of GLM-5, once", seconds, 30)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        share, found, written = measure_changes(dtype)
+        print(f"{dtype}, 2 % of it changed: found at {found:.2f} GB/s, written at {written:.2f} GB/s of the part")
+        report(f"share of a part's bytes, {dtype}, 2 % of it changed", share, 0.1)
+    show_prime_rl(found := simulate_prime_rl())
+    show_apart(config, letters, rate * GB, found.beside)
+
+
+def simulate_prime_rl() -> PrimeRl:
+    """Simulate an update of prime-rl: GLM-5.2 in BF16, each tensor cut by rows among ranks that also share the experts.
+
+    Their ranks have a 64th of each tensor. Here eight have an eighth, and send what is a 64th of it in the end.
+    """
+    asked = {"model": "glm5.2", "nodes": 16, "site": "local", "set": "rollout.fp8=false"}
+    config = resolve(asked, CONFIG_DIR).config
+
+    def of_engine(num_ranks: int) -> list[Letter]:
+        return plan_letters(*layout_of(config, senders=64, stages=1, cut=8, receivers=num_ranks), round_bytes=1 << 40)
+
+    return prime_rl(config.hardware, of_engine)
+
+
+def show_prime_rl(found: PrimeRl) -> None:
+    """Print what is simulated of prime-rl beside what is published, and claims."""
+    rows = (
+        ("GB that an engine rank fetches", found.bytes / GB, published.BYTES / GB),
+        ("seconds in which it has fetched them", found.fetched, published.FETCHED),
+        ("seconds of the engines' update", found.update, published.UPDATE),
+        ("seconds of all, its pause as published", found.update + published.PAUSE, published.ALL),
+    )
+    print(f"prime-rl; of the update {found.beside:.2f} s are what EP16 takes beside fetching and loading")
+    for name, ours, theirs in rows:
+        print(f"    {name:40}{ours:8.3f}, published {theirs:.3f}")
+    for name, ours, theirs in rows:
+        report(f"prime-rl, {name}: simulated, off by", abs(ours / theirs - 1), 0.2)
+
+
+def show_apart(config: Config, letters: list[Letter], rate: float, beside: float) -> None:
+    """Print how long GLM-5's update takes on 16 nodes of a trainer and 16 of engines, and claims.
+
+    Args:
+        config: Of GLM-5.
+        letters: To two engines of 64 ranks.
+        rate: Through the host, measured.
+        beside: Seconds that an update takes beside sending, prime-rl's.
+    """
+    kernels = kernels_of_a_part()
+    ways = {
+        "from GPU to GPU, which is not built": between_gpus(config.hardware, kernels),
+        "through the host's memory": through_host(rate, kernels),
+    }
+    engine = engine_of(config)
+    ranks = engine.prefill_gpus or engine.num_gpus
+    proof = proof_seconds(letters, kernels)
+    token = prefill_seconds(engine, ranks, PROMPT_TOKENS) + decode_step_seconds(engine, ranks, PROMPT_TOKENS)
+    print(f"GLM-5 on 16 + 16 nodes: {proof:.2f} s of digests, {token:.2f} s to a first token")
+    sent = {name: seconds_of(letters, way) for name, way in ways.items()}
+    for name, seconds in sent.items():
+        first = seconds + beside + proof + token
+        print(f"    {name:40}{seconds:8.2f} + {beside:.2f} s; the first token after {first:.2f}")
+    for name, seconds in sent.items():
+        report(f"GLM-5 on 16 + 16 nodes, {name}: seconds of the engines' update", seconds + beside, 4)
+        report(f"GLM-5 on 16 + 16 nodes, {name}: seconds to the first token", seconds + beside + proof + token, 6)
+    planned = sync_seconds(config, math.inf) * SHARD_BYTES_PER_SECOND / rate
+    report("seconds through the host's memory by the plan, off by", abs(planned / [*sent.values()][-1] - 1), TOLERANCE)
+
+
+def kernels_of_a_part() -> int:
+    """Return the kernels that quantise a part and digest its codes, counted."""
+    matrix, digester = torch.zeros(256, 256, dtype=torch.bfloat16), Digester(bytes(32), 256, 256)
+    digester.part(torch.zeros(256, 256, dtype=torch.int8))
+    with _Counted() as counted:
+        digester.part(quantize_block(matrix)[0])
+    return counted.number
+
+
+class _Counted(TorchDispatchMode):
+    """Counts what makes tensors or changes them; views cost no kernel."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns)
+        self.number += not is_view
+        return func(*args, **kwargs or {})
 
 
 def measure_pair() -> tuple[float, float]:
@@ -72,6 +170,28 @@ def measure_pair() -> tuple[float, float]:
         target.copy_(source)
         copies.append(len(source) / GB / (time.perf_counter() - started))
     return statistics.median(rates), statistics.median(copies)
+
+
+def measure_changes(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return the share of a part's bytes that its changes take, and GB/s of finding and of writing them; medians."""
+    torch.set_num_threads(1)
+    old = torch.randint(0, 256, (ROWS, COLUMNS * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    bits = old.clone().view(torch.uint8)
+    changed = torch.rand(ROWS, COLUMNS) < CHANGED
+    bits[:, :: dtype.itemsize][changed] ^= 1
+    new, finding, writing = bits.view(dtype), [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        found = changes(new, old)
+        finding.append(old.nbytes / GB / (time.perf_counter() - started))
+        assert found is not None
+        part, started = old.clone(), time.perf_counter()
+        fits = change(part, *found)
+        writing.append(old.nbytes / GB / (time.perf_counter() - started))
+        assert fits
+        assert torch.equal(part.view(torch.uint8), bits)
+    size = sum(size_of(1, piece.shape[1], piece.element_size()) for piece in found) + TOLD_BYTES
+    return size / old.nbytes, statistics.median(finding), statistics.median(writing)
 
 
 def _send(place: str) -> list[float]:
@@ -109,7 +229,7 @@ Holders = dict[str, dict[Box, list[int]]]
 
 
 def layout_of(
-    config: Config, senders: int, stages: int, cut: int, receivers: int
+    config: Config, senders: int, stages: int, cut: int, receivers: int, engines: int = 1
 ) -> tuple[list[list[HeldPart]], Holders]:
     """Return what each engine rank keeps, and which trainer ranks have what.
 
@@ -118,7 +238,8 @@ def layout_of(
         senders: Trainer ranks, in stages of consecutive ones.
         stages: Of the pipeline.
         cut: Tensor-parallel ranks of a stage; experts are spread over all of it.
-        receivers: Engine ranks: each has all of attention, and its share of the experts.
+        receivers: Ranks of an engine: each has all of attention, and its share of the experts.
+        engines: All alike.
     """
     arch, served = config.model.architecture, served_format(config)
     held: list[list[HeldPart]] = [[] for _ in range(receivers)]
@@ -147,7 +268,7 @@ def layout_of(
                 ]
                 for i in range(num_cuts)
             }
-    return held, holders
+    return held * engines, holders
 
 
 def totals(letters: list[Letter]) -> tuple[int, int]:

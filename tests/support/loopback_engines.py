@@ -86,7 +86,7 @@ class LoopbackEngines:
         self.engines = [[EngineRank(parts) for parts in held] for _ in range(num_engines)]
         self._threads = ThreadPoolExecutor(num_engines * num_ranks)
         self._names = [*tensors]
-        self.version = -1
+        self.version, self._refused = -1, ""
 
     @property
     def ranks(self) -> list[EngineRank]:
@@ -96,6 +96,9 @@ class LoopbackEngines:
         self.version = -1
 
     async def end_received(self, version: int) -> None:
+        if refused := self._refused:
+            self._refused = ""
+            raise RuntimeError(refused)
         self.version = version
 
     async def ask_ranks(
@@ -120,16 +123,19 @@ class LoopbackEngines:
     def _digests(self, rank: EngineRank, number: int, key: str) -> str:
         return pack([as_text(digest) for digest in rank.digests(key)])
 
-    def _join(
-        self, rank: EngineRank, number: int, place: Any, size: int, senders: int, seconds: float, first_rank: int
-    ) -> str:
+    def _join(self, rank: EngineRank, number: int, place: Any, size: int, first_rank: int, **order: Any) -> str:
+        seconds, senders = order["seconds"], order["senders"]
         rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds)
-        rank.receiver = Receiver(rank.channel, range(senders))
+        rank.receiver = Receiver(rank.channel, range(senders), order["changes"])
         return ""
 
     def _receive(self, rank: EngineRank, number: int) -> str:
         assert rank.receiver
-        return str(rank.receiver.receive(rank.views))
+        try:
+            return str(rank.receiver.receive(rank.views))
+        except ValueError as error:  # told when all have answered
+            self._refused = str(error)
+            return ""
 
 
 def _kept_as(dtype: str, as_numbers: bool, drawn: random.Random) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
@@ -37,6 +38,8 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     from posttrain.weight_sync.sharded import ShardedTransfer
 
     config = test_config(TRAINED, **request["parallel"])
+    sends_changes = request["changed_every"] > 0
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, weight_deltas=sends_changes))
     initialize(config)
     policy = build_policy(config)
     weights, tensors = HubWeights(policy.chunks, TRAINED), random_tensors(TRAINED, 3)
@@ -47,6 +50,13 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     with asyncio.Runner() as runner:
         transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 16)
         transfer.send(1)
+        transfer.settle()
+        if sends_changes:
+            for tensor in tensors.values():  # other signs: no scale changes
+                tensor.view(-1)[:: request["changed_every"]] *= -1
+            fill(weights, tensors)
+            _, held = as_served(weights, tensors, request["strategy"])
+        first = transfer.num_sent
         dist.barrier()
         started = time.process_time()
         transfer.send(2)
@@ -54,6 +64,8 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     ranks = engines.ranks if engines else []
     told = {
         "sent": gather_plain(transfer.num_sent),
+        "sent_first": gather_plain(first),
+        "told": gather_plain(16 * sum(len(of_round) for of_round in transfer._rounds)),
         "seconds": gather_plain(seconds),
         "received": [rank.channel.num_received for rank in ranks],
         "kept": [rank.num_bytes for rank in ranks],

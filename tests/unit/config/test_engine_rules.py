@@ -32,6 +32,8 @@ VIOLATIONS = (
     ("tiny_qwen3", "algorithm.routing_replay=true", "algorithm.routing_replay"),
     ("glm5", "engine.deterministic=true", "engine.deterministic"),
     ("tiny", "engine.weight_transport=sharded", "engine.weight_transport"),
+    ("tiny", "engine.weight_deltas=true", "engine.weight_deltas"),
+    ("glm5", "engine.weight_deltas=true", "engine.weight_deltas"),
     ("tiny", PREFILL, "engine.pd.num_prefill_engines"),
     # 128 GPUs are taken by one engine that decodes and one that prefills
     ("glm5", "engine.num_engines=2", "engine.pd.num_prefill_engines"),
@@ -63,6 +65,14 @@ def test_every_rule_is_broken_once(monkeypatch):
 
 def test_the_largest_drafts_that_deepep_takes_are_allowed():
     merge({"model": "glm5", "site": "local", "set": "engine.mtp_steps=3 engine.graph_batch_size=256"}, CONFIG_DIR)
+
+
+def test_changes_alone_may_go_to_engines_that_keep_their_weights():
+    keep = "engine.weight_deltas=true engine.sleep=never"
+    merge({"model": "glm5", "site": "local", "set": keep}, CONFIG_DIR)
+    by_rank_0 = f"{keep} engine.weight_transport=tensor"
+    with pytest.raises(ConfigError, match=r"engine\.weight_transport=sharded"):
+        merge({"model": "glm5", "site": "local", "set": by_rank_0}, CONFIG_DIR)
 
 
 def test_the_published_recipe_can_be_trained():

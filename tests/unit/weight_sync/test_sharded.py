@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.loopback_engines import LoopbackEngines
@@ -22,22 +23,34 @@ LAYOUTS = {
 
 
 def test_eight_ranks_send_each_byte_once(tmp_path: Path) -> None:
-    requests = []
-    for number, parallel in enumerate(LAYOUTS.values()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        requests.append(
-            {"ranks": 8, "engine_ranks": 4, "parallel": parallel, "strategy": "block", "folder": str(folder)}
-        )
-    run_gangs("sharded_ranks", {"requests": requests})
-    for request in requests:
-        told = json.loads((Path(request["folder"]) / "told.json").read_text())
+    for told in _transfers(tmp_path, changed_every=0):
         assert told["wrong"] == 0
         assert sum(told["sent"]) == sum(told["received"])
         # Two transfers; parts are aligned.
         for received, kept, parts in zip(told["received"], told["kept"], told["parts"], strict=True):
             assert received <= 2 * (1.05 * kept + 8 * parts * ALIGNMENT_BYTES)
         assert max(told["sent"]) <= 1.2 * sum(told["sent"]) / 8, told["sent"]
+
+
+def test_eight_ranks_send_what_has_changed(tmp_path: Path) -> None:
+    for told in _transfers(tmp_path, changed_every=50):
+        assert told["wrong"] == 0
+        assert sum(told["sent"]) == sum(told["received"])
+        whole = sum(told["sent_first"]) - sum(told["told"])
+        changed = sum(told["sent"]) - sum(told["sent_first"]) - sum(told["told"])
+        assert 0 < changed < 0.1 * whole
+
+
+def _transfers(folder: Path, changed_every: int) -> list[dict[str, Any]]:
+    """Return what ranks of each layout tell of two transfers; every so many numbers change in between."""
+    requests = []
+    for number, parallel in enumerate(LAYOUTS.values()):
+        own = folder / str(number)
+        own.mkdir()
+        request = {"ranks": 8, "engine_ranks": 4, "parallel": parallel, "strategy": "block", "folder": str(own)}
+        requests.append({**request, "changed_every": changed_every})
+    run_gangs("sharded_ranks", {"requests": requests})
+    return [json.loads((Path(request["folder"]) / "told.json").read_text()) for request in requests]
 
 
 def test_every_number_comes_from_one_that_has_it_and_the_busiest_is_spared() -> None:

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support.fault_parts import Count
 from tests.support.loopback_engines import LoopbackEngines
 from tests.support.megatron_layouts import as_served, received_otherwise
 from tests.support.megatron_single import test_config
 from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend import conftest as one_rank
+
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import TELLING
+from posttrain.planner.sizing.memory import GIB
+from posttrain.planner.sizing.memory_phases import phase_memory
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 STRATEGY, ROUND_BYTES = "block", 1 << 14
@@ -54,7 +59,8 @@ def dropped(message: torch.Tensor, place: Place, before: Any, drawn: random.Rand
 def repeated(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
     """Another round's message comes again."""
     other = before[drawn.choice([known for known in before if known != place])]
-    message[: len(other)] = other[: len(message)]
+    shared = min(len(other), len(message))
+    message[:shared] = other[:shared]
     return message
 
 
@@ -81,19 +87,23 @@ class Wire:
         self._channel = channel
         self.before: dict[Place, torch.Tensor] = {}
         self.spoil: tuple[Spoil, Place, random.Random] | None = None
+        self.spoils_telling = False
 
     @property
     def num_received(self) -> int:
         return self._channel.num_received
 
-    def begin(self, sent: Any, sizes: Any, number: int) -> Spoiled:
-        return Spoiled(self, self._channel.begin(sent, sizes, number), number)
+    def begin(self, sent: Any, sizes: Any, number: int) -> Any:
+        begun = self._channel.begin(sent, sizes, number)
+        return begun if number >= TELLING and not self.spoils_telling else Spoiled(self, begun, number)
 
     def came(self, place: Place, message: torch.Tensor) -> torch.Tensor | None:
         """Return what a receiver gets of a message."""
         came = message.clone()
         if self.spoil and self.spoil[1] == place:
-            message = self.spoil[0](message, place, self.before, self.spoil[2])
+            spoiled = self.spoil[0](message, place, self.before, self.spoil[2])
+            # As many bytes come as a receiver awaits.
+            message = spoiled if spoiled is None else F.pad(spoiled, (0, len(came) - len(spoiled)))
         self.before[place] = came
         return message
 
@@ -112,17 +122,29 @@ class Spoiled:
 
 
 class Transfers:
-    """A trainer of one rank, and two ranks of an engine whose messages can be spoiled."""
+    """A trainer of one rank, and two ranks of an engine whose messages can be spoiled.
 
-    def __init__(self, policy: Any, weights: Any, runner: asyncio.Runner, seconds: float = 60.0):
+    Args:
+        policy: The trainer's.
+        weights: Its.
+        runner: An event loop.
+        seconds: Within which others have to answer.
+        share: Of the numbers that an update changes, and brings alone; None: it changes and brings all of them.
+    """
+
+    def __init__(
+        self, policy: Any, weights: Any, runner: asyncio.Runner, seconds: float = 60.0, share: float | None = None
+    ):
         from posttrain.checkpoint.quantization.fp8 import Fp8Format
         from posttrain.megatron_backend.served_values import ServedValues
         from posttrain.weight_sync.holdings import Holdings
         from posttrain.weight_sync.proof import WeightProof
         from posttrain.weight_sync.sharded import ShardedTransfer
 
-        engine = dataclasses.replace(policy.config.engine, request_timeout_seconds=seconds)
-        config = dataclasses.replace(policy.config, engine=engine)
+        sends_changes = share is not None
+        engine = dataclasses.replace(policy.config.engine, request_timeout_seconds=seconds, weight_deltas=sends_changes)
+        self.share = share
+        self.config = config = dataclasses.replace(policy.config, engine=engine)
         self.weights, self.version, values = weights, 0, ServedValues(weights, Fp8Format(STRATEGY))
         sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
         self.engines = LoopbackEngines(sent, 1, 2)
@@ -136,12 +158,24 @@ class Transfers:
         self.publish()
 
     def publish(self) -> None:
-        """Change all weights, send them, and have them proven."""
+        """Change weights, send them, and have them proven."""
         self.version += 1
-        for shard in self.weights.shards:
-            shard.values.mul_(-1.01 if self.version % 2 else -1 / 1.01)
+        for number, shard in enumerate(self.weights.shards):
+            if self.share is None:
+                shard.values.mul_(-1.01 if self.version % 2 else -1 / 1.01)
+            else:  # other signs: no scale changes
+                drawn = torch.Generator().manual_seed(1000 * self.version + number)
+                where = torch.rand(shard.values.shape, generator=drawn) < self.share
+                shard.values[where] = -shard.values[where]
         self.transfer.send(self.version)
         self.proof.check(self.version)
+        self.transfer.settle()
+
+    def num_sent(self) -> int:
+        """Update once, and return what was sent."""
+        before = self.transfer.num_sent
+        self.publish()
+        return self.transfer.num_sent - before
 
     def publish_spoiled(self, spoil: Spoil, drawn: random.Random) -> bool:
         """Spoil one message of it, and tell whether that was noticed."""
@@ -171,25 +205,28 @@ def trainer(checkpoint, make_policy) -> tuple[Any, Any]:
     return policy, HubWeights(policy.chunks, TRAINED)
 
 
-def spoil_many(trainer: tuple[Any, Any], spoil: Spoil, number: int, seed: int) -> int:
+def spoil_many(trainer: tuple[Any, Any], spoil: Spoil, number: int, seed: int, share: float | None = None) -> int:
     """Spoil so many transfers in one way; returns how many of them spoiled nothing, which is looked at."""
     drawn, harmless = random.Random(seed), 0
     with asyncio.Runner() as runner:
-        transfers = Transfers(*trainer, runner)
+        transfers = Transfers(*trainer, runner, share=share)
         assert transfers.num_wrong == 0
         for index in range(number):
             was_noticed = transfers.publish_spoiled(spoil, drawn)
             if not was_noticed or index < 5:
                 assert was_noticed == (transfers.num_wrong > 0), f"{spoil.__name__}, number {index}"
             harmless += not was_noticed
+            if was_noticed and share is not None:
+                transfers.publish()  # everything; the next one brings changes again
         transfers.publish()  # and nothing of it is left
         assert transfers.num_wrong == 0
     return harmless
 
 
+@pytest.mark.parametrize("share", [None, 0.05])
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
-def test_a_spoiled_message_is_noticed(trainer, spoil: Spoil) -> None:
-    assert spoil_many(trainer, spoil, 3, seed=1) < 3
+def test_a_spoiled_message_is_noticed(trainer, spoil: Spoil, share: float | None) -> None:
+    assert spoil_many(trainer, spoil, 3, seed=1, share=share) < 3
 
 
 @pytest.mark.faults("transfer")
@@ -198,8 +235,18 @@ def test_ten_thousand_spoiled_messages_are_noticed(trainer, count: Count) -> Non
     step = 100
     for number in range(len(count.rows), 10_000 // step + 1):
         spoil = SPOILED[number % len(SPOILED)]
-        harmless = spoil_many(trainer, spoil, step, seed=100 + number)
-        count.add([{"kind": spoil.__name__, "spoiled": step - harmless, "harmless": harmless}])
+        share = 0.05 if number % 10 == 9 else None
+        harmless = spoil_many(trainer, spoil, step, seed=100 + number, share=share)
+        count.add(
+            [
+                {
+                    "kind": spoil.__name__,
+                    "changes alone": share is not None,
+                    "spoiled": step - harmless,
+                    "harmless": harmless,
+                }
+            ]
+        )
     assert sum(row["spoiled"] for row in count.rows) > 9_000
 
 
@@ -253,3 +300,61 @@ class _Dying:
         if number == self._rounds:
             raise DiesError("a member has ended")
         return self._channel.begin(sent, sizes, number)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_changes_bring_what_all_of_it_would_bring(trainer, share: float) -> None:
+    """The same bits, update after update: a part whose changes take more than itself comes whole."""
+    with asyncio.Runner() as runner:
+        whole = Transfers(*trainer, runner).num_sent()
+        transfers = Transfers(*trainer, runner, share=share)
+        for _ in range(4):
+            sent = transfers.num_sent()
+            assert transfers.num_wrong == 0
+        planned = max(row.gpu["sent_weights"] for row in phase_memory(transfers.config))
+        assert 0 < transfers.transfer._sent.num_bytes <= planned * GIB
+        tellings = 16 * sum(len(of_round) for of_round in transfers.transfer._rounds)
+        if share <= 0.02:
+            assert sent - tellings < 0.1 * whole, "of small parts"
+        else:
+            assert sent - tellings <= whole
+
+
+def test_after_a_fault_or_a_new_engine_everything_comes(trainer) -> None:
+    with asyncio.Runner() as runner:
+        whole = Transfers(*trainer, runner).num_sent()
+        transfers = Transfers(*trainer, runner, share=0.01)
+        assert transfers.num_sent() < whole / 4
+        assert transfers.publish_spoiled(forged, random.Random(2))
+        assert transfers.num_sent() > whole, "and what is told of it"
+        assert transfers.num_wrong == 0
+        assert transfers.num_sent() < whole / 4
+        transfers.transfer.forget()
+        assert transfers.num_sent() > whole
+        assert transfers.num_wrong == 0
+
+
+def test_changes_of_other_weights_are_noticed(trainer) -> None:
+    """An engine has something else than what was sent to it: once everything has come, it is right again."""
+    with asyncio.Runner() as runner:
+        transfers = Transfers(*trainer, runner, share=0.01)
+        view = max(transfers.engines.ranks[0].views, key=torch.Tensor.numel)
+        view[0, 0] = 1.5
+        with pytest.raises(RuntimeError, match="engines hold other weights"):
+            transfers.publish()
+        transfers.publish()
+        assert transfers.num_wrong == 0
+
+
+def test_a_spoiled_announcement_is_noticed(trainer) -> None:
+    drawn = random.Random(3)
+    for spoil in (flipped, forged):
+        with asyncio.Runner() as runner:
+            transfers = Transfers(*trainer, runner, seconds=1.0, share=0.05)
+            for wire in transfers.wires:
+                wire.spoils_telling = True
+            transfers.publish()
+            for wire in transfers.wires:
+                wire.before = {place: message for place, message in wire.before.items() if place[0] >= TELLING}
+            assert transfers.publish_spoiled(spoil, drawn)
+            assert transfers.engines.version == -1

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import Resolved
+from posttrain.engines.in_sglang.posttrain_plugin.changes import AT_ONCE
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_layout import engines_by_gpu
 from posttrain.launch.placement import engines_on_node
@@ -247,6 +248,19 @@ def test_who_never_sleeps_is_planned_beside_the_other_and_refused_where_both_do_
     small = resolved("glm5_4layer", set="engine.mem_fraction_static=0.5 engine.sleep=never").config
     on_cpu = resolved("tiny", set="engine.sleep=never").config
     assert find_problems(small) == find_problems(on_cpu) == []
+
+
+def test_what_was_sent_is_kept_in_host_memory_where_changes_are_sent(resolved):
+    never = "engine.mem_fraction_static=0.5 engine.sleep=never"
+    whole = rows_of(resolved("glm5_4layer", set=never).config, 0)
+    config = resolved("glm5_4layer", set=f"{never} engine.weight_deltas=true").config
+    (stage,) = stage_memory(config)
+    for name, row in rows_of(config, 0).items():
+        assert row.host["sent_weights"] == pytest.approx(stage.weights_bytes / GIB), "BF16 at most"
+        assert row.host_gib == pytest.approx(whole[name].host_gib + row.host["sent_weights"])
+        largest = 2 * 154880 * 6144 / config.parallel.tensor_model_parallel_size + 64 * AT_ONCE
+        more = largest / GIB if name == "weight_sync" else 0.0
+        assert row.gpu_gib == pytest.approx(whole[name].gpu_gib + more)
 
 
 def test_on_a_cpu_everything_is_in_host_memory_all_the_time(resolved):

@@ -60,6 +60,11 @@ class Engine:
         "auto",
         choices=("auto", "sharded", "tensor", "disk"),
     )
+    weight_deltas: bool = _doc(
+        "Ranks keep in host memory what they have sent, and send of each part what has changed since, where that is "
+        "less (with weight_transport=sharded, and engines that do not sleep)",
+        False,
+    )
     weight_bucket_mib: int = _doc("Largest bucket of a weight update", 2048, minimum=1)
     start_timeout_seconds: float = _doc("An engine must answer within this", 1800.0, exclusive_minimum=0)
     request_timeout_seconds: float = _doc("A request must be answered within this", 3600.0, exclusive_minimum=0)

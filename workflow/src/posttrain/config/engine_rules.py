@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from posttrain.config.derived import engine_gpus, engine_nodes, prefill_gpus, room_for_engines, uses_engines
+from posttrain.config.derived import (
+    engine_gpus,
+    engine_nodes,
+    prefill_gpus,
+    room_for_engines,
+    takes_turns,
+    uses_engines,
+    weight_transport,
+)
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.readable import counted
@@ -126,6 +134,17 @@ def _own_nodes(config: Config) -> Problems:
         yield Problem("engine.sleep", "always", allowed, "leave it out")
 
 
+def _deltas(config: Config) -> Problems:
+    key, remedy = "engine.weight_deltas", "set engine.weight_deltas=false"
+    if not config.engine.weight_deltas:
+        return
+    if (way := weight_transport(config)) != "sharded":
+        yield Problem(key, f"true, with engine.weight_transport={way}", "engine.weight_transport=sharded", remedy)
+    elif takes_turns(config):
+        allowed = "engines that keep their weights: those that sleep forget them, and every update brings all of them"
+        yield Problem(key, "true", allowed, f"{remedy}, or engine.sleep=never where both fit at a time")
+
+
 def _world_sizes(config: Config) -> list[tuple[str, int]]:
     sizes = [("engine.gpus_per_engine", config.engine.gpus_per_engine)]
     if config.engine.pd.num_prefill_engines:
@@ -146,6 +165,7 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _routing_replay,
     _deepep_buffers,
     _transport,
+    _deltas,
     _determinism,
     _own_nodes,
 )

@@ -19,7 +19,7 @@ GROUPS = (
         4,
         (
             *("activations", "dispatch", "logprobs", "kernels", "fragmentation"),
-            *("served_layer", "sync_bucket", "save_staging"),
+            *("served_layer", "sync_bucket", "sync_changes", "sent_weights", "save_staging"),
         ),
     ),
     ("engine weights", 5, ("engine_weights", "engine_work", "engine_routes")),

@@ -67,6 +67,8 @@ class WeightPublisher:
         self._send(version)
         if self._proof:
             self._proof.check(version)
+        if self._sharded:
+            self._sharded.settle()
 
     def meet_again(self) -> None:
         """Let the next update begin with engines of which one is another process now."""

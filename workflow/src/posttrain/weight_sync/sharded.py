@@ -2,6 +2,7 @@
 
 What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
 into flat messages and passes them on (`posttrain_plugin.exchange`); engines write them where their own loading would.
+With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_plugin.changes`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import torch.distributed as dist
 
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Round, meet, message_of
+from posttrain.engines.in_sglang.posttrain_plugin.changes import ALL_OF_IT, Told, changes
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import (
+    TELLING,
+    Channel,
+    Round,
+    meet,
+    message_of,
+    telling_of,
+)
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.tensor_payload import NamedTensors
 from posttrain.errors import CheckpointError
@@ -52,6 +61,8 @@ class ShardedTransfer:
         self._round_bytes = round_bytes or update_bytes_at_once(config)
         self._channel: Channel | None = None
         self._rounds: list[list[Letter]] = []
+        self._sent = Sent() if config.engine.weight_deltas else None
+        self._is_held = False
 
     @property
     def num_sent(self) -> int:
@@ -59,8 +70,12 @@ class ShardedTransfer:
         return self._channel.num_sent if self._channel else 0
 
     def forget(self) -> None:
-        """Leave the engines' group; the next update begins with another one."""
-        self._channel = None
+        """Leave the engines' group; the next update begins with another one, and brings everything."""
+        self._channel, self._is_held = None, False
+
+    def settle(self) -> None:
+        """Know that engines hold what was sent last: the next update may bring what has changed since."""
+        self._is_held = True
 
     def send(self, version: int, besides: Iterable[NamedTensors] = ()) -> None:
         """Bring all engines to the present weights under a version.
@@ -113,7 +128,9 @@ class ShardedTransfer:
         order = {"place": place, "size": size, "senders": num_senders, "seconds": seconds}
         each = [{"first_rank": first} for first in firsts]
         self._beside(
-            client.ask_ranks("join", may_repeat=False, each=each, **order) if client else None,
+            client.ask_ranks("join", may_repeat=False, each=each, changes=self._sent is not None, **order)
+            if client
+            else None,
             lambda: self._join(_store(listener, place, size, seconds), mine, num_senders, size, seconds),
         )
 
@@ -129,18 +146,26 @@ class ShardedTransfer:
     def _send_rounds(self, magnitudes: Magnitudes) -> bool:
         """Send everything that is this rank's to send; returns whether it is finite."""
         assert self._channel
-        first, made = dist.get_world_size(), _Made(self._values, magnitudes)
-        begun: Round | None = None
+        first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
+        self._is_held = False  # until somebody knows again
+        begun: list[Round] = []
         for number, letters in enumerate(self._rounds):
-            by_receiver: dict[int, list[torch.Tensor]] = defaultdict(list)
+            pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
+            told: dict[int, list[Told]] = defaultdict(list)
             for letter in letters:
-                by_receiver[first + letter.receiver].append(made.part(letter))
-            sent = {to: message_of(values, self._channel, number, to) for to, values in by_receiver.items()}
-            if begun:  # was on its way while this one was made
-                begun.wait()
-            begun = self._channel.begin(sent, {}, number)
-        if begun:
-            begun.wait()
+                of_it, parts = made.changes(letter) if self._sent else (ALL_OF_IT, [made.part(letter)])
+                told[first + letter.receiver].append(of_it)
+                pieces[first + letter.receiver] += parts
+            sent = {to: message_of(values, self._channel, number, to) for to, values in pieces.items() if values}
+            for before in begun:  # was on its way while this one was made
+                before.wait()
+            begun = []
+            if self._sent:
+                telling = {to: telling_of(of_them) for to, of_them in told.items()}
+                begun.append(self._channel.begin(telling, {}, TELLING + number))
+            begun.append(self._channel.begin(sent, {}, number))
+        for last in begun:
+            last.wait()
         return made.are_finite()
 
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
@@ -155,16 +180,41 @@ class ShardedTransfer:
         return self._holdings.runner.run(both())
 
 
+class Sent:
+    """What a rank has sent last, in host memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Box, str], torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """In host memory."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def swap(self, key: tuple[str, Box, str], values: torch.Tensor) -> torch.Tensor | None:
+        """Keep values, and return what was kept under their key before, on their device."""
+        if key not in self._kept:
+            self._kept[key] = values.to("cpu", copy=True)
+            return None
+        before = self._kept[key].to(values.device, copy=True)
+        self._kept[key].copy_(values)
+        return before
+
+
 class _Made:
     """What a rank has made of its shards for a transfer; of one tensor at a time.
 
     Args:
         values: What engines have for this rank's shards.
         magnitudes: Of the present weights.
+        sent: What was sent last, where that is kept; it becomes what is sent now.
+        is_held: Engines hold it.
     """
 
-    def __init__(self, values: ServedValues, magnitudes: Magnitudes):
-        self._values, self._magnitudes = values, magnitudes
+    def __init__(self, values: ServedValues, magnitudes: Magnitudes, sent: Sent | None, is_held: bool):
+        self._values, self._magnitudes, self._sent, self._is_held = values, magnitudes, sent, is_held
+        self._before: dict[tuple[str, Box, str], torch.Tensor | None] = {}
+        self._swapped: set[tuple[str, Box, str]] = set()
         self._shards = {
             (name, box): shard for shard in values.shards for name, box in values.boxes(shard.hf_name, shard.where)
         }
@@ -174,17 +224,34 @@ class _Made:
 
     def part(self, letter: Letter) -> torch.Tensor:
         """Return what a letter carries, [rows, columns] in the receiver's type."""
+        return self._made(letter).cut(letter.box).values.to(getattr(torch, letter.dtype))
+
+    def changes(self, letter: Letter) -> tuple[Told, list[torch.Tensor]]:
+        """Return what a letter tells, and carries: what has changed since the last update, or the part."""
+        made, key = self._made(letter), (letter.name, letter.made, letter.dtype)
+        if key not in self._swapped and self._sent is not None:
+            self._swapped.add(key)
+            self._before[key] = self._sent.swap(key, made.values.to(getattr(torch, letter.dtype)))
+        new, before = self.part(letter), self._before.get(key)
+        if not self._is_held or before is None:
+            return ALL_OF_IT, [new]
+        found = changes(new, made._replace(values=before).cut(letter.box).values)
+        if found is None:
+            return ALL_OF_IT, [new]
+        gaps, values = found
+        return Told(values.shape[1], gaps.shape[1]), [gaps, values] if values.shape[1] else []
+
+    def _made(self, letter: Letter) -> ServedPart:
         shard = self._shards[letter.name, letter.made]
         as_codes = letter.dtype == CODES or letter.name != shard.hf_name
         if self._of != shard.hf_name:
-            self._of, self._parts = shard.hf_name, {}
+            self._of, self._parts, self._before = shard.hf_name, {}, {}
         if (letter.name, letter.made, as_codes) not in self._parts:
             for part in self._values.parts(shard, self._magnitudes, as_codes):
                 self._parts[part.name, part.box, as_codes] = part
                 if part.values.dtype != torch.float8_e4m3fn:
                     self._finite.append(torch.isfinite(part.values).all())
-        made = self._parts[letter.name, letter.made, as_codes]
-        return made.cut(letter.box).values.to(getattr(torch, letter.dtype))
+        return self._parts[letter.name, letter.made, as_codes]
 
     def are_finite(self) -> bool:
         """Tell whether all numbers are, and all scales: those of weights that are not are neither."""

@@ -2,7 +2,8 @@
 
 Trainer and engines share the GPUs, unless engines have nodes of their own. Who is awake comes from the table of
 `sizing.phases`. Host memory keeps a place for all of the trainer that sleeps at times; gradients are dropped, and so
-are engines' weights, which come anew with every update. Per phase and rank:
+are engines' weights, which come anew with every update, or are kept there as they were sent last
+(`engine.weight_deltas`). Per phase and rank:
 
     engine weights    of the engine, and its own work
     engine cache      KV pool
@@ -12,7 +13,8 @@ are engines' weights, which come anew with every update. Per phase and rank:
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`), and what kernels keep
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
-    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision
+    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision; where only
+                      changes are sent, the last update's copy of a tensor, and where it differs
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
@@ -58,6 +60,8 @@ from posttrain.planner.sizing.unseen import unseen_terms
 NO_STAGE = -1
 # Master weights and moments: FP32.
 STATE_BYTES = 4
+# Places of as many changes as are looked for at a time, eight 64-bit numbers each (`posttrain_plugin.changes`).
+PLACES_BYTES = 64 << 22
 # The others hold part of what one of these holds; where nobody sleeps a comparison with engines may hold more.
 LARGE_PHASES = ("rollout", "train", "weight_sync")
 WRITING_PHASES = ("rollout", ASLEEP.name, "save")
@@ -193,6 +197,9 @@ class _Plan:
             gpu["optimizer"] = 0.0 if stage.optimizer_on_host else stage.optimizer_bytes / GIB
         gpu |= self._work(phase, stage)
         host = {} if everything else {**self._on_host(stage), "engine_routes": routes[1]}
+        if self._sends_changes:
+            elements = stage.weights_bytes / BYTES[self.config.trainer.params_dtype].weight
+            (gpu if everything else host)["sent_weights"] = self._sent_bytes * elements / GIB
         if phase.name in WRITING_PHASES:
             (gpu if everything else host)["save_staging"] = save_staging_bytes(self.config, stage) / GIB
         return PhaseMemory(phase.name, stage.stage, _present(gpu), _present(host))
@@ -204,6 +211,15 @@ class _Plan:
         if phase.name == "weight_sync":
             gpu |= self._messages()
         return PhaseMemory(phase.name, NO_STAGE, _present(gpu), _present({"engine_routes": on_host}))
+
+    @property
+    def _sends_changes(self) -> bool:
+        return self.config.engine.weight_deltas and uses_engines(self.config)
+
+    @property
+    def _sent_bytes(self) -> int:
+        """Of a number, at most."""
+        return 4 if self.config.engine.dtype == "float32" else 2
 
     @cached_property
     def _reserve(self) -> float:
@@ -232,7 +248,7 @@ class _Plan:
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
-            return self._messages()
+            return self._messages() | self._changes(stage)
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
@@ -243,6 +259,12 @@ class _Plan:
 
     def _messages(self) -> dict[str, float]:
         return {"sync_bucket": 2 * update_bytes_at_once(self.config) / GIB}
+
+    def _changes(self, stage: StageMemory) -> dict[str, float]:
+        if not self._sends_changes:
+            return {}
+        largest = self._sent_bytes * max(largest_weights(self.config, stage.stage))
+        return {"sync_changes": (largest + PLACES_BYTES) / GIB}
 
     def _micro_batch(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config, batch, assumptions = self.config, self.batch, self.assumptions

@@ -58,6 +58,8 @@ NOT_MODELLED = (
     "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
     "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
     "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
+    "weight_sync: digests, and ranks that wait for each other's rounds, with which it takes twice as long in a "
+    "simulation of GLM-5 (`benchmarks/weight_sync.py`)",
     "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
     "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
     "`benchmarks/published_training.py`)",

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .changes import ALL_OF_IT, TOLD_BYTES, Told, change, pieces_of
 from .followed import Box
 
 # Of each piece of a message: all element sizes divide it.
 ALIGNMENT_BYTES = 16
-TABLES = 1 << 20  # a tag that no round has
+# Tags that no round has: of tables, and of what is told before a round comes.
+TABLES, TELLING = 1 << 20, 1 << 19
 ROUNDS_AT_ONCE = 2
 CPU = torch.device("cpu")
 
@@ -140,10 +142,11 @@ class Receiver:
     Args:
         channel: With the trainer.
         senders: Members that may send.
+        changes: Each round is told of before it comes: of parts what has changed may come alone.
     """
 
-    def __init__(self, channel: Channel, senders: Sequence[int]):
-        self._channel = channel
+    def __init__(self, channel: Channel, senders: Sequence[int], changes: bool = False):
+        self._channel, self._changes = channel, changes
         tables = {sender: channel.receive_table(sender).tolist() for sender in senders}
         self._pieces = {sender: [Piece(r, part, Box(*box)) for r, part, *box in tables[sender]] for sender in senders}
         self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
@@ -154,22 +157,36 @@ class Receiver:
 
         Args:
             views: The parts, [rows, columns] each, in their order.
+
+        Raises:
+            ValueError: What came does not fit to the parts.
         """
-        before = self._channel.num_received
+        before, fits = self._channel.num_received, True
         places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
         for sender, pieces in self._pieces.items():
             for piece in pieces:
                 places[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
-        sizes = [{sender: _size_of(targets) for sender, targets in of_round.items()} for of_round in places]
-        begun = [self._channel.begin({}, sizes[0], 0)] if sizes else []
+        begun = [self._begin(places[0], 0)] if places else []
         for number, of_round in enumerate(places):
-            if number + 1 < len(sizes):  # comes while this one is written
-                begun.append(self._channel.begin({}, sizes[number + 1], number + 1))
-            for sender, message in begun.pop(0).wait().items():
-                here = message.to(of_round[sender][0].device)
-                for target, octets in zip(of_round[sender], _split(here, of_round[sender]), strict=True):
-                    target.copy_(octets)
+            if number + 1 < len(places):  # comes while this one is written
+                begun.append(self._begin(places[number + 1], number + 1))
+            coming, told = begun.pop(0)
+            for sender, message in coming.wait().items():
+                targets = of_round[sender]
+                fits &= _write(message.to(targets[0].device), targets, told.get(sender, [ALL_OF_IT] * len(targets)))
+        if not fits:
+            raise ValueError("a message changes more elements than its parts have")
         return self._channel.num_received - before
+
+    def _begin(self, places: Mapping[int, list[torch.Tensor]], number: int) -> tuple[Round, dict[int, list[Told]]]:
+        """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
+        told: dict[int, list[Told]] = {}
+        if self._changes:
+            sizes = {sender: TOLD_BYTES * len(targets) for sender, targets in places.items()}
+            for sender, message in self._channel.begin({}, sizes, TELLING + number).wait().items():
+                told[sender] = [Told(*row) for row in message.view(torch.int64).view(-1, 2).tolist()]
+        sizes = {by: _size_of(_pieces(targets, told[by]) if told else targets) for by, targets in places.items()}
+        return self._channel.begin({}, {sender: size for sender, size in sizes.items() if size}, number), told
 
 
 def message_of(values: Sequence[torch.Tensor], channel: Channel, number: int, receiver: int) -> torch.Tensor:
@@ -187,6 +204,11 @@ def message_of(values: Sequence[torch.Tensor], channel: Channel, number: int, re
     return message
 
 
+def telling_of(told: Sequence[Told]) -> torch.Tensor:
+    """Return the message that tells of a round's parts, [bytes] uint8."""
+    return torch.tensor(told, dtype=torch.int64).view(-1).view(torch.uint8)
+
+
 def size_of(rows: int, columns: int, element_size: int) -> int:
     """Return how many bytes a piece takes in a message."""
     return -(-rows * columns * element_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -194,6 +216,21 @@ def size_of(rows: int, columns: int, element_size: int) -> int:
 
 def _cut(view: torch.Tensor, box: Box) -> torch.Tensor:
     return view[box.row : box.row + box.rows, box.column : box.column + box.columns]
+
+
+def _pieces(targets: Sequence[torch.Tensor], told: Sequence[Told]) -> list[torch.Tensor]:
+    return [piece for target, of_it in zip(targets, told, strict=True) for piece in pieces_of(target, of_it)]
+
+
+def _write(message: torch.Tensor, targets: Sequence[torch.Tensor], told: Sequence[Told]) -> bool:
+    """Write a message to where it belongs, and tell whether all of it fits there."""
+    octets, fits = _split(message, _pieces(targets, told)), True
+    for target, of_it in zip(targets, told, strict=True):
+        if of_it == ALL_OF_IT:
+            target.copy_(next(octets))
+        elif of_it.values:
+            fits &= change(target, next(octets), next(octets))
+    return fits
 
 
 def _size_of(pieces: Sequence[torch.Tensor]) -> int:

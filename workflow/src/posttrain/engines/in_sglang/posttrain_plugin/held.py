@@ -112,10 +112,10 @@ def digests(model: torch.nn.Module, key: str) -> str:
     return pack([as_text(found) for found in _digests(model, key)])
 
 
-def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float) -> str:
-    """Meet the trainer and hear what comes in a transfer; see `Channel`."""
+def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float, changes: bool) -> str:
+    """Meet the trainer and hear what comes in a transfer; see `Channel` and `Receiver`."""
     channel = Channel(meet(place, size, seconds), rank, size, seconds)
-    _RECEIVERS[id(model)] = Receiver(channel, range(senders))
+    _RECEIVERS[id(model)] = Receiver(channel, range(senders), changes)
     return ""
 
 

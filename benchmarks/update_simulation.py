@@ -1,0 +1,275 @@
+"""How long weights take from trainer ranks to engine ranks: each message simulated, in rounds, from the letters.
+
+While a round is on its way its senders make the next one and its receivers write the last; two rounds exist at a time.
+That is how `weight_sync.sharded` sends, and how prime-rl does, whose receivers fetch a layer while they load the one
+before. A network is not simulated beyond each rank's own link.
+
+Where each constant is from:
+
+    counted    bytes, parts and rounds: `plan_letters`, from the Hub's tensors and the layouts
+    our table  what a network gives of its peak, a GPU's memory, the launch of a kernel (`planner.timing.attainable`)
+    H200       quantising and digests (`benchmarks.one_gpu`)
+    two cores  the way through the host's memory, as whoever calls this has measured it
+    prime-rl   PrimeIntellect-ai/prime-rl#3341, jobs 2317 and 2301: 64 trainer and 32 engine H200, GLM-5.2 in BF16
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.config.schema import Hardware
+from posttrain.engines.in_sglang.posttrain_plugin.exchange import size_of
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.planner.timing import attainable
+from posttrain.weight_sync.letters import SIZES, Letter
+
+GB = 1e9
+# BF16 in, codes out: bytes of the result. And digests, of what is digested.
+QUANTISED, DIGESTED = 131 * GB / 2, 209 * GB
+# prime-rl, EP32 (job 2317): bytes that an engine rank fetches, seconds in which it has fetched them and in which it has
+# loaded them, alone; the update at its client, the wait for engines that pause, and all of it in the trainer. Medians.
+BYTES, FETCHED, LOADED, UPDATE, PAUSE, ALL = 82.501 * GB, 1.864, 1.954, 2.842, 5.204, 8.577
+# EP16 (job 2301): the update at its client.
+UPDATE_OF_16 = 3.524
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Way:
+    """What bytes and parts cost on their way.
+
+    Args:
+        made: Bytes per second that a sender makes of its shards, each part once.
+        packed: Bytes per second that it puts into messages.
+        sent: Bytes per second of a rank, in and out.
+        written: Bytes per second that a receiver takes out of messages.
+        part_seconds: Of a part in a message, at either end.
+        make_seconds: Of a part that is made.
+    """
+
+    made: float
+    packed: float
+    sent: float
+    written: float
+    part_seconds: float = 0.0
+    make_seconds: float = 0.0
+
+
+def between_gpus(hardware: Hardware, kernels: int) -> Way:
+    """Return the way of messages that no host sees, each part packed and written by a kernel.
+
+    Args:
+        hardware: Of all ranks.
+        kernels: That quantise a part.
+    """
+    memory, launch = attainable.memory(hardware), attainable.LAUNCH_SECONDS
+    return Way(QUANTISED, memory / 2, _network(hardware), memory / 2, launch, kernels * launch)
+
+
+def through_host(rate: float, kernels: int) -> Way:
+    """Return the way as it is built: quantised on the GPU, the rest as fast as a pair of ranks was measured.
+
+    Args:
+        rate: Bytes per second, packed, sent and written.
+        kernels: That quantise a part.
+    """
+    launch = attainable.LAUNCH_SECONDS
+    return Way(QUANTISED, math.inf, rate, math.inf, launch, kernels * launch)
+
+
+def of_prime_rl(hardware: Hardware) -> Way:
+    """Return prime-rl's way: BF16 made of FP32 masters, fetched by RDMA, loaded as fast as it was measured."""
+    return Way(attainable.memory(hardware) / 3, math.inf, _network(hardware), BYTES / LOADED)
+
+
+def _network(hardware: Hardware) -> float:
+    return attainable.link(hardware, hardware.gpus_per_node + 1)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a simulation is made of.
+
+    Args:
+        making: Sender -> seconds in which it makes each round.
+        writing: Receiver -> seconds in which it writes each round.
+        messages: Sender -> round -> receiver -> bytes.
+        num_rounds: Of whoever has most.
+    """
+
+    making: Mapping[int, Mapping[int, float]]
+    writing: Mapping[int, Mapping[int, float]]
+    messages: Mapping[int, Mapping[int, Mapping[int, int]]]
+    num_rounds: int
+
+
+def traffic_of(letters: Iterable[Letter], way: Way) -> Traffic:
+    """Return what letters are on a way: messages, and seconds at both ends."""
+    making: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    writing: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    messages: dict[int, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
+    seen: set[tuple[int, str, Box, str]] = set()
+    num_rounds = 0
+    for letter in letters:
+        number, sender, size = letter.piece.round, letter.sender, letter.num_bytes
+        num_rounds = max(num_rounds, number + 1)
+        if (part := (sender, letter.name, letter.made, letter.dtype)) not in seen:
+            seen.add(part)
+            octets = size_of(letter.made.rows, letter.made.columns, SIZES[letter.dtype])
+            making[sender][number] += octets / way.made + way.make_seconds
+        making[sender][number] += size / way.packed + way.part_seconds
+        writing[letter.receiver][number] += size / way.written + way.part_seconds
+        messages[sender][number][letter.receiver] += size
+    return Traffic(making, writing, messages, num_rounds)
+
+
+class Simulation:
+    """Senders and receivers that wait for each other as `ShardedTransfer` and `Receiver` do.
+
+    A sender makes its next round while one travels, and sends it when that one has arrived everywhere. A receiver
+    awaits a round when the last but one is written. A message travels when its sender has begun and its receiver awaits
+    it; each rank's link carries one after the other, in that order, as fast as the way says.
+
+    Args:
+        traffic: What there is to do.
+        sent: Bytes per second of a link.
+    """
+
+    def __init__(self, traffic: Traffic, sent: float):
+        self._traffic, self._rate = traffic, sent
+        self._ready: list[tuple[float, int, int, int]] = []
+        self._begun: dict[tuple[int, int], float] = {}
+        self._awaited: dict[tuple[int, int], float] = {}
+        self._leaving = Counter({(s, n): len(to) for s, of in traffic.messages.items() for n, to in of.items()})
+        self._coming = Counter((r, n) for of in traffic.messages.values() for n, to in of.items() for r in to)
+        self._senders_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for sender, of_rounds in traffic.messages.items():
+            for number, to in of_rounds.items():
+                for receiver in to:
+                    self._senders_of[receiver, number].append(sender)
+        self._left, self._came = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._sent = defaultdict[tuple[int, int], float](float)
+        self._arrived = defaultdict[tuple[int, int], float](float)
+        self._next, self._written = Counter[int](), defaultdict[int, float](float)
+
+    def seconds(self) -> float:
+        """Return when the last receiver has written its last round."""
+        for receiver in self._traffic.writing:
+            self._await(receiver, 0)
+            self._await(receiver, 1)
+            self._write(receiver)
+        for sender in self._traffic.messages:
+            self._begin(sender, 0, 0.0, 0.0)
+        while self._ready:
+            ready, number, sender, receiver = heapq.heappop(self._ready)
+            takes = self._traffic.messages[sender][number][receiver] / self._rate
+            self._left[sender] = max(self._left[sender], ready) + takes
+            self._came[receiver] = max(self._came[receiver], ready) + takes
+            done = max(self._left[sender], self._came[receiver])
+            self._sent[sender, number] = max(self._sent[sender, number], done)
+            self._arrived[receiver, number] = max(self._arrived[receiver, number], done)
+            self._leaving[sender, number] -= 1
+            self._coming[receiver, number] -= 1
+            if not self._leaving[sender, number]:
+                self._begin(sender, number + 1, self._begun[sender, number], self._sent[sender, number])
+            if not self._coming[receiver, number]:
+                self._write(receiver)
+        assert not any(self._leaving.values()), "messages that nobody awaits"
+        return max(self._written.values())
+
+    def _begin(self, sender: int, number: int, last_begun: float, last_sent: float) -> None:
+        of_rounds = self._traffic.messages[sender]
+        while number < self._traffic.num_rounds and number not in of_rounds:
+            number += 1
+        if number < self._traffic.num_rounds:
+            self._begun[sender, number] = max(last_begun + self._traffic.making[sender][number], last_sent)
+            for receiver in of_rounds[number]:
+                self._may_travel(number, sender, receiver)
+
+    def _await(self, receiver: int, number: int) -> None:
+        self._awaited[receiver, number] = self._written[receiver]
+        for sender in self._senders_of.get((receiver, number), ()):
+            self._may_travel(number, sender, receiver)
+
+    def _may_travel(self, number: int, sender: int, receiver: int) -> None:
+        begun, awaited = self._begun.get((sender, number)), self._awaited.get((receiver, number))
+        if begun is not None and awaited is not None:
+            heapq.heappush(self._ready, (max(begun, awaited), number, sender, receiver))
+
+    def _write(self, receiver: int) -> None:
+        """Let a receiver write what has come, one round after the other."""
+        while (number := self._next[receiver]) < self._traffic.num_rounds and not self._coming[receiver, number]:
+            self._next[receiver] += 1
+            begin = max(self._written[receiver], self._arrived[receiver, number])
+            self._written[receiver] = begin + self._traffic.writing[receiver].get(number, 0.0)
+            self._await(receiver, number + 2)
+
+
+def seconds_of(letters: Iterable[Letter], way: Way) -> float:
+    """Return the seconds in which letters are made, sent and written."""
+    return Simulation(traffic_of(letters, way), way.sent).seconds()
+
+
+def by_layers(letters: Sequence[Letter]) -> list[Letter]:
+    """Return letters in prime-rl's rounds: what is in no layer, then one layer after the other."""
+    numbers = [1 + int(found[1]) if (found := LAYER.search(letter.name)) else 0 for letter in letters]
+    return [
+        letter._replace(piece=letter.piece._replace(round=number))
+        for letter, number in zip(letters, numbers, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class PrimeRl:
+    """What the simulation says of prime-rl's update.
+
+    Args:
+        bytes: That an engine rank fetches.
+        fetched: Seconds of that alone.
+        update: Seconds of an update, fetched and loaded.
+        beside: Seconds that an update takes beside both: what EP16 took more than its own simulation.
+    """
+
+    bytes: float
+    fetched: float
+    update: float
+    beside: float
+
+
+def prime_rl(hardware: Hardware, of_engine: Callable[[int], Sequence[Letter]]) -> PrimeRl:
+    """Simulate prime-rl's update of 32 engine ranks; nothing of it is taken from what it is compared with.
+
+    Args:
+        hardware: An H200.
+        of_engine: Ranks of an engine -> letters to it.
+    """
+    way = of_prime_rl(hardware)
+    beside = UPDATE_OF_16 - seconds_of(by_layers(of_engine(16)), way)
+    letters = by_layers(of_engine(32))
+    received = Counter[int]()
+    for letter in letters:
+        received[letter.receiver] += letter.num_bytes
+    return PrimeRl(most := max(received.values()), most / way.sent, seconds_of(letters, way) + beside, beside)
+
+
+def proof_seconds(letters: Sequence[Letter], kernels: int) -> float:
+    """Return the seconds of a proof: the trainer's ranks make and digest their parts, then the engines what they keep.
+
+    Args:
+        letters: Of an update.
+        kernels: That make a part and digest it.
+    """
+    own, kept = defaultdict[int, float](float), defaultdict[int, float](float)
+    for sender, _, box, dtype in {(letter.sender, letter.name, letter.made, letter.dtype) for letter in letters}:
+        octets = size_of(box.rows, box.columns, SIZES[dtype])
+        own[sender] += octets / QUANTISED + octets / DIGESTED + kernels * attainable.LAUNCH_SECONDS
+    for letter in letters:
+        kept[letter.receiver] += letter.num_bytes / DIGESTED
+    for receiver, _ in {(letter.receiver, letter.piece.part) for letter in letters}:
+        kept[receiver] += kernels * attainable.LAUNCH_SECONDS
+    return max(own.values()) + max(kept.values())
