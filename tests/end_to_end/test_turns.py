@@ -19,9 +19,16 @@ TURNS = {"engine.sleep": "always"}
 def test_the_bits_are_those_of_a_run_in_which_nobody_sleeps(
     workflow: WorkflowFolder, undisturbed: WorkflowFolder
 ) -> None:
-    """Two updates a step, a checkpoint in the middle, and two engines of which each has some of the prompts."""
-    workflow.settings |= TURNS
+    """Two updates a step, a checkpoint in the middle, and two engines of which each has some of the prompts.
+
+    Where nothing is staged before, the job copies what ranks load, and no weights for engines.
+    """
+    workflow.settings |= TURNS | {"site.node_names": "[]"}
     workflow.run("train_grpo")
+    there = [path for path in (workflow.folder / "node_local").rglob("*") if path.is_file()]
+    copied = [path.name for path in there if not path.is_symlink()]
+    assert {"config.json", "metadata.json"} <= {*copied}
+    assert not [name for name in copied if name.endswith(".safetensors")]
     assert_same_training(workflow, undisturbed)
     lines = (workflow.run_folder / "train" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -19,7 +19,7 @@ from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_re
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
-from posttrain.config.derived import recoding_settings
+from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds

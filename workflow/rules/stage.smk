@@ -26,8 +26,13 @@ rule stage_to_node_local:
         rollout=PATHS.rollout_weights,
         destination=lambda wildcards: PATHS.node_local(wildcards.node),
         peers=PATHS.node_record("any").with_name("broadcast"),
-        # Which files a node gets: slices follow the layout.
-        choice=[CFG.stage.copy, *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else [])],
+        # Which files a node gets: slices follow the layout, and some nodes or all read nothing for engines.
+        choice=[
+            CFG.stage.copy,
+            *([str(CFG.nodes), str(CFG.parallel)] if CFG.stage.copy == "slices" else []),
+            *([] if engines_load(CFG) else ["no engine's weights"]),
+            *([f"{CFG.engine.own_nodes} of {CFG.nodes} nodes"] if CFG.engine.own_nodes else []),
+        ],
     message:
         f"copy the checkpoints to the disk of {{wildcards.node}} and verify them{NEEDS.message('stage_to_node_local')}"
     shell:

@@ -46,11 +46,13 @@ def test_nodes_hold_what_megatron_gives_their_ranks(more):
 
 
 def test_edges_and_engines():
-    config = config_of("glm5", "engine.pd.num_prefill_engines=0")
+    words = "engine.pd.num_prefill_engines=0 engine.sleep={}"
+    config, by_turns = (config_of("glm5", words.format(sleep)) for sleep in ("never", "auto"))
     shares = [node_share(config, node) for node in range(16)]
+    assert not any(node_share(by_turns, node).loads_engine for node in range(16))
     assert [node for node, share in enumerate(shares) if share.has_embedding] == [0, 1, 2, 3]
     assert [node for node, share in enumerate(shares) if share.has_output] == [12, 13, 14, 15]
-    assert [node for node, share in enumerate(shares) if share.runs_engine] == list(range(8))
+    assert [node for node, share in enumerate(shares) if share.loads_engine] == list(range(8))
 
 
 def test_a_node_that_only_engines_have_holds_nothing_of_the_trainer():
@@ -58,10 +60,11 @@ def test_a_node_that_only_engines_have_holds_nothing_of_the_trainer():
     config = resolve({"model": "glm5", "nodes": 24, "site": "example_slurm", "set": words}, CONFIG_DIR).config
     shares = [node_share(config, node) for node in range(24)]
     assert [node for node, share in enumerate(shares) if share.has_ranks] == list(range(16))
-    assert [node for node, share in enumerate(shares) if share.runs_engine] == list(range(16, 22))
+    assert [node for node, share in enumerate(shares) if share.loads_engine] == list(range(16, 22))
     assert {layer for share in shares for layer in share.experts_of_layer} == set(range(78))
     assert not any(share.has_embedding or share.has_output for share in shares[16:])
-    copy, together = node_copy(config, "everything"), node_copy(config_of("glm5"), "everything")
+    both = config_of("glm5", "engine.sleep=never")
+    copy, together = node_copy(config, "everything"), node_copy(both, "everything")
     assert copy.node_bytes < together.node_bytes, "of the trainer alone"
     assert copy.all_nodes_bytes == 16 * copy.node_bytes + 8 * (together.node_bytes - copy.node_bytes)
 
@@ -81,7 +84,7 @@ def test_a_node_that_only_engines_have_holds_nothing_of_the_trainer():
     ],
 )
 def test_what_a_node_needs(key, box, needed):
-    share = NodeShare({3: frozenset({4, 5})}, has_embedding=False, has_output=True, runs_engine=False)
+    share = NodeShare({3: frozenset({4, 5})}, has_embedding=False, has_output=True, loads_engine=False)
     assert is_needed(key, box, share) is needed
 
 

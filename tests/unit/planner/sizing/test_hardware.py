@@ -94,7 +94,7 @@ def test_declared_capacities_are_checked(resolved):
     undeclared = resolved("glm5").config
     needed = storage(undeclared)
     assert not list(check_declared(undeclared, needed, 5000.0))
-    tight = "site.shared_disk_gb=30000 site.local_disk_gb=2000 site.host_memory_gib=1024"
+    tight = "site.shared_disk_gb=30000 site.local_disk_gb=1500 site.host_memory_gib=1024"
     config = resolved("glm5", set=tight).config
     problems = {problem.key: problem for problem in check_declared(config, needed, 1025.0)}
     assert list(problems) == ["site.shared_disk_gb", "site.local_disk_gb", "site.host_memory_gib"]
@@ -110,5 +110,5 @@ def test_what_such_nodes_usually_lack_is_found_unless_the_site_declares_it(resol
     (problem,) = check_typical(config, needed, 2048.1)
     assert (problem.key, problem.value) == ("hardware.host_memory_gib", "2,048 GiB, typical of h200")
     assert not list(check_typical(resolved("glm5", set="site.host_memory_gib=4096").config, needed, 2048.1))
-    small = resolved("glm5", set="hardware.local_disk_gb=2000").config
+    small = resolved("glm5", set="hardware.local_disk_gb=1500").config
     assert [problem.key for problem in check_typical(small, needed, 1.0)] == ["hardware.local_disk_gb"]

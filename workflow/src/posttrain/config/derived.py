@@ -60,6 +60,11 @@ def takes_turns(config: Config) -> bool:
     return asked and uses_engines(config) and not config.engine.own_nodes
 
 
+def engines_load(config: Config) -> bool:
+    """Tell whether engines of a run that begins load weights: those that have slept get the trainer's in any case."""
+    return uses_engines(config) and not takes_turns(config)
+
+
 def rollout_samples_per_step(config: Config) -> int:
     """Return the samples that one rollout makes."""
     return config.rollout.rollout_batch_size * config.rollout.num_samples_per_prompt

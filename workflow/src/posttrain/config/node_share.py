@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from posttrain.config.derived import engine_gpus, engine_nodes, stage_chunks, trainer_nodes, uses_engines, world_size
+from posttrain.config.derived import engine_gpus, engine_nodes, engines_load, stage_chunks, trainer_nodes, world_size
 from posttrain.config.schema import Config
 
 
@@ -25,13 +25,14 @@ class NodeShare:
             are absent.
         has_embedding: A rank here holds the embedding.
         has_output: A rank here holds the final norm and the output matrix.
-        runs_engine: An engine, or a part of one, runs here. Each of its processes reads every shard.
+        loads_engine: An engine, or a part of one, runs here and loads weights: each of its processes reads every shard.
+            One that takes turns with the trainer starts without any.
     """
 
     experts_of_layer: Mapping[int, frozenset[int]]
     has_embedding: bool
     has_output: bool
-    runs_engine: bool
+    loads_engine: bool
 
     @property
     def has_ranks(self) -> bool:
@@ -59,7 +60,7 @@ def node_share(config: Config, node: int) -> NodeShare:
         # A last stage whose output matrix is the embedding has a copy of it.
         has_embedding=0 in held or (stages - 1 in held and config.model.architecture.tie_word_embeddings),
         has_output=stages - 1 in held,
-        runs_engine=uses_engines(config) and node in engine_nodes(config) and _has_engine(config, node),
+        loads_engine=engines_load(config) and node in engine_nodes(config) and _has_engine(config, node),
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain import cli
-from posttrain.config.derived import takes_turns, trainer_nodes
+from posttrain.config.derived import engines_load, trainer_nodes
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
 from posttrain.engines.launch_command import EngineCommand, render_engine_command
@@ -76,7 +76,7 @@ class NodeSupervisor:
         self._finished = int(assignment["finished"])
         # Before the first rollout engines get all of their weights from the trainer where a run is resumed, and where
         # they have slept while it loaded.
-        self._starts_empty = self._finished > 0 or takes_turns(self._config)
+        self._starts_empty = self._finished > 0 or not engines_load(self._config)
         self._urls: dict[int, str] = {}
         # Engines that are on this node alone, and how often one of them was started again in a step.
         self._alone: set[str] = set()
@@ -103,7 +103,7 @@ class NodeSupervisor:
 
     @contextmanager
     def _prepared_weights(self) -> Iterator[None]:
-        if self._starts_empty:
+        if self._finished:
             yield
             return
         with self._weights.in_use():
@@ -114,7 +114,7 @@ class NodeSupervisor:
     def _model_folder(self) -> Path:
         """Where engines find config, tokenizer and, unless they start empty, weights."""
         rollout = self._weights.rollout
-        return rollout.folder if self._starts_empty else self._weights.folder_of(rollout)
+        return rollout.folder if self._finished else self._weights.folder_of(rollout)
 
     # ---- engines ----
 

@@ -20,6 +20,7 @@ from posttrain.artifacts import Receipt
 from posttrain.checkpoint.staging.eviction import Eviction, in_use
 from posttrain.checkpoint.staging.node_local import Fetch, StagedSource, read_again, stage
 from posttrain.checkpoint.staging.staging_record import StagedCopy
+from posttrain.config.derived import engines_load
 from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
 from posttrain.errors import CheckpointError
@@ -27,12 +28,12 @@ from posttrain.planner.flags.environment import LOOPBACK
 
 
 def rollout_files(receipt: Receipt, share: NodeShare) -> frozenset[str]:
-    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine runs on it.
+    """Return the files of the engines' checkpoint that the node reads: every shard, where an engine loads it.
 
     SGLang's loader reads all shards in each process and keeps its part of each tensor.
     """
     names = (record.path for record in receipt.files)
-    return frozenset(name for name in names if share.runs_engine or not name.endswith(".safetensors"))
+    return frozenset(name for name in names if share.loads_engine or not name.endswith(".safetensors"))
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class NodeWeights:
     @functools.cached_property
     def _chosen(self) -> tuple[StagedSource, StagedSource]:
         """The origins, each with the files that this node's ranks and engines read."""
-        is_apart, share = bool(self.config.engine.own_nodes), node_share(self.config, self.rank)
-        if self.config.stage.copy != "slices" and not is_apart:
+        share, is_apart = node_share(self.config, self.rank), bool(self.config.engine.own_nodes)
+        if self.config.stage.copy != "slices" and not is_apart and engines_load(self.config):
             return self.torch_dist, self.rollout
         return (
             dataclasses.replace(self.torch_dist, local=self._torch_dist_files(share)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from posttrain.config.derived import engine_nodes
+from posttrain.config.derived import engine_nodes, engines_load
 from posttrain.config.node_share import NodeShare, node_share
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.model_size import Weight, decoder_weights, edge_weights, model_weights, mtp_weights
@@ -51,7 +51,7 @@ def node_copy(config: Config, choice: str) -> NodeCopy:
     """Return what a choice costs.
 
     Example:
-        GLM-5 with FP8 engines, everything: 1,507,728,316,928 + 754,... bytes on every node.
+        GLM-5, everything: 1,507,728,316,928 bytes on every node; with FP8 engines that do not sleep 754,... more.
     """
     nodes = len(config.site.node_names) or config.nodes
     whole = _torch_dist_bytes(config) + _rollout_bytes(config)
@@ -82,6 +82,8 @@ def _torch_dist_bytes(config: Config) -> int:
 def _rollout_bytes(config: Config) -> int:
     arch = config.model.architecture
     saved = [*model_weights(arch), *mtp_weights(arch)]
+    if not engines_load(config):
+        return 0
     return sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else _bytes(saved)
 
 
@@ -98,7 +100,7 @@ def _slice_bounds(config: Config, share: NodeShare) -> tuple[int, int]:
         needed, of_layers = needed + rest + part, of_layers + rest + routed
         num_runs += 2 if part < routed else 0
     files = min(needed + 2 * num_runs * FILE_BYTES, of_layers + 6 * FILE_BYTES, _torch_dist_bytes(config))
-    rollout = _rollout_bytes(config) if share.runs_engine else 0
+    rollout = _rollout_bytes(config) if share.loads_engine else 0
     return needed + rollout, files + rollout
 
 
