@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from posttrain.batching.packed_batch import PackedBatch
-from posttrain.errors import CheckpointError
-from posttrain.types import Routes
+from posttrain.batching.stored_routes import open_routes
 
 
 def routes_of_row(batch: PackedBatch, layers: Sequence[int], per_token: int, num_experts: int) -> torch.Tensor:
@@ -34,15 +32,3 @@ def routes_of_row(batch: PackedBatch, layers: Sequence[int], per_token: int, num
     for start, routes in zip(batch.cu_seqlens.tolist(), batch.routes, strict=False):  # padding has none
         row[:, start : start + routes.shape[1]] = torch.from_numpy(open_routes(routes)[[*layers]])
     return row
-
-
-def open_routes(routes: Routes) -> np.memmap:
-    """Return a sample's routes [layers, tokens, K], of which only what is looked at is read.
-
-    Raises:
-        CheckpointError: The file is not there, or is shorter than it was.
-    """
-    try:
-        return np.memmap(routes.file, routes.dtype, "r", routes.offset, routes.shape)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{routes.file}: {error}") from error

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from posttrain import artifacts
-from posttrain.batching.routes import open_routes
+from posttrain.batching.stored_routes import open_routes
 from posttrain.errors import CheckpointError
 from posttrain.types import Routes, Sample, SampleGroup
 
