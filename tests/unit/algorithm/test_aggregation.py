@@ -77,7 +77,7 @@ def _token_values(samples: list[Sample], seed: int) -> list[torch.Tensor]:
 def _place(batch: PackedBatch, values: list[torch.Tensor]) -> torch.Tensor:
     """Return values per response token in the row of a micro-batch."""
     row = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    row[batch.loss_mask > 0] = torch.cat([values[i] for i in batch.sample_indices])
+    row[batch.loss_mask > 0] = torch.cat([row[:0], *(values[i] for i in batch.sample_indices)])  # padding has none
     return row
 
 
