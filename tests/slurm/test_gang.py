@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.support.interruptions import assert_same_training
+from tests.support.interruptions import assert_same_training, attempts_of
 from tests.support.listening import RANK, assert_all_known, silent_sockets, watched_sockets
+from tests.support.slurm_cluster import Cluster
 from tests.support.slurm_folder import SlurmFolder
 from tests.support.workflow_runs import FAST, WorkflowFolder
 
@@ -54,3 +55,22 @@ def test_four_nodes_have_the_bits_of_one(on_slurm: SlurmFolder, workflow: Workfl
     assert {"posttrain.engines.embedded", "train_grpo.py", RANK, "srun"} <= {at.program for at in found}
     on_slurm.nodes = 2
     assert "train tiny" not in on_slurm.run(), "what is trained stays trained, whatever the nodes"
+
+
+@pytest.mark.faults("slow")
+def test_trainer_and_engines_take_turns_on_two_nodes(
+    on_slurm: SlurmFolder, workflow: WorkflowFolder, cluster: Cluster
+) -> None:
+    """Nodes whose disks are empty copy what their ranks load, and no weights for engines."""
+    for node in cluster.nodes:
+        cluster.wipe(node)
+    turns = {"engine.sleep": "always", "engine.num_engines": 2, "engine.num_threads": 1, "engine.groups_per_request": 1}
+    on_slurm.nodes, on_slurm.settings = 2, FAST | turns | {"hardware.gpus_per_node": 1}
+    workflow.settings = FAST | turns | {"hardware.gpus_per_node": 2}
+    on_slurm.run("train_grpo")
+    workflow.run("train_grpo")
+    assert_same_training(on_slurm, workflow)
+    (attempt,) = attempts_of(on_slurm)
+    for node in attempt["nodes"]:
+        log = (on_slurm.run_folder / f"train/attempts/001/node-{node}.log").read_text()
+        assert f"the copy to /local_nvme/posttrain/{node}/" in log
