@@ -289,3 +289,18 @@ def test_every_other_rule_killed_once(undisturbed: WorkflowFolder, tmp_path: Pat
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.faults("slow")
+def test_a_run_that_replays_routes_is_killed_between_a_file_of_them_and_its_chunk(
+    workflow: WorkflowFolder, tmp_path: Path
+) -> None:
+    workflow.settings |= {"algorithm.routing_replay": "true"}
+    straight = WorkflowFolder(tmp_path / "straight", workflow.store, dict(workflow.settings))
+    straight.run("train_grpo")
+    driver = start_until(workflow, "rollouts/step_000001/chunk_0000.routes")
+    driver.end(signal.SIGKILL)
+    assert_gone(workflow)
+    workflow.run("train_grpo")
+    assert_same_training(workflow, straight)
+    assert attempts_of(workflow)[-1]["attempt"] == 2

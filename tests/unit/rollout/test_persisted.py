@@ -105,6 +105,21 @@ def test_routes_that_are_not_what_was_written_are_named(tmp_path: Path, spoil: s
         store.read(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [('"uint8"', '"O"', "routes of type 'O'"), ("[3, 5, 2]", "[3, 6, 2]", "routes of 6 tokens for a sample of 6")],
+)
+def test_routes_that_are_something_else_are_not_opened(tmp_path: Path, old: str, new: str, said: str) -> None:
+    store = RolloutStore(tmp_path)
+    store.write(0, 0, [routed(store, 0)])
+    (path,) = tmp_path.glob("*/*.json")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=f"not a rollout .{said}"):
+        store.read(0, 0)
+
+
 def test_routes_go_with_their_step(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
     for step in (1, 2):

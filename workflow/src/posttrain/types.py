@@ -65,8 +65,16 @@ class Routes:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any] | None) -> Routes | None:
-        """Rebuild them from `vars`, or from None."""
-        return Routes(**{**content, "shape": tuple(content["shape"])}) if content else None
+        """Rebuild them from `vars`, or from None.
+
+        Raises:
+            ValueError: They are not numbers of experts: what a file of objects says would be executed.
+        """
+        if not content:
+            return None
+        if content["dtype"] not in ("uint8", "int16"):
+            raise ValueError(f"routes of type {content['dtype']!r}")
+        return Routes(**{**content, "shape": tuple(content["shape"])})
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,8 @@ class Sample:
             f"prompt {self.prompt_id} sample {self.sample_index}: {len(self.response_tokens)} response tokens, "
             f"{len(self.rollout_logprobs)} log-probabilities"
         )
+        if self.routes and self.routes.shape[1] != self.num_tokens - 1:
+            raise ValueError(f"routes of {self.routes.shape[1]} tokens for a sample of {self.num_tokens}")
 
     @property
     def num_tokens(self) -> int:
