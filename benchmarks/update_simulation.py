@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Hardware
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import size_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
 from posttrain.planner.timing import attainable
 from posttrain.weight_sync.letters import SIZES, Letter
 

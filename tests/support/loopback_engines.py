@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
 from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, together
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, Receiver, meet
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.engines.in_sglang.posttrain_plugin.held import pack
+from posttrain.engines.in_sglang.posttrain_plugin.places import meet
+from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
 from posttrain.weight_sync.holdings import CODES, HeldPart
 
 UNTOUCHED = 3.0
@@ -125,7 +127,8 @@ class LoopbackEngines:
 
     def _join(self, rank: EngineRank, number: int, place: Any, size: int, first_rank: int, **order: Any) -> str:
         seconds, senders = order["seconds"], order["senders"]
-        rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds)
+        relays = 0 if order["changes"] else senders
+        rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds, relays)
         rank.receiver = Receiver(rank.channel, range(senders), order["changes"])
         return ""
 

@@ -23,17 +23,23 @@ SIZE, SECONDS = 1 << 20, 20.0
 MEMBER = f"""
 import json, sys
 import torch
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Channel, meet
+from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
+from posttrain.engines.in_sglang.posttrain_plugin.places import Way, meet
+from posttrain.engines.in_sglang.posttrain_plugin.receiving import Inbox
+from posttrain.engines.in_sglang.posttrain_plugin.sending import Sender
 number, place = json.loads(sys.argv[1])
 if number == 0:
     from posttrain.weight_sync.sharded import _meeting_place, _store
     listener, place = _meeting_place()
     print(json.dumps(place), flush=True)
     channel = Channel(_store(listener, place, 2, {SECONDS}), 0, 2, {SECONDS})
-    channel.begin({{1: torch.arange({SIZE}).to(torch.uint8)}}, {{}}, 0).wait()
+    assert channel.ways.way(0, 1) is Way.HOST
+    sender = Sender(channel, {{}}, 0, [])
+    sender.begin(0, sender.pack(0, {{1: [torch.arange({SIZE}).to(torch.uint8)[None]]}})).wait()
 else:
     channel = Channel(meet(place, 2, {SECONDS}), 1, 2, {SECONDS})
-    message = channel.begin({{}}, {{0: {SIZE}}}, 0).wait()[0]
+    inbox = Inbox(channel)
+    message = inbox.wait(inbox.begin({{0: {SIZE}}}, 0))[0]
     assert torch.equal(message, torch.arange({SIZE}).to(torch.uint8))
 print("done", flush=True)
 """

@@ -11,8 +11,8 @@ import pytest
 from tests.support.loopback_engines import LoopbackEngines
 from tests.support.megatron_single import run_gangs
 
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import ALIGNMENT_BYTES
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.messages import ALIGNMENT_BYTES
 from posttrain.weight_sync.holdings import HeldPart
 from posttrain.weight_sync.letters import plan_letters, spread
 

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.support.megatron_single import test_config
 from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend import conftest as one_rank
 
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import TELLING
+from posttrain.engines.in_sglang.posttrain_plugin.channel import TELLING
 from posttrain.planner.sizing.memory import GIB
 from posttrain.planner.sizing.memory_phases import phase_memory
 
@@ -77,25 +76,27 @@ SPOILED: tuple[Spoil, ...] = (flipped, truncated, reordered, forged, dropped, re
 
 
 class Wire:
-    """A channel of a receiver's on which one message can be spoiled.
+    """What a receiver gets its messages from, of which one can be spoiled.
 
     Args:
-        channel: The real one.
+        inbox: The real one.
     """
 
-    def __init__(self, channel: Any):
-        self._channel = channel
+    def __init__(self, inbox: Any):
+        self._inbox = inbox
         self.before: dict[Place, torch.Tensor] = {}
         self.spoil: tuple[Spoil, Place, random.Random] | None = None
-        self.spoils_telling = False
 
-    @property
-    def num_received(self) -> int:
-        return self._channel.num_received
+    def begin(self, sizes: Any, number: int) -> Any:
+        return self._inbox.begin(sizes, number), number
 
-    def begin(self, sent: Any, sizes: Any, number: int) -> Any:
-        begun = self._channel.begin(sent, sizes, number)
-        return begun if number >= TELLING and not self.spoils_telling else Spoiled(self, begun, number)
+    def wait(self, coming: Any) -> dict[int, torch.Tensor]:
+        begun, number = coming
+        came = {by: self.came((number, by), message) for by, message in self._inbox.wait(begun).items()}
+        return {by: message for by, message in came.items() if message is not None}
+
+    def done(self, coming: Any, number: int) -> None:
+        self._inbox.done(coming[0], number)
 
     def came(self, place: Place, message: torch.Tensor) -> torch.Tensor | None:
         """Return what a receiver gets of a message."""
@@ -106,19 +107,6 @@ class Wire:
             message = spoiled if spoiled is None else F.pad(spoiled, (0, len(came) - len(spoiled)))
         self.before[place] = came
         return message
-
-
-@dataclass(frozen=True)
-class Spoiled:
-    """A round on its way."""
-
-    wire: Wire
-    begun: Any
-    number: int
-
-    def wait(self) -> dict[int, torch.Tensor]:
-        came = {by: self.wire.came((self.number, by), message) for by, message in self.begun.wait().items()}
-        return {by: message for by, message in came.items() if message is not None}
 
 
 class Transfers:
@@ -152,9 +140,9 @@ class Transfers:
         self.transfer = ShardedTransfer(config, holdings, ROUND_BYTES)
         self.proof = WeightProof(holdings, "of the attempt")
         self.publish()
-        self.wires = [Wire(rank.channel) for rank in self.engines.ranks]
+        self.wires = [Wire(rank.receiver.inbox) for rank in self.engines.ranks]
         for rank, wire in zip(self.engines.ranks, self.wires, strict=True):
-            rank.receiver._channel = wire
+            rank.receiver.inbox = wire
         self.publish()
 
     def publish(self) -> None:
@@ -260,7 +248,7 @@ def test_members_that_end_leave_no_version(trainer, times: int) -> None:
             if number % 2:
                 assert transfers.publish_spoiled(killed, drawn)
             else:
-                transfers.transfer._channel = _Dying(transfers.transfer._channel, drawn.randrange(20))
+                transfers.transfer._sender = _Dying(transfers.transfer._sender, drawn.randrange(20))
                 with pytest.raises(RuntimeError):
                     transfers.publish()
             assert transfers.engines.version == -1
@@ -291,15 +279,16 @@ def test_weights_that_are_not_finite_get_no_version(trainer, kept_as: str) -> No
 
 
 class _Dying:
-    """A channel that ends after some rounds."""
+    """A sender that ends after some rounds."""
 
-    def __init__(self, channel: Any, rounds: int):
-        self._channel, self._rounds, self.buffer = channel, rounds, channel.buffer
+    def __init__(self, sender: Any, rounds: int):
+        self._sender, self._rounds, self.pack, self.finish = sender, rounds, sender.pack, sender.finish
+        self.tell = sender.tell
 
-    def begin(self, sent: Any, sizes: Any, number: int) -> Any:
+    def begin(self, number: int, messages: Any) -> Any:
         if number == self._rounds:
             raise DiesError("a member has ended")
-        return self._channel.begin(sent, sizes, number)
+        return self._sender.begin(number, messages)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
@@ -351,10 +340,35 @@ def test_a_spoiled_announcement_is_noticed(trainer) -> None:
     for spoil in (flipped, forged):
         with asyncio.Runner() as runner:
             transfers = Transfers(*trainer, runner, seconds=1.0, share=0.05)
-            for wire in transfers.wires:
-                wire.spoils_telling = True
-            transfers.publish()
-            for wire in transfers.wires:
-                wire.before = {place: message for place, message in wire.before.items() if place[0] >= TELLING}
-            assert transfers.publish_spoiled(spoil, drawn)
+            rank = drawn.choice(transfers.engines.ranks)
+            rank.receiver._channel = misheard = _Misheard(rank.channel, spoil, drawn)
+            with pytest.raises(RuntimeError):
+                transfers.publish()
+            assert misheard.num_spoiled == 1
             assert transfers.engines.version == -1
+
+
+class _Misheard:
+    """A channel on which one announcement comes with other bits."""
+
+    def __init__(self, channel: Any, spoil: Spoil, drawn: random.Random):
+        self._channel, self._spoil, self._drawn, self.num_spoiled = channel, spoil, drawn, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._channel, name, value) if name == "num_received" else object.__setattr__(self, name, value)
+
+    def receive(self, place: torch.Tensor, by: int, tag: int) -> Any:
+        work = self._channel.receive(place, by, tag)
+        if tag >= TELLING and not self.num_spoiled:
+            work.wait()
+            self.num_spoiled += 1
+            octets = place.view(torch.uint8).view(-1)
+            octets.copy_(self._spoil(octets.clone(), (0, 0), {}, self._drawn))
+            return self
+        return work
+
+    def wait(self) -> None:
+        """It has come."""

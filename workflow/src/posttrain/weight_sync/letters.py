@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import Piece, size_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.messages import Piece, size_of
 from posttrain.weight_sync.holdings import HeldPart
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}

@@ -1,7 +1,7 @@
 """Weights from every trainer rank that has a part to every engine rank that keeps it, without a gather.
 
 What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
-into flat messages and passes them on (`posttrain_plugin.exchange`); engines write them where their own loading would.
+into flat messages and passes them on (`posttrain_plugin.sending`); engines write them where their own loading would.
 With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_plugin.changes`).
 """
 
@@ -13,8 +13,8 @@ import logging
 import os
 import secrets
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,15 +24,10 @@ import torch.distributed as dist
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
 from posttrain.engines.in_sglang.posttrain_plugin.changes import ALL_OF_IT, Told, changes
-from posttrain.engines.in_sglang.posttrain_plugin.exchange import (
-    TELLING,
-    Channel,
-    Round,
-    meet,
-    message_of,
-    telling_of,
-)
+from posttrain.engines.in_sglang.posttrain_plugin.channel import CPU, Channel
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.places import Way, Ways, meet
+from posttrain.engines.in_sglang.posttrain_plugin.sending import Pair, Sender, Sending
 from posttrain.engines.tensor_payload import NamedTensors
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
@@ -59,7 +54,9 @@ class ShardedTransfer:
     def __init__(self, config: Config, holdings: Holdings, round_bytes: int = 0):
         self._config, self._holdings, self._values = config, holdings, holdings.values
         self._round_bytes = round_bytes or update_bytes_at_once(config)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
         self._channel: Channel | None = None
+        self._sender: Sender | None = None
         self._rounds: list[list[Letter]] = []
         self._sent = Sent() if config.engine.weight_deltas else None
         self._is_held = False
@@ -71,7 +68,9 @@ class ShardedTransfer:
 
     def forget(self) -> None:
         """Leave the engines' group; the next update begins with another one, and brings everything."""
-        self._channel, self._is_held = None, False
+        if self._sender:
+            self._sender.close()
+        self._channel, self._sender, self._is_held = None, None, False
 
     def settle(self) -> None:
         """Know that engines hold what was sent last: the next update may bring what has changed since."""
@@ -107,8 +106,8 @@ class ShardedTransfer:
         """Decide who sends what, meet the engines, and tell each rank of theirs what it gets."""
         held, client = self._holdings.held, self._holdings.client
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
-        letters = plan_letters(receivers, self._values.holders, self._round_bytes)
         num_senders, rank = dist.get_world_size(), dist.get_rank()
+        letters = plan_letters(receivers, self._values.holders, self._round_bytes)
         if rank == 0:
             total = sum(letter.num_bytes for letter in letters)
             log.info(
@@ -118,8 +117,6 @@ class ShardedTransfer:
                 total / GIB,
                 spread(letters, num_senders),
             )
-        mine = [letter for letter in letters if letter.sender == rank]
-        self._rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
         sizes = [len(ranks) for ranks in held.of_ranks]
         firsts = [num_senders + sum(sizes[:number]) for number in range(len(sizes))]
         size, seconds = num_senders + len(receivers), self._config.engine.request_timeout_seconds
@@ -131,24 +128,30 @@ class ShardedTransfer:
             client.ask_ranks("join", may_repeat=False, each=each, changes=self._sent is not None, **order)
             if client
             else None,
-            lambda: self._join(_store(listener, place, size, seconds), mine, num_senders, size, seconds),
+            lambda: self._join(_store(listener, place, size, seconds), letters, num_senders, size, seconds),
         )
 
-    def _join(self, store: dist.Store, mine: Sequence[Letter], first: int, size: int, seconds: float) -> None:
-        self._channel = Channel(store, dist.get_rank(), size, seconds)
+    def _join(self, store: dist.Store, letters: Sequence[Letter], first: int, size: int, seconds: float) -> None:
+        rank, relays = dist.get_rank(), 0 if self._sent else first
+        self._channel = channel = Channel(store, rank, size, seconds, relays, self._device)
+        mine = [letter for letter in letters if letter.sender == rank]
+        self._rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
+        passed_on = _passed_on(letters, channel.ways, rank, first)
+        self._rounds += [[]] * (1 + max(passed_on, default=-1) - len(self._rounds))
+        self._sender = Sender(channel, passed_on, *_shared(mine, channel.ways, passed_on, first))
         told: dict[int, list[list[int]]] = defaultdict(list)
         for letter in mine:
             told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
         for receiver in range(first, size):
-            self._channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
+            channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
 
     @torch.no_grad()
     def _send_rounds(self, magnitudes: Magnitudes) -> bool:
         """Send everything that is this rank's to send; returns whether it is finite."""
-        assert self._channel
+        assert self._sender
         first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
         self._is_held = False  # until somebody knows again
-        begun: list[Round] = []
+        begun: list[Sending] = []
         for number, letters in enumerate(self._rounds):
             pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
             told: dict[int, list[Told]] = defaultdict(list)
@@ -156,16 +159,15 @@ class ShardedTransfer:
                 of_it, parts = made.changes(letter) if self._sent else (ALL_OF_IT, [made.part(letter)])
                 told[first + letter.receiver].append(of_it)
                 pieces[first + letter.receiver] += parts
-            sent = {to: message_of(values, self._channel, number, to) for to, values in pieces.items() if values}
+            messages = self._sender.pack(number, pieces)
+            if self._sent:
+                self._sender.tell(number, told)
             for before in begun:  # was on its way while this one was made
                 before.wait()
-            begun = []
-            if self._sent:
-                telling = {to: telling_of(of_them) for to, of_them in told.items()}
-                begun.append(self._channel.begin(telling, {}, TELLING + number))
-            begun.append(self._channel.begin(sent, {}, number))
+            begun = [self._sender.begin(number, messages)]
         for last in begun:
             last.wait()
+        self._sender.finish()
         return made.are_finite()
 
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
@@ -256,6 +258,30 @@ class _Made:
     def are_finite(self) -> bool:
         """Tell whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
+
+
+def _passed_on(letters: Sequence[Letter], ways: Ways, rank: int, first: int) -> dict[int, dict[Pair, int]]:
+    """Return round -> (from whom, to whom) -> bytes of what comes to a rank for others that share its memory."""
+    own = {to for to in range(first, ways.num_members) if ways.deputy(to) == rank}
+    passed_on: dict[int, dict[Pair, int]] = defaultdict(lambda: defaultdict(int))
+    for letter in letters:
+        pair = letter.sender, first + letter.receiver
+        if pair[1] in own and ways.way(*pair) is Way.GROUP:
+            passed_on[letter.piece.round][pair] += letter.num_bytes
+    return passed_on
+
+
+def _shared(
+    mine: Sequence[Letter], ways: Ways, passed_on: Mapping[int, Mapping[Pair, int]], first: int
+) -> tuple[int, list[int]]:
+    """Return the bytes of shared memory that a rank's fullest round takes, and who reads it."""
+    rounds = Counter({number: sum(sizes.values()) for number, sizes in passed_on.items()})
+    readers = {to for sizes in passed_on.values() for _, to in sizes}
+    for letter in mine:
+        if ways.way(letter.sender, first + letter.receiver) is Way.SHARED:
+            rounds[letter.piece.round] += letter.num_bytes
+            readers.add(first + letter.receiver)
+    return max(rounds.values(), default=0), sorted(readers)
 
 
 def _meeting_place() -> tuple[socket.socket | None, Any]:

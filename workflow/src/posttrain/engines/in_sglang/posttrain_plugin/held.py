@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from .channel import Channel
 from .digests import Digester, as_text, together
-from .exchange import Channel, Receiver, meet
 from .followed import Kept, Record
+from .places import meet
+from .receiving import Receiver
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -114,7 +116,8 @@ def digests(model: torch.nn.Module, key: str) -> str:
 
 def join(model: torch.nn.Module, place: Any, rank: int, size: int, senders: int, seconds: float, changes: bool) -> str:
     """Meet the trainer and hear what comes in a transfer; see `Channel` and `Receiver`."""
-    channel = Channel(meet(place, size, seconds), rank, size, seconds)
+    device, relays = next(model.parameters()).device, 0 if changes else senders
+    channel = Channel(meet(place, size, seconds), rank, size, seconds, relays, device)
     _RECEIVERS[id(model)] = Receiver(channel, range(senders), changes)
     return ""
 

@@ -1,0 +1,137 @@
+"""The group that trainer and engine ranks make up for weights.
+
+Over gloo all of them talk to each other, and send what has no better way (`places`). Over NCCL messages go from GPU to
+GPU, all of a round at once: who sends and who receives begin their rounds in the same order, so that nobody waits for
+one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .places import Place, Ways, meet_all
+
+# Tags that no round has: of tables, of what is told before a round comes, of notices, and of words that answer them.
+TABLES, TELLING, NOTICES, READ, CLOSED = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16
+ROUNDS_AT_ONCE = 2
+CPU = torch.device("cpu")
+
+
+class Channel:
+    """A group of its own of trainer and engine ranks.
+
+    Args:
+        store: Where they meet.
+        rank: Of this member; trainers come first.
+        size: All members.
+        seconds: Within which whatever others do has to be done.
+        relays: So many members pass on what comes for another, see `Ways`.
+        device: On which this member has its weights.
+        place: Where that is; by default what `Place.of` finds.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        seconds: float,
+        relays: int = 0,
+        device: torch.device = CPU,
+        place: Place | None = None,
+    ):
+        limit = timedelta(seconds=seconds)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
+        self._among_devices: Any = None
+        self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
+        self.rank, self.device, self.num_sent, self.num_received = rank, device, 0, 0
+        self.ways = Ways(meet_all(store, place or Place.of(device), rank, size), relays)
+        self._members = self.ways.group
+        if rank in self._members:
+            meeting = dist.PrefixStore("devices", store)
+            self._among_devices = _group_of(meeting, self._members.index(rank), len(self._members), limit, device)
+
+    def send(self, message: torch.Tensor, to: int, tag: int) -> Any:
+        """Begin to send something that lies on the host; returns what says when it has left."""
+        return self._group.send([message], to, tag)
+
+    def receive(self, place: torch.Tensor, by: int, tag: int) -> Any:
+        """Begin to receive something on the host; returns what says when it has come."""
+        return self._group.recv([place], by, tag)
+
+    def among_devices(
+        self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
+        """Begin to pass messages from GPU to GPU, all at once.
+
+        Args:
+            sent: To which member, and what; to each in the order in which it receives.
+            received: From which member, and where it goes.
+
+        Returns:
+            What says when all is done.
+        """
+        if not sent and not received:
+            return []
+        group, rank_of = self._among_devices, self._members.index
+        is_together = self.device.type == "cuda"
+        if is_together:
+            group._start_coalescing(self.device)
+        works = [group.recv([place], rank_of(member), 0) for member, place in received]
+        works += [group.send([message], rank_of(member), 0) for member, message in sent]
+        return [group._end_coalescing(self.device)] if is_together else works
+
+    def buffer(self, size: int, device: torch.device, use: str, number: int, member: int) -> torch.Tensor:
+        """Return memory for a message, [size] uint8; on the host in the place of the last but one round's.
+
+        New memory of the host would be faulted in page by page, which takes longer than to send it. A GPU's allocator
+        has what it has freed, and others have use for it between two transfers.
+        """
+        if device != CPU:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        key = (use, number % ROUNDS_AT_ONCE, member)
+        if key not in self._buffers or len(self._buffers[key]) < size:
+            self._buffers[key] = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._buffers[key][:size]
+
+    def say(self, member: int, tag: int) -> None:
+        """Say a word to a member; by its tag it knows what is meant."""
+        self.send(torch.zeros(1, dtype=torch.uint8), member, tag).wait()
+
+    def hear(self, member: int, tag: int) -> None:
+        """Wait for a word of a member."""
+        self.receive(torch.empty(1, dtype=torch.uint8), member, tag).wait()
+
+    def send_table(self, table: torch.Tensor, to: int) -> None:
+        """Tell a member something: [n, k] int64."""
+        for tensor in (torch.tensor(table.shape), table.contiguous()):
+            self.send(tensor, to, TABLES).wait()
+
+    def receive_table(self, by: int) -> torch.Tensor:
+        """Return what a member tells."""
+        shape = self._received(torch.empty(2, dtype=torch.int64), by)
+        return self._received(torch.empty(*shape.tolist(), dtype=torch.int64), by)
+
+    def _received(self, place: torch.Tensor, by: int) -> torch.Tensor:
+        self.receive(place, by, TABLES).wait()
+        return place
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done what it was given; not for rounds that are on their way over NCCL."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _group_of(store: dist.Store, rank: int, size: int, limit: timedelta, device: torch.device) -> Any:
+    """Return the group of members on different GPUs; all of them are connected then."""
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    group = dist.ProcessGroupNCCL(store, rank, size, limit)
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    torch.cuda.synchronize(device)
+    return group

@@ -1,0 +1,187 @@
+"""What an engine rank does in a transfer: it awaits the messages of each round, and writes them where they belong.
+
+What comes is decided once, by the trainer, and told once; from then on a transfer is rounds of flat messages, at most
+one from each sender in a round, so that nobody needs more memory than two rounds of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .changes import ALL_OF_IT, TOLD_BYTES, Told, change, pieces_of
+from .channel import CLOSED, CPU, NOTICES, READ, TELLING, Channel
+from .followed import Box
+from .mapped import Mapped, empty_notice, read_notice
+from .messages import Piece, size_of_all, split
+from .places import Way
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """A round on its way.
+
+    Args:
+        works: Of messages.
+        places: From whom -> where its message goes.
+        notices: Neighbour -> (its notice, (from whom, bytes) of all that it is about, in its order).
+    """
+
+    works: Sequence[Any]
+    places: Mapping[int, torch.Tensor]
+    notices: Mapping[int, tuple[torch.Tensor, Sequence[tuple[int, int]]]]
+
+
+class Inbox:
+    """Awaits the messages of rounds, whichever way each of them comes.
+
+    Args:
+        channel: With the trainer.
+    """
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._mapped: dict[bytes, Mapped] = {}
+
+    def begin(self, sizes: Mapping[int, int], number: int) -> Receiving:
+        """Begin to receive the messages of a round.
+
+        Args:
+            sizes: From whom -> bytes of its message.
+            number: Of the round.
+        """
+        channel, ways = self._channel, self._channel.ways
+        about: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        places, over_group, works = {}, [], []
+        for by, size in sorted(sizes.items()):
+            neighbour = ways.neighbour(by, channel.rank)
+            if neighbour is not None:
+                about[neighbour].append((by, size))
+            elif ways.way(by, channel.rank) is Way.GROUP:
+                places[by] = channel.buffer(size, channel.device, "received", number, by)
+                over_group.append((by, places[by]))
+            else:
+                places[by] = channel.buffer(size, CPU, "received", number, by)
+                works.append(channel.receive(places[by], by, number))
+        works += channel.among_devices([], over_group)
+        notices = {neighbour: (empty_notice(len(messages)), messages) for neighbour, messages in about.items()}
+        works += [channel.receive(notice, neighbour, NOTICES + number) for neighbour, (notice, _) in notices.items()]
+        channel.num_received += sum(sizes.values())
+        return Receiving(works, places, notices)
+
+    def wait(self, coming: Receiving) -> dict[int, torch.Tensor]:
+        """Return from whom -> message, [bytes] uint8, when all have come."""
+        for work in coming.works:
+            work.wait()
+        messages = dict(coming.places)
+        for notice, about in coming.notices.values():
+            handle, size, begins = read_notice(notice)
+            if handle not in self._mapped:
+                self._mapped[handle] = Mapped(handle, size, self._channel.device)
+            values = self._mapped[handle].values
+            messages |= {by: values[begin : begin + num] for (by, num), begin in zip(about, begins, strict=True)}
+        return messages
+
+    def done(self, coming: Receiving, number: int) -> None:
+        """Let those go on whose memory was read."""
+        if coming.notices:
+            self._channel.synchronize()
+        for neighbour in coming.notices:
+            self._channel.say(neighbour, READ + number)
+
+    def close(self) -> None:
+        """Let go of others' memory."""
+        for mapped in self._mapped.values():
+            mapped.close()
+        self._mapped = {}
+
+
+class Receiver:
+    """Fills parts of an engine rank.
+
+    Args:
+        channel: With the trainer.
+        senders: Members that may send.
+        changes: Each round is told of before it comes: of parts what has changed may come alone.
+    """
+
+    def __init__(self, channel: Channel, senders: Sequence[int], changes: bool = False):
+        self._channel, self._changes, self.inbox = channel, changes, Inbox(channel)
+        tables = {sender: channel.receive_table(sender).tolist() for sender in senders}
+        self._pieces = {sender: [Piece(r, part, Box(*box)) for r, part, *box in tables[sender]] for sender in senders}
+        self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
+
+    @torch.no_grad()
+    def receive(self, views: Sequence[torch.Tensor]) -> int:
+        """Fill parts with what the trainer sends, and return how many bytes that were.
+
+        Args:
+            views: The parts, [rows, columns] each, in their order.
+
+        Raises:
+            ValueError: What came does not fit to the parts.
+        """
+        before, fits = self._channel.num_received, True
+        places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
+        for sender, pieces in self._pieces.items():
+            for piece in pieces:
+                places[piece.round].setdefault(sender, []).append(_cut(views[piece.part], piece.box))
+        begun = [self._begin(places[0], 0)] if places else []
+        for number, of_round in enumerate(places):
+            if number + 1 < len(places):  # comes while this one is written
+                begun.append(self._begin(places[number + 1], number + 1))
+            coming, told = begun.pop(0)
+            for sender, message in self.inbox.wait(coming).items():
+                targets = of_round[sender]
+                fits &= _write(message.to(targets[0].device), targets, told.get(sender, [ALL_OF_IT] * len(targets)))
+            self.inbox.done(coming, number)
+        self._finish()
+        if not fits:
+            raise ValueError("a message changes more elements than its parts have")
+        return self._channel.num_received - before
+
+    def _finish(self) -> None:
+        """Let neighbours have their memory back; on a CPU it is kept, and what is mapped stays so."""
+        if self._channel.device == CPU:
+            return
+        self.inbox.close()
+        senders = [sender for sender, pieces in self._pieces.items() if pieces]
+        neighbours = {self._channel.ways.neighbour(sender, self._channel.rank) for sender in senders}
+        for neighbour in neighbours - {None}:
+            self._channel.say(neighbour, CLOSED)
+
+    def _begin(self, places: Mapping[int, list[torch.Tensor]], number: int) -> tuple[Receiving, dict[int, list[Told]]]:
+        """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
+        told = self._told(places, number) if self._changes else {}
+        sizes = {by: size_of_all(_pieces(targets, told[by]) if told else targets) for by, targets in places.items()}
+        return self.inbox.begin({sender: size for sender, size in sizes.items() if size}, number), told
+
+    def _told(self, places: Mapping[int, list[torch.Tensor]], number: int) -> dict[int, list[Told]]:
+        rows = {by: torch.empty(len(targets), TOLD_BYTES // 8, dtype=torch.int64) for by, targets in places.items()}
+        for work in [self._channel.receive(table, by, TELLING + number) for by, table in rows.items()]:
+            work.wait()
+        self._channel.num_received += sum(table.nbytes for table in rows.values())
+        return {by: [Told(*row) for row in table.tolist()] for by, table in rows.items()}
+
+
+def _cut(view: torch.Tensor, box: Box) -> torch.Tensor:
+    return view[box.row : box.row + box.rows, box.column : box.column + box.columns]
+
+
+def _pieces(targets: Sequence[torch.Tensor], told: Sequence[Told]) -> list[torch.Tensor]:
+    return [piece for target, of_it in zip(targets, told, strict=True) for piece in pieces_of(target, of_it)]
+
+
+def _write(message: torch.Tensor, targets: Sequence[torch.Tensor], told: Sequence[Told]) -> bool:
+    """Write a message to where it belongs, and tell whether all of it fits there."""
+    octets, fits = split(message, _pieces(targets, told)), True
+    for target, of_it in zip(targets, told, strict=True):
+        if of_it == ALL_OF_IT:
+            target.copy_(next(octets))
+        elif of_it.values:
+            fits &= change(target, next(octets), next(octets))
+    return fits

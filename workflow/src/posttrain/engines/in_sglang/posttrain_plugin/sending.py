@@ -1,0 +1,170 @@
+"""What a trainer rank does in a transfer: messages of its own, and those that it passes on to who shares its GPU.
+
+A message for a member that shares memory lies in that memory: the member gets a notice of where, reads, and says so.
+Over NCCL a message goes to the GPU of its receiver; if another process than the receiver is NCCL's member there, it
+comes to memory that both share, and goes on as notice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .changes import Told
+from .channel import CLOSED, CPU, NOTICES, READ, ROUNDS_AT_ONCE, TELLING, Channel
+from .mapped import Shared, notice_of
+from .messages import aligned, fill, size_of_all
+from .places import Way
+
+# (from whom, to whom) of a message.
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A round on its way.
+
+    Args:
+        channel: On which.
+        number: Of the round.
+        works: Of messages.
+        kept: Until they have left.
+        notices: To whom -> where its messages are.
+        passes_on: Some of them are still to come.
+    """
+
+    channel: Channel
+    number: int
+    works: list[Any]
+    kept: Sequence[torch.Tensor]
+    notices: Mapping[int, torch.Tensor]
+    passes_on: bool
+
+    def wait(self) -> None:
+        """Wait until everybody has what the round brings."""
+        self._settle()
+        if self.passes_on:
+            self.give_notice()
+            self._settle()
+        for to in self.notices:
+            self.channel.hear(to, READ + self.number)
+
+    def give_notice(self) -> None:
+        """Say where messages are; now they are there."""
+        self.channel.synchronize()
+        self.works.extend(self.channel.send(notice, to, NOTICES + self.number) for to, notice in self.notices.items())
+
+    def _settle(self) -> None:
+        while self.works:
+            self.works.pop().wait()
+
+
+class Sender:
+    """Sends, round by round, at most two of them at a time.
+
+    Args:
+        channel: With engines.
+        passed_on: Round -> (from whom, to whom) -> bytes that this rank passes on.
+        room: Bytes of shared memory that any round takes.
+        neighbours: Members that read this rank's memory.
+    """
+
+    def __init__(
+        self, channel: Channel, passed_on: Mapping[int, Mapping[Pair, int]], room: int, neighbours: Sequence[int]
+    ):
+        self._channel, self._passed_on, self._room, self._neighbours = channel, passed_on, room, neighbours
+        self._slots: dict[int, Shared] = {}
+        self._telling: list[tuple[Any, torch.Tensor]] = []
+
+    def pack(self, number: int, pieces: Mapping[int, Sequence[torch.Tensor]]) -> dict[Pair, torch.Tensor]:
+        """Make the messages of a round: those of this rank, and places of those that it passes on.
+
+        Args:
+            number: Of the round.
+            pieces: To whom -> [rows, columns] each; what is between them in a message is not defined.
+        """
+        rank, is_shared = self._channel.rank, self._is_shared
+        sizes = {(rank, to): size_of_all(values) for to, values in pieces.items() if values}
+        sizes |= self._passed_on.get(number, {})
+        places = self._in_slot(number, {pair: size for pair, size in sizes.items() if is_shared(pair)})
+        for pair in sizes.keys() - places.keys():
+            places[pair] = self._channel.buffer(sizes[pair], self._channel.device, "made", number, pair[1])
+        for to, values in pieces.items():
+            if values:
+                fill(places[rank, to], values)
+        return places
+
+    def tell(self, number: int, told: Mapping[int, Sequence[Told]]) -> None:
+        """Begin to tell of each part of a round, before it comes: who receives awaits it while it reads the last one."""
+        channel = self._channel
+        for to, of_them in told.items():
+            table = torch.tensor(of_them, dtype=torch.int64)
+            self._telling.append((channel.send(table, to, TELLING + number), table))
+            channel.num_sent += table.nbytes
+
+    def begin(self, number: int, messages: Mapping[Pair, torch.Tensor]) -> Sending:
+        """Begin to pass on the messages of a round, as `pack` made them, when the last one has gone."""
+        channel, ways = self._channel, self._channel.ways
+        own = {to: message for (by, to), message in messages.items() if by == channel.rank}
+        on_host = {to: self._on_host(own[to], number, to) for to in own if ways.way(channel.rank, to) is Way.HOST}
+        telling, self._telling = self._telling, []
+        works = [work for work, _ in telling]
+        works += [channel.send(message, to, number) for to, message in on_host.items()]
+        to_group = [to for to in sorted(own) if ways.way(channel.rank, to) is Way.GROUP]
+        coming = sorted((to, by) for by, to in messages if by != channel.rank)
+        works += channel.among_devices(
+            [(ways.deputy(to), own[to]) for to in to_group], [(by, messages[by, to]) for to, by in coming]
+        )
+        channel.num_sent += sum(map(len, own.values()))
+        kept, notices = [*(table for _, table in telling), *on_host.values(), *messages.values()], self._notices(number, messages)
+        sending = Sending(channel, number, works, kept, notices, passes_on=bool(coming))
+        if not coming:
+            sending.give_notice()
+        return sending
+
+    def finish(self) -> None:
+        """Give back shared memory of a GPU, when nobody has it mapped any more."""
+        if self._channel.device == CPU:
+            return
+        for neighbour in self._neighbours:
+            self._channel.hear(neighbour, CLOSED)
+        self.close()
+
+    def close(self) -> None:
+        """Give back shared memory."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots = {}
+
+    def _is_shared(self, pair: Pair) -> bool:
+        return pair[0] != self._channel.rank or self._channel.ways.way(*pair) is Way.SHARED
+
+    def _in_slot(self, number: int, sizes: Mapping[Pair, int]) -> dict[Pair, torch.Tensor]:
+        if not sizes:
+            return {}
+        slot, begin, places = number % ROUNDS_AT_ONCE, 0, {}
+        if slot not in self._slots:
+            self._slots[slot] = Shared(self._room, self._channel.device)
+        for pair, size in sizes.items():
+            places[pair] = self._slots[slot].values[begin : begin + size]
+            begin += aligned(size)
+        return places
+
+    def _notices(self, number: int, messages: Mapping[Pair, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return to whom -> handle of the memory, and where in it messages begin, in the order of their senders."""
+        about: dict[int, list[int]] = defaultdict(list)
+        shared = self._slots.get(number % ROUNDS_AT_ONCE)
+        for by, to in sorted(messages):
+            if self._is_shared((by, to)):
+                assert shared
+                about[to].append(messages[by, to].data_ptr() - shared.values.data_ptr())
+        return {to: notice_of(shared, begins) for to, begins in about.items() if shared}
+
+    def _on_host(self, message: torch.Tensor, number: int, member: int) -> torch.Tensor:
+        if message.device == CPU:
+            return message
+        return self._channel.buffer(len(message), CPU, "sent", number, member).copy_(message)
