@@ -20,7 +20,7 @@ from posttrain.engines.in_sglang.posttrain_plugin.channel import Channel
 from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, together
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.engines.in_sglang.posttrain_plugin.held import pack
-from posttrain.engines.in_sglang.posttrain_plugin.places import meet
+from posttrain.engines.in_sglang.posttrain_plugin.places import Place, meet
 from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
 from posttrain.weight_sync.holdings import CODES, HeldPart
 
@@ -75,9 +75,18 @@ class LoopbackEngines:
         num_engines: How many.
         num_ranks: Of each.
         seed: Of how they cut.
+        places: Where each rank says that it is.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[Shape, str]], num_engines: int, num_ranks: int, seed: int = 1):
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[Shape, str]],
+        num_engines: int,
+        num_ranks: int,
+        seed: int = 1,
+        places: Sequence[Place] = (),
+    ):
+        self._places = places
         drawn = random.Random(seed)
         held: list[list[HeldPart]] = [[] for _ in range(num_ranks)]
         as_numbers = {n for n, (_, dtype) in tensors.items() if dtype == "F8_E4M3" and drawn.random() < 0.2}
@@ -128,7 +137,8 @@ class LoopbackEngines:
     def _join(self, rank: EngineRank, number: int, place: Any, size: int, first_rank: int, **order: Any) -> str:
         seconds, senders = order["seconds"], order["senders"]
         relays = 0 if order["changes"] else senders
-        rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds, relays)
+        own = self._places[first_rank + number - senders] if self._places else None
+        rank.channel = Channel(meet(place, size, seconds), first_rank + number, size, seconds, relays, place=own)
         rank.receiver = Receiver(rank.channel, range(senders), order["changes"])
         return ""
 

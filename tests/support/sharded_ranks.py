@@ -30,6 +30,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import TRAINED, random_tensors
 
+    from posttrain.engines.in_sglang.posttrain_plugin.places import Place
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.plain_data import gather_plain
@@ -46,7 +47,12 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     fill(weights, tensors)
     values, held = as_served(weights, tensors, request["strategy"])
     sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
-    engines = LoopbackEngines(sent, 1, request["engine_ranks"]) if dist.get_rank() == 0 else None
+    places = [Place(*place) for place in request["places"]]
+    if places:
+        monkeypatched = classmethod(lambda cls, device: places[dist.get_rank()])
+        Place.of = monkeypatched  # type: ignore[method-assign]
+    its_places = places[request["ranks"] :]
+    engines = LoopbackEngines(sent, 1, request["engine_ranks"], places=its_places) if dist.get_rank() == 0 else None
     with asyncio.Runner() as runner:
         transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 16)
         transfer.send(1)
@@ -65,6 +71,8 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     told = {
         "sent": gather_plain(transfer.num_sent),
         "sent_first": gather_plain(first),
+        "passed_on": gather_plain([*transfer._sender._passed_on]),
+        "shared": gather_plain(transfer._sender._room),
         "told": gather_plain(16 * sum(len(of_round) for of_round in transfer._rounds)),
         "seconds": gather_plain(seconds),
         "received": [rank.channel.num_received for rank in ranks],

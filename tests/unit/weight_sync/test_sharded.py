@@ -13,6 +13,7 @@ from tests.support.megatron_single import run_gangs
 
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.messages import ALIGNMENT_BYTES
+from posttrain.engines.in_sglang.posttrain_plugin.places import Place, Way, Ways
 from posttrain.weight_sync.holdings import HeldPart
 from posttrain.weight_sync.letters import plan_letters, spread
 
@@ -22,9 +23,19 @@ LAYOUTS = {
 }
 
 
-def test_eight_ranks_send_each_byte_once(tmp_path: Path) -> None:
-    for told in _transfers(tmp_path, changed_every=0):
+# Eight ranks and four of engines: processes of one host; on GPUs of their own, of several hosts; on each other's GPUs.
+APART = [Place(f"gpu {number}", f"host {number // 4}", "2.30.7") for number in range(12)]
+PLACES = {"one host": [], "apart": APART, "together": APART[:8] + [APART[number] for number in (1, 3, 6, 7)]}
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_eight_ranks_send_each_byte_once(tmp_path: Path, places: str) -> None:
+    for told in _transfers(tmp_path, changed_every=0, places=places):
         assert told["wrong"] == 0
+        passes_on = [rank for rank, rounds in enumerate(told["passed_on"]) if rounds]
+        assert passes_on == ([1, 3, 6, 7] if places == "together" else [])
+        shares = [rank for rank, size in enumerate(told["shared"]) if size]
+        assert shares == {"one host": [*range(8)], "apart": [], "together": [1, 3, 6, 7]}[places]
         assert sum(told["sent"]) == sum(told["received"])
         # Two transfers; parts are aligned.
         for received, kept, parts in zip(told["received"], told["kept"], told["parts"], strict=True):
@@ -33,7 +44,7 @@ def test_eight_ranks_send_each_byte_once(tmp_path: Path) -> None:
 
 
 def test_eight_ranks_send_what_has_changed(tmp_path: Path) -> None:
-    for told in _transfers(tmp_path, changed_every=50):
+    for told in _transfers(tmp_path, changed_every=50, places="one host"):
         assert told["wrong"] == 0
         assert sum(told["sent"]) == sum(told["received"])
         whole = sum(told["sent_first"]) - sum(told["told"])
@@ -41,14 +52,14 @@ def test_eight_ranks_send_what_has_changed(tmp_path: Path) -> None:
         assert 0 < changed < 0.1 * whole
 
 
-def _transfers(folder: Path, changed_every: int) -> list[dict[str, Any]]:
+def _transfers(folder: Path, changed_every: int, places: str) -> list[dict[str, Any]]:
     """Return what ranks of each layout tell of two transfers; every so many numbers change in between."""
     requests = []
     for number, parallel in enumerate(LAYOUTS.values()):
         own = folder / str(number)
         own.mkdir()
         request = {"ranks": 8, "engine_ranks": 4, "parallel": parallel, "strategy": "block", "folder": str(own)}
-        requests.append({**request, "changed_every": changed_every})
+        requests.append({**request, "changed_every": changed_every, "places": PLACES[places]})
     run_gangs("sharded_ranks", {"requests": requests})
     return [json.loads((Path(request["folder"]) / "told.json").read_text()) for request in requests]
 
@@ -99,3 +110,27 @@ def _cuts(shape: tuple[int, int], drawn: random.Random) -> dict[Box, list[int]]:
 def test_what_nobody_has_is_named(holders: dict[Box, list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=rf"w, Box\(row=0.*{words}"):
         plan_letters([[HeldPart("w", Box(0, 0, 4, 4), "bfloat16")]], {"w": holders}, 512)
+
+
+def test_ways_between_members() -> None:
+    """Of trainers 0 and 1, and of engines 2 and 3."""
+    a, b, c, cpu = (Place(device, "host", "2.30.7" if device else "") for device in ("a", "b", "c", ""))
+    elsewhere = Place("", "other host", "")
+    ways = {
+        "one host": ([cpu] * 4, "shared shared shared shared"),
+        "two hosts": ([cpu, elsewhere, cpu, elsewhere], "shared host host shared"),
+        "one GPU": ([a] * 4, "shared shared shared shared"),
+        "two GPUs": ([a, b, a, b], "shared group group shared"),
+        "apart": ([a, b, c, a._replace(device="d")], "group group group group"),
+        "other versions": ([a, b, c._replace(nccl="2.28.3"), b], "host host host shared"),
+        "the same GPU in another container": ([a, b, a._replace(host="container"), b], "host host host shared"),
+        "one without a GPU": ([a, b, cpu, b], "host host host shared"),
+    }
+    for name, (places, expected) in ways.items():
+        found = Ways(places, relays=2)
+        assert [found.way(*pair).value for pair in ((0, 2), (0, 3), (1, 2), (1, 3))] == expected.split(), name
+    together = Ways([a, b, a, b], relays=2)
+    assert together.group == [0, 1]
+    assert [together.neighbour(*pair) for pair in ((0, 2), (0, 3), (1, 2), (1, 3))] == [0, 1, 0, 1]
+    assert Ways([a, b, a, b], relays=0).way(0, 3) is Way.HOST, "nobody passes on what changes alone"
+    assert Ways([a, b, c, a._replace(device="d")], relays=0).group == [0, 1, 2, 3]

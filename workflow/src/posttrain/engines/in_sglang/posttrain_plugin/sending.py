@@ -120,7 +120,10 @@ class Sender:
             [(ways.deputy(to), own[to]) for to in to_group], [(by, messages[by, to]) for to, by in coming]
         )
         channel.num_sent += sum(map(len, own.values()))
-        kept, notices = [*(table for _, table in telling), *on_host.values(), *messages.values()], self._notices(number, messages)
+        kept, notices = (
+            [*(table for _, table in telling), *on_host.values(), *messages.values()],
+            self._notices(number, messages),
+        )
         sending = Sending(channel, number, works, kept, notices, passes_on=bool(coming))
         if not coming:
             sending.give_notice()
