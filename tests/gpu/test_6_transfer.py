@@ -1,6 +1,6 @@
 """Weights from process to process: over memory that both share, from GPU to GPU, and over what both give.
 
-NCCL takes more members on a GPU than one if it is told so; these are the ways of several GPUs then, on one.
+Several GPUs are pretended on one: to NCCL their processes are on several hosts, which is the way over a network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from tests.support import transfer_members
 from tests.support.gpus import gpu
 from tests.support.megatron_single import run_ranks
 
-SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 # Its memory cannot be shared as a whole, which is why shared memory is not torch's.
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Trainer ranks -> where they are, and where engines are behind them.
@@ -42,7 +41,7 @@ def transfer(
 ) -> list[dict[str, Any]]:
     """Return what members tell of a transfer of matrices."""
     order = {"device": device, "trainers": trainers, "places": places, "shape": shape, "tensors": tensors}
-    own = {**SEVERAL_ON_ONE, **EXPANDABLE} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    own = EXPANDABLE if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     arguments = json.dumps({**order, "round_bytes": round_bytes})
     outputs = run_ranks(Path(transfer_members.__file__), members, arguments, environment=own)
     return [json.loads([line for line in output.splitlines() if line.startswith("{")][-1]) for output in outputs]

@@ -43,6 +43,8 @@ def main() -> None:
     if order["places"]:
         name, _, version = order["places"][rank].partition(" ")
         place = Place(name, place.host, version or place.nccl or "2.30.7")
+        # It takes one member for each GPU of a host: those of pretended GPUs are on pretended hosts.
+        os.environ["NCCL_HOSTID"] = f"host of {name}"
     channel = Channel(store, rank, size, SECONDS, num_trainers, device, place)
     work = _send if rank < num_trainers else _receive
     told = work(order, channel, num_trainers, size - num_trainers, device)

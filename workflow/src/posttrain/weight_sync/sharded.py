@@ -132,18 +132,9 @@ class ShardedTransfer:
         )
 
     def _join(self, store: dist.Store, letters: Sequence[Letter], first: int, size: int, seconds: float) -> None:
-        rank, relays = dist.get_rank(), 0 if self._sent else first
-        self._channel = channel = Channel(store, rank, size, seconds, relays, self._device)
-        mine = [letter for letter in letters if letter.sender == rank]
-        self._rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
-        passed_on = _passed_on(letters, channel.ways, rank, first)
-        self._rounds += [[]] * (1 + max(passed_on, default=-1) - len(self._rounds))
-        self._sender = Sender(channel, passed_on, *_shared(mine, channel.ways, passed_on, first))
-        told: dict[int, list[list[int]]] = defaultdict(list)
-        for letter in mine:
-            told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
-        for receiver in range(first, size):
-            channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
+        relays = 0 if self._sent else first
+        self._channel = channel = Channel(store, dist.get_rank(), size, seconds, relays, self._device)
+        self._sender, self._rounds = sender_of(letters, channel, first)
 
     @torch.no_grad()
     def _send_rounds(self, magnitudes: Magnitudes) -> bool:
@@ -258,6 +249,27 @@ class _Made:
     def are_finite(self) -> bool:
         """Tell whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
+
+
+def sender_of(letters: Sequence[Letter], channel: Channel, first: int) -> tuple[Sender, list[list[Letter]]]:
+    """Return what sends a rank's letters, and these by round, when each receiver has heard which ones it gets.
+
+    Args:
+        letters: Of all ranks.
+        channel: Of this one.
+        first: The first receiver's number in it.
+    """
+    rank, ways = channel.rank, channel.ways
+    mine = [letter for letter in letters if letter.sender == rank]
+    rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
+    passed_on = _passed_on(letters, ways, rank, first)
+    rounds += [[]] * (1 + max(passed_on, default=-1) - len(rounds))
+    told: dict[int, list[list[int]]] = defaultdict(list)
+    for letter in mine:
+        told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
+    for receiver in range(first, ways.num_members):
+        channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)
+    return Sender(channel, passed_on, *_shared(mine, ways, passed_on, first)), rounds
 
 
 def _passed_on(letters: Sequence[Letter], ways: Ways, rank: int, first: int) -> dict[int, dict[Pair, int]]:
