@@ -81,10 +81,10 @@ class Channel:
         group, rank_of = self._among_devices, self._members.index
         is_together = self.device.type == "cuda"
         if is_together:
-            group._start_coalescing(self.device)
+            group._start_coalescing()
         works = [group.recv([place], rank_of(member), 0) for member, place in received]
         works += [group.send([message], rank_of(member), 0) for member, message in sent]
-        return [group._end_coalescing(self.device)] if is_together else works
+        return [group._end_coalescing()] if is_together else works
 
     def buffer(self, size: int, device: torch.device, use: str, number: int, member: int) -> torch.Tensor:
         """Return memory for a message, [size] uint8; on the host in the place of the last but one round's.
