@@ -10,6 +10,7 @@ NCCL takes no two members, memory savers, and expandable segments, whose memory 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,8 @@ from .followed import Box
 # Of each piece of a message: all element sizes divide it.
 ALIGNMENT_BYTES = 16
 # Tags that no round has: of tables, and of what is told before a round comes.
-TABLES, TELLING = 1 << 20, 1 << 19
+TABLES, TELLING, CLOSING = 1 << 20, 1 << 19, 1 << 21
+SHORTEST = timedelta(milliseconds=1)
 ROUNDS_AT_ONCE = 2
 CPU = torch.device("cpu")
 
@@ -113,6 +115,16 @@ class Channel:
             return message
         return self.buffer(len(message), CPU, use, number, member).copy_(message)
 
+    def close(self) -> None:
+        """Leave the group, as one who cannot go on: whoever waits for this member, or for one that did, ends at once.
+
+        A wait that ends without an answer has gloo close the connections to all members; its own `abort` closes none.
+        """
+        for member in range(self._group.size()):
+            if member != self._group.rank():
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], member, CLOSING).wait(SHORTEST)
+
     def send_table(self, table: torch.Tensor, to: int) -> None:
         """Tell a member something: [n, k] int64."""
         for tensor in (torch.tensor(table.shape), table.contiguous()):
@@ -151,9 +163,10 @@ class Receiver:
         self._pieces = {sender: [Piece(r, part, Box(*box)) for r, part, *box in tables[sender]] for sender in senders}
         self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
 
-    @torch.no_grad()
     def receive(self, views: Sequence[torch.Tensor]) -> int:
         """Fill parts with what the trainer sends, and return how many bytes that were.
+
+        Who cannot leaves the group: others would wait for it.
 
         Args:
             views: The parts, [rows, columns] each, in their order.
@@ -161,7 +174,20 @@ class Receiver:
         Raises:
             ValueError: What came does not fit to the parts.
         """
-        before, fits = self._channel.num_received, True
+        before = self._channel.num_received
+        try:
+            fits = self._receive_rounds(views)
+        except BaseException:
+            self._channel.close()
+            raise
+        if not fits:
+            raise ValueError("a message changes more elements than its parts have")
+        return self._channel.num_received - before
+
+    @torch.no_grad()
+    def _receive_rounds(self, views: Sequence[torch.Tensor]) -> bool:
+        """Fill parts round by round, and tell whether all that came fits to them."""
+        fits = True
         places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
         for sender, pieces in self._pieces.items():
             for piece in pieces:
@@ -174,9 +200,7 @@ class Receiver:
             for sender, message in coming.wait().items():
                 targets = of_round[sender]
                 fits &= _write(message.to(targets[0].device), targets, told.get(sender, [ALL_OF_IT] * len(targets)))
-        if not fits:
-            raise ValueError("a message changes more elements than its parts have")
-        return self._channel.num_received - before
+        return fits
 
     def _begin(self, places: Mapping[int, list[torch.Tensor]], number: int) -> tuple[Round, dict[int, list[Told]]]:
         """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
