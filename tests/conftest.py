@@ -14,6 +14,8 @@ from tests.support.workflow_runs import WorkflowFolder
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from posttrain.artifacts import receipt_of
+
 UNPICKLED = "unpickled.txt"
 # What takes longest begins first, so that two workers end together.
 ORDER = ("tests/slurm", "tests/end_to_end", "tests/workflow", "tests/scripts", "tests/unit", "")
@@ -73,7 +75,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of the tiny model up to staging, made once: about half a minute."""
 
     def make(root: Path) -> None:
-        WorkflowFolder(root / "first", root / "store").run("stage_all_nodes")
+        first = WorkflowFolder(root / "first", root / "store")
+        # Two that train from it may begin with what this makes; nobody else may change the store.
+        first.run("stage_all_nodes", str(receipt_of(first.paths.rollout_start)))
 
     return made_once(tmp_path_factory, "shared", make) / "store"
 

@@ -66,6 +66,25 @@ def test_an_engine_that_ends_in_a_rollout_is_replaced(
 
 
 @pytest.mark.faults("training")
+def test_an_engine_that_hangs_in_a_rollout_is_replaced(workflow: WorkflowFolder, tmp_path: Path) -> None:
+    """One of two stands still, and takes connections; one attempt has the bits of a run in which nobody does."""
+    settings = {"engine.num_engines": 2, "engine.groups_per_request": 1, "training.num_steps": 4}
+    straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings | settings)
+    straight.run("train_grpo", timeout=900)
+    workflow.settings |= settings | {"engine.request_timeout_seconds": 15}
+    driver = start(workflow, "train_grpo")
+    _, hung = engines_of(driver)
+    driver.wait_until(lambda: (workflow.run_folder / "train" / IN_FIRST_ROLLOUT).exists())
+    hung.send_signal(signal.SIGSTOP)
+    finish_at_once(driver)
+    assert_same_training(workflow, straight)
+    assert [attempt["reason"] for attempt in attempts_of(workflow)] == ["done"]
+    assert sorted(starts_of(workflow, engine) for engine in (0, 1)) == [1, 2]
+    (log,) = workflow.run_folder.glob("train/attempts/*/node-*.log")
+    assert log.read_text().count("does not answer any more: it is ended") == 1
+
+
+@pytest.mark.faults("training")
 def test_engines_that_end_again_and_again(workflow: WorkflowFolder, tmp_path: Path) -> None:
     """One of two engines in every rollout, at random moments of it; one that is hit behind it ends the attempt."""
     settings = {"engine.num_engines": 2, "training.num_steps": NUM_STEPS, "engine.sleep": "always"}

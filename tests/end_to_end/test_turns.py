@@ -30,6 +30,10 @@ def test_the_bits_are_those_of_a_run_in_which_nobody_sleeps(
     assert {"config.json", "metadata.json"} <= {*copied}
     assert not [name for name in copied if name.endswith(".safetensors")]
     assert_same_training(workflow, undisturbed)
+    begun = json.loads((workflow.run_folder / "train/checkpoints/begun_from.json").read_text())
+    (start,) = (workflow.store / "tiny").glob("*/rollout_start-????????")
+    assert start.name in begun
+    assert not list(start.glob("*.safetensors")), "no weights, and engines that draft nothing"
     lines = (workflow.run_folder / "train" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(0 < row["perf/asleep_seconds"] < row["perf/step_seconds"] for row in rows)

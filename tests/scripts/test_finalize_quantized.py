@@ -12,11 +12,13 @@ from tests.support.checkpoint_store import (
 )
 from tests.support.killing import run_killed
 from tests.support.resolved_words import words_with
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
-from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.quantization.quantized_names import tensor_class
+from posttrain.checkpoint.formats.safetensors_io import INDEX_NAME, CheckpointReader
+from posttrain.checkpoint.quantization.quantized_names import layer_of, tensor_class
 from posttrain.errors import CheckpointError
+from posttrain.weight_sync.publish import untrained
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,32 @@ def test_the_last_step_survives_kills_and_ends_with_the_same_bytes(tmp_path, nam
     declared = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     methods = {"rollout_fp8": "fp8", "serving": "modelopt", "bf16": None}
     assert declared.get("quant_method") == methods[name]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engines_that_begin_empty_have_all_but_the_trained_weights(tmp_path, drafts):
+    """The config of the whole checkpoint and the tokenizer, and of tensors what they draft with."""
+    store, words = make_store(tmp_path), words_with(TINY, engine={"mtp_steps": 2 * drafts})
+    make_quantized(store, "rollout_fp8")
+    whole, start = store.folder("rollout_fp8"), store.folder("rollout_start")
+    parts = [part_receipt_of(start, 0)] if drafts else []
+    common = [*store.finalize("rollout_start")[:6], "--step", "quantize_rollout_start", *words]
+    for part in parts:
+        run_here("quantize", [*common, "--part", 0, "--num-parts", 1, "--receipt", part])
+    run_here("finalize_quantized", [*common, "--part-receipts", *parts, "--receipt", receipt_of(start)])
+    assert read_receipt(receipt_of(start)).step == "finalize_rollout_start"
+    small = {path.name for path in whole.iterdir() if path.suffix != ".safetensors"} - {INDEX_NAME}
+    for name in small:
+        assert (start / name).read_bytes() == (whole / name).read_bytes()
+    shards = {path.name for path in start.iterdir()} - small - {INDEX_NAME}
+    assert bool(shards) is drafts
+    assert {record.path for record in read_receipt(receipt_of(start)).files} == small | shards | {INDEX_NAME}
+    reader, made = CheckpointReader(whole), CheckpointReader(start) if drafts else {}
+    of_drafts = [name for name in reader.names if (layer_of(name) or 0) >= TINY.num_hidden_layers]
+    assert list(made) == (of_drafts if drafts else [])
+    assert all(made.tensor(name).equal(reader.tensor(name)) for name in made)
+    trained = reader.names[: -len(of_drafts)]
+    assert [name for name, _ in untrained(trained, start, TINY.num_hidden_layers, drafts)] == list(made)
 
 
 def test_a_part_that_has_not_finished_is_named(tmp_path):

@@ -29,6 +29,7 @@ NUM_PARTS = 2
 DIMENSIONS = words_with(TINY)
 STEPS = {
     "rollout_fp8": "quantize_rollout_fp8",
+    "rollout_start": "quantize_rollout_start",
     "export_fp8": "quantize_export_fp8",
     "serving": "quantize_serving",
     "bf16": "cast_to_bf16",

@@ -22,6 +22,7 @@ from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.engines.in_sglang.posttrain_plugin.held import pack
 from posttrain.engines.in_sglang.posttrain_plugin.places import Place, meet
 from posttrain.engines.in_sglang.posttrain_plugin.receiving import Receiver
+from posttrain.engines.responses import has_left
 from posttrain.weight_sync.holdings import CODES, HeldPart
 
 UNTOUCHED = 3.0
@@ -103,6 +104,9 @@ class LoopbackEngines:
     def ranks(self) -> list[EngineRank]:
         return [*itertools.chain(*self.engines)]
 
+    async def weight_versions(self) -> list[str]:
+        return [str(self.version)] * len(self.engines)
+
     async def begin_update(self, version: int) -> None:
         self.version = -1
 
@@ -120,7 +124,10 @@ class LoopbackEngines:
             for number, rank in enumerate(engine):
                 asked = partial(answer, rank, number, **order, **own)
                 work.append(loop.run_in_executor(self._threads, asked))
-        answers = iter(await asyncio.gather(*work))
+        ended = await asyncio.gather(*work, return_exceptions=True)  # all of them, as SGLang does
+        if failures := [answer for answer in ended if isinstance(answer, BaseException)]:
+            raise min(failures, key=lambda failure: has_left(str(failure)))
+        answers = iter(ended)
         return [[next(answers) for _ in engine] for engine in self.engines]
 
     def _parts(self, rank: EngineRank, number: int, tensors: Sequence[Sequence[Any]]) -> str:

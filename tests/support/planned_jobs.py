@@ -28,8 +28,9 @@ def planned_jobs(folder: Path, configs: Sequence[Mapping[str, object]]) -> list[
         Rows with "name", "after" (names), "message" and "resources" (those in `ASKED`; runtime in minutes).
     """
     command = [sys.executable, "-m", "tests.support.planned_jobs", json.dumps(configs)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[dict[str, list[dict[str, Any]]]] = []
@@ -46,7 +47,8 @@ def _plan(config: dict[str, object]) -> list[dict[str, Any]]:
 
     def name_of(job: Any) -> str:
         given = job.wildcards_dict
-        when = "after" if given.get("quantized", "").startswith("export_fp8") else given.get("when", "")
+        quantised = {"export_fp8": "after", "rollout_start": "start"}
+        when = quantised.get(given.get("quantized", "").partition("-")[0], given.get("when", ""))
         return f"{job.rule.name} {when}".strip()
 
     with SnakemakeApi(OutputSettings(dryrun=True)) as api:

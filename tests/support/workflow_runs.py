@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.artifacts import Paths
 from posttrain.config.request import RESERVED_NAMES
+from posttrain.planner.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 # Small enough for seconds, large enough for every branch: two updates per rollout, a checkpoint in the middle.
@@ -69,6 +71,13 @@ class WorkflowFolder:
     @property
     def results(self) -> Path:
         return self.folder / "results"
+
+    @property
+    def paths(self) -> Paths:
+        """Where the files lie of a run on the command line."""
+        words = self.command()
+        choice = dict(word.split("=", 1) for word in words[words.index("--config") + 1 :])
+        return Paths(resolve({"model": "tiny", "site": "local", **choice}, ROOT / "config"))
 
     @property
     def env(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 from collections import UserString
 from types import SimpleNamespace
 
-from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, SERVING
+from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, SERVING, START
 
 # What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
 # BF16 before the format was one of them is not cast again.
@@ -17,6 +17,18 @@ QUANTIZED = {
         more={
             "quantize": f", a scale per {CFG.quantize.strategy}{NEEDS.message('quantize')}",
             "finalize_quantized": f"{NEEDS.message('finalize_quantized')}",
+        },
+    ),
+    PATHS.rollout_start.name: SimpleNamespace(
+        parts=parts_of(PATHS.rollout_start, 1) if CFG.engine.mtp_steps else [],
+        steps=START,
+        source=PATHS.hf_patched,
+        settings=json.dumps(recoding_settings(CFG, START.step)),
+        calibration=[],
+        title="FP8",
+        more={
+            "quantize": f", of the layers that engines draft with{NEEDS.message('quantize start')}",
+            "finalize_quantized": f", for engines that begin empty{NEEDS.message('finalize_quantized start')}",
         },
     ),
     PATHS.export_fp8.name: SimpleNamespace(

@@ -114,7 +114,12 @@ def test_no_answer_in_time_is_an_error():
 def test_an_answer_that_is_no_result_is_an_error():
     async def story():
         broken = web.Response(text="{", content_type="application/json")
-        for answer, said in [(broken, "not JSON"), (web.json_response([]), "0 results for 1 requests")]:
+        cut = web.Response(body=b"12", content_type="application/octet-stream")
+        for answer, said in [
+            (broken, "not JSON"),
+            (cut, "not JSON"),
+            (web.json_response([]), "0 results for 1 requests"),
+        ]:
             async with client_of(ScriptedEngine(script={"/generate": answer})) as client:
                 with pytest.raises(RuntimeError, match=f"engine 0 .*{said}"):
                     await client.generate(REQUESTS, 0)
@@ -332,6 +337,33 @@ def test_waiting_ends_when_all_are_healthy_at_the_deadline_or_with_a_dead_proces
                 await client.wait_ready(0.3)
             with pytest.raises(RuntimeError, match="exit code 1"):
                 await client.wait_ready(5, dead)
+
+    run(story())
+
+
+def test_of_engines_that_are_not_ready_only_one_that_says_nothing_is_called_silent(monkeypatch):
+    """Not one that is slow and answers, and not one that has just started, however long that takes then."""
+    monkeypatch.setattr("posttrain.engines.calls.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.engines.calls.PROBE_TIMEOUT_SECONDS", 0.2)
+
+    def answering(*seconds):
+        left = [*seconds]
+
+        async def health(request):
+            if left and (wait := left.pop(0)) < 0:
+                return web.Response(status=503)
+            await asyncio.sleep(wait if left else 0)
+            return web.Response(status=200)
+
+        return ScriptedEngine(script={"/health": health})
+
+    async def story():
+        told = []
+        slow, starting, hung = answering(0.15), answering(-1, 9, 9, 9, 9, 9), answering(9, 9, 9, 9, 9, 9)
+        async with client_of(slow, starting, hung) as client:
+            await client.wait_ready(20, tell_silent=told.append)
+            assert told == [client._engines[2].url], "once"
+            await client.wait_ready(20)
 
     run(story())
 

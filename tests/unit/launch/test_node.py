@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.launch.node import EndedByHead, NodeSupervisor
+from posttrain.launch.node import EndedByHead, NodeSupervisor, _end_silent
 from posttrain.launch.ranks import Ending, RankProcess
 
 
@@ -56,12 +56,23 @@ class Dies:
 
     url, has_ended, num_starts = "http://here", True, 0
 
+    def end_hard(self) -> None:
+        self.has_ended = True
+
     def check_alive(self) -> None:
         if self.has_ended:
             raise RuntimeError("engine 0 ended")
 
     def restart(self) -> None:
         self.has_ended, self.num_starts = False, self.num_starts + 1
+
+
+def test_an_engine_that_hangs_is_ended_where_it_is_and_nowhere_else() -> None:
+    here, there, gone = Dies(), Dies(), Dies()
+    here.has_ended = there.has_ended = False
+    there.url = "http://there"
+    _end_silent([there, here, gone], "http://here")
+    assert (here.has_ended, there.has_ended) == (True, False)
 
 
 class TellsPhases(TakesNotes):

@@ -36,6 +36,18 @@ def test_what_the_configuration_leaves_out_is_not_in_the_chain():
     assert {"make_tiny_model", "quantize", "stage_to_node_local"} <= {rule.name for rule in chain_of("tiny")}
 
 
+def test_training_waits_for_what_its_engines_begin_with():
+    waits = {
+        words: {name for name in chain["train_grpo"].after if name.startswith("finalize_quantized")}
+        for words in ("", "engine.sleep=never engine.weight_transport=tensor", "rollout.fp8=false")
+        for chain in [{rule.name: rule for rule in chain_of("glm5", words)}]
+    }
+    assert list(waits.values()) == [{"finalize_quantized start"}, {"finalize_quantized"}, set()]
+    source = {rule.name for rule in chain_of("glm5", "evaluation.precision=source")}
+    assert not source & {"quantize", "finalize_quantized", "quantize start"}
+    assert "quantize start" in {rule.name for rule in chain_of("glm5", "engine.mtp_steps=2")}
+
+
 def test_a_fork_trains_from_another_runs_state():
     config = resolve({"model": "tiny", "site": "local"}, REPOSITORY / "config").config
     rules = {rule.name: rule for rule in rule_chain(config, is_fork=True)}

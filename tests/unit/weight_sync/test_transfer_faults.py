@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +85,7 @@ class Wire:
     """
 
     def __init__(self, inbox: Any):
-        self._inbox = inbox
+        self._inbox, self.close = inbox, inbox.close
         self.before: dict[Place, torch.Tensor] = {}
         self.spoil: tuple[Spoil, Place, random.Random] | None = None
 
@@ -127,18 +129,20 @@ class Transfers:
         from posttrain.megatron_backend.served_values import ServedValues
         from posttrain.weight_sync.holdings import Holdings
         from posttrain.weight_sync.proof import WeightProof
+        from posttrain.weight_sync.publish import WeightPublisher
         from posttrain.weight_sync.sharded import ShardedTransfer
 
         sends_changes = share is not None
-        engine = dataclasses.replace(policy.config.engine, request_timeout_seconds=seconds, weight_deltas=sends_changes)
-        self.share = share
+        options = {"kind": "sglang", "request_timeout_seconds": seconds, "weight_deltas": sends_changes}
+        engine = dataclasses.replace(policy.config.engine, **options)
+        self.share, self.failure = share, ""
         self.config = config = dataclasses.replace(policy.config, engine=engine)
         self.weights, self.version, values = weights, 0, ServedValues(weights, Fp8Format(STRATEGY))
         sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
         self.engines = LoopbackEngines(sent, 1, 2)
         holdings = Holdings(values, self.engines, runner)
-        self.transfer = ShardedTransfer(config, holdings, ROUND_BYTES)
-        self.proof = WeightProof(holdings, "of the attempt")
+        self.publisher = WeightPublisher(config, holdings, Path(), Path(), WeightProof(holdings, "of the attempt"))
+        self.publisher._sharded = self.transfer = ShardedTransfer(config, holdings, ROUND_BYTES)
         self.publish()
         self.wires = [Wire(rank.receiver.inbox) for rank in self.engines.ranks]
         for rank, wire in zip(self.engines.ranks, self.wires, strict=True):
@@ -155,9 +159,7 @@ class Transfers:
                 drawn = torch.Generator().manual_seed(1000 * self.version + number)
                 where = torch.rand(shard.values.shape, generator=drawn) < self.share
                 shard.values[where] = -shard.values[where]
-        self.transfer.send(self.version)
-        self.proof.check(self.version)
-        self.transfer.settle()
+        self.publisher.publish(self.version)
 
     def num_sent(self) -> int:
         """Update once, and return what was sent."""
@@ -171,7 +173,8 @@ class Transfers:
         wire.spoil = spoil, drawn.choice([*wire.before]), drawn
         try:
             self.publish()
-        except RuntimeError:
+        except RuntimeError as error:
+            self.failure = str(error)
             return True
         finally:
             wire.spoil = None
@@ -240,17 +243,22 @@ def test_ten_thousand_spoiled_messages_are_noticed(trainer, count: Count) -> Non
 
 @pytest.mark.parametrize("times", [2, pytest.param(100, marks=pytest.mark.faults("transfer"))])
 def test_members_that_end_leave_no_version(trainer, times: int) -> None:
-    """A receiver, or the sender: no engine has a version then, and the next transfer that succeeds gives it one."""
+    """A receiver, or the sender: no engine has a version then, and the next transfer that succeeds gives it one.
+
+    The others do not wait for it, and what is told is the cause.
+    """
     drawn = random.Random(5)
     for number in range(times):
         with asyncio.Runner() as runner:
-            transfers = Transfers(*trainer, runner, seconds=1.0)
+            transfers, began = Transfers(*trainer, runner), time.monotonic()
             if number % 2:
                 assert transfers.publish_spoiled(killed, drawn)
+                assert transfers.failure == "a member has ended"
             else:
                 transfers.transfer._sender = _Dying(transfers.transfer._sender, drawn.randrange(20))
-                with pytest.raises(RuntimeError):
+                with pytest.raises(RuntimeError, match=r"^a member has ended$"):
                     transfers.publish()
+            assert time.monotonic() - began < 10, "of the 60 s that members have"
             assert transfers.engines.version == -1
             transfers = Transfers(*trainer, runner)
             assert transfers.num_wrong == 0
@@ -324,7 +332,10 @@ def test_after_a_fault_or_a_new_engine_everything_comes(trainer) -> None:
 
 
 def test_changes_of_other_weights_are_noticed(trainer) -> None:
-    """An engine has something else than what was sent to it: once everything has come, it is right again."""
+    """An engine has something else than what was sent to it: once everything has come, it is right again.
+
+    Nothing is settled before it is proven, or changes of the wrong base would come next.
+    """
     with asyncio.Runner() as runner:
         transfers = Transfers(*trainer, runner, share=0.01)
         view = max(transfers.engines.ranks[0].views, key=torch.Tensor.numel)

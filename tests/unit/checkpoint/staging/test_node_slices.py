@@ -46,24 +46,26 @@ def test_nodes_hold_what_megatron_gives_their_ranks(more):
 
 
 def test_edges_and_engines():
-    words = "engine.pd.num_prefill_engines=0 engine.sleep={}"
-    config, by_turns = (config_of("glm5", words.format(sleep)) for sleep in ("never", "auto"))
+    words = "engine.pd.num_prefill_engines=0 engine.weight_transport={} engine.sleep={}"
+    config, by_turns, from_shards = (
+        config_of("glm5", words.format(*way)) for way in (("tensor", "never"), ("tensor", "auto"), ("sharded", "never"))
+    )
     shares = [node_share(config, node) for node in range(16)]
-    assert not any(node_share(by_turns, node).loads_engine for node in range(16))
+    assert not any(node_share(empty, node).loads_engine for node in range(16) for empty in (by_turns, from_shards))
     assert [node for node, share in enumerate(shares) if share.has_embedding] == [0, 1, 2, 3]
     assert [node for node, share in enumerate(shares) if share.has_output] == [12, 13, 14, 15]
     assert [node for node, share in enumerate(shares) if share.loads_engine] == list(range(8))
 
 
 def test_a_node_that_only_engines_have_holds_nothing_of_the_trainer():
-    words = "engine.own_nodes=8 engine.gpus_per_engine=16 engine.num_engines=3"
+    words = "engine.own_nodes=8 engine.gpus_per_engine=16 engine.num_engines=3 engine.weight_transport=tensor"
     config = resolve({"model": "glm5", "nodes": 24, "site": "example_slurm", "set": words}, CONFIG_DIR).config
     shares = [node_share(config, node) for node in range(24)]
     assert [node for node, share in enumerate(shares) if share.has_ranks] == list(range(16))
     assert [node for node, share in enumerate(shares) if share.loads_engine] == list(range(16, 22))
     assert {layer for share in shares for layer in share.experts_of_layer} == set(range(78))
     assert not any(share.has_embedding or share.has_output for share in shares[16:])
-    both = config_of("glm5", "engine.sleep=never")
+    both = config_of("glm5", "engine.sleep=never engine.weight_transport=tensor")
     copy, together = node_copy(config, "everything"), node_copy(both, "everything")
     assert copy.node_bytes < together.node_bytes, "of the trainer alone"
     assert copy.all_nodes_bytes == 16 * copy.node_bytes + 8 * (together.node_bytes - copy.node_bytes)

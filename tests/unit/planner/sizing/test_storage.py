@@ -15,12 +15,28 @@ def test_glm5_by_hand(resolved):
     assert needed.shared_bytes == 3 * needed.hf + 2 * needed.rollout_fp8 + 3 * needed.training_checkpoint
     # Its engines sleep while the trainer loads, and begin with the trainer's weights.
     assert needed.node_local_bytes == needed.torch_dist
-    awake = storage(resolved("glm5", set="engine.sleep=never").config)
+    awake = storage(resolved("glm5", set="engine.sleep=never engine.weight_transport=tensor").config)
     assert awake.node_local_bytes == needed.torch_dist + needed.rollout_fp8
 
 
+def test_the_model_in_fp8_is_made_for_who_loads_it(resolved):
+    """Engines that begin empty need no more of it than what they draft with."""
+    source, never = "evaluation.precision=source", "engine.sleep=never engine.weight_transport="
+    sizes = {
+        words: (needed.rollout_fp8, needed.rollout_start)
+        for words in ("", source, f"{source} engine.mtp_steps=2", f"{source} {never}sharded", f"{source} {never}tensor")
+        for needed in [storage(resolved("glm5", set=words).config)]
+    }
+    whole, drafts = (
+        756_162_687_872,
+        sum(weight.fp8_bytes for weight in mtp_weights(resolved("glm5").config.model.architecture)),
+    )
+    assert list(sizes.values()) == [(whole, 0), (0, 0), (0, drafts), (0, 0), (whole, 0)]
+    assert 9.9e9 < drafts < 10.3e9
+
+
 def test_without_fp8_the_source_is_staged_instead(resolved):
-    needed = storage(resolved("glm5", set="rollout.fp8=false engine.sleep=never").config)
+    needed = storage(resolved("glm5", set="rollout.fp8=false engine.sleep=never engine.weight_transport=tensor").config)
     assert needed.rollout_fp8 == needed.export_fp8 == 0
     assert needed.node_local_bytes == 2 * needed.hf
 

@@ -18,6 +18,8 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "adopt_torch_dist": 1,
     "quantize_rollout_fp8": 2,
     "finalize_rollout_fp8": 2,
+    "quantize_rollout_start": 1,
+    "finalize_rollout_start": 1,
     "quantize_export_fp8": 1,
     "finalize_export_fp8": 1,
     "quantize_serving": 1,

@@ -15,9 +15,10 @@ from typing import Any
 from posttrain.artifacts import build_lock
 from posttrain.artifacts.durable import sync_folder, sync_tree
 from posttrain.artifacts.format_versions import FORMAT_VERSIONS
-from posttrain.artifacts.recodings import EXPORT_FOLDER
+from posttrain.artifacts.plain_json import read_json
+from posttrain.artifacts.recodings import EXPORT_FOLDER, START_FOLDER
 from posttrain.config.data import task_of
-from posttrain.config.derived import fp8_settings, serving_settings
+from posttrain.config.derived import engines_load, fp8_settings, serving_settings, start_settings
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
 from posttrain.config.schema import Config
@@ -104,6 +105,12 @@ class Paths:
         return self.model_root / f"rollout_fp8-{digest8(self._quantize_settings('rollout_fp8', settings))}"
 
     @property
+    def rollout_start(self) -> Path:
+        """What engines in FP8 begin with where they begin empty: config, tokenizer, and the layers they draft with."""
+        settings = start_settings(self.resolved.config)
+        return self.model_root / f"{START_FOLDER}-{digest8(self._quantize_settings(START_FOLDER, settings))}"
+
+    @property
     def rollout_report(self) -> Path:
         """What FP8 did to the weights."""
         return self.rollout_fp8.with_name(f"{self.rollout_fp8.name}.report.json")
@@ -128,8 +135,18 @@ class Paths:
 
     @property
     def rollout_weights(self) -> Path:
-        """What the engines load first: FP8, or the patched checkpoint itself."""
-        return self.rollout_fp8 if self.resolved.config.rollout.fp8 else self.hf_patched
+        """What the engines begin with: FP8 weights, what they need without any, or the patched checkpoint itself.
+
+        A run keeps FP8 weights that it began with, and a trained one what it had: it would be trained again.
+        """
+        config = self.resolved.config
+        if not config.rollout.fp8:
+            return self.hf_patched
+        with contextlib.suppress(OSError, ValueError):  # whoever goes on with the run, or verifies it, tells
+            (begun,) = (self.model_root / name for name in read_json(self.begun_from) if name.startswith("rollout_"))
+            if begun == self.rollout_fp8 or (self.train_done.exists() and receipt_of(begun).exists()):
+                return begun
+        return self.rollout_fp8 if engines_load(config) else self.rollout_start
 
     @property
     def dataset(self) -> Path:
@@ -148,6 +165,7 @@ class Paths:
             "hf_patched": self.hf_patched,
             "torch_dist": self.torch_dist,
             "rollout_fp8": self.rollout_fp8,
+            "rollout_start": self.rollout_start,
             "serving": self.serving,
             "bf16": self.bf16,
         }

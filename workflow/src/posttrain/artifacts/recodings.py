@@ -24,13 +24,17 @@ class Recoding:
     source: str
 
 
-# What the folder's name begins with that holds an export in FP8: it lies in the store, where other names are models'.
-EXPORT_FOLDER = "export_fp8"
+# What names of folders begin with: an export in FP8 lies in the store, where other names are models'.
+EXPORT_FOLDER, START_FOLDER = "export_fp8", "rollout_start"
 ENGINES = Recoding("quantize_rollout_fp8", "finalize_rollout_fp8", "hf_patched")
+# What engines that begin empty read: config and tokenizer, and what they draft with.
+START = Recoding("quantize_rollout_start", "finalize_rollout_start", "hf_patched")
 EXPORT = Recoding("quantize_export_fp8", "finalize_export_fp8", "hf_export")
 SERVING = Recoding("quantize_serving", "finalize_serving", "hf_patched")
 BF16 = Recoding("cast_to_bf16", "finalize_bf16", "hf")
-RECODINGS = (ENGINES, EXPORT, SERVING, BF16)
+RECODINGS = (ENGINES, START, EXPORT, SERVING, BF16)
+# How the picture of the rules calls what `quantize` makes besides all of the model as it came.
+OTHER_QUANTISED = {"start": (START, START_FOLDER), "after": (EXPORT, EXPORT_FOLDER)}
 _RULES = {
     name: rule
     for use in RECODINGS

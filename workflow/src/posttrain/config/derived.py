@@ -61,8 +61,11 @@ def takes_turns(config: Config) -> bool:
 
 
 def engines_load(config: Config) -> bool:
-    """Tell whether engines of a run that begins load weights: those that have slept get the trainer's in any case."""
-    return uses_engines(config) and not takes_turns(config)
+    """Tell whether engines of a run that begins load weights, which others get from the trainer in any case.
+
+    Others are those that have slept while it loaded, and those whose weights go from shard to shard.
+    """
+    return uses_engines(config) and not takes_turns(config) and weight_transport(config) != "sharded"
 
 
 def rollout_samples_per_step(config: Config) -> int:
@@ -181,6 +184,11 @@ def fp8_settings(config: Config) -> dict[str, Any]:
     return {"format": "fp8", "strategy": quantize.strategy, "scale": quantize.scale, **_kept(config)}
 
 
+def start_settings(config: Config) -> dict[str, Any]:
+    """Return what decides the files that engines in FP8 begin with where they begin empty, besides the source."""
+    return {**fp8_settings(config), "drafts": config.engine.mtp_steps > 0}
+
+
 def serving_settings(config: Config) -> dict[str, Any]:
     """Return what decides the bytes of the checkpoint for serving, besides the source."""
     return {"format": config.serving.format, "calibration": list(config.serving.calibration), **_kept(config)}
@@ -190,6 +198,7 @@ def recoding_settings(config: Config, step: str) -> dict[str, Any]:
     """Return what decides the bytes of a recoded checkpoint, by the step that makes its parts."""
     of_step = {
         "quantize_rollout_fp8": fp8_settings,
+        "quantize_rollout_start": start_settings,
         "quantize_export_fp8": fp8_settings,
         "quantize_serving": serving_settings,
     }

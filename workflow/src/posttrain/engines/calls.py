@@ -23,6 +23,8 @@ RETRY_SECONDS = 0.2  # doubled from try to try
 # loads its model may not answer meanwhile.
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_INTERVAL_SECONDS = 0.1
+# SGLang answers as soon as it has computed one token more, whatever it is busy with. What takes longest is one batch.
+SILENCE_SECONDS = 60.0
 # Of an answer that is an error: a page of HTML fits into no log.
 MAX_ERROR_CHARACTERS = 1000
 
@@ -148,13 +150,22 @@ class EngineCalls:
         except ValueError as error:
             raise EngineError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
 
-    async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool:
+    @property
+    def _silence_seconds(self) -> float:
+        """Return how long an engine that has missed a deadline may be silent; no longer than for a request."""
+        return min(SILENCE_SECONDS, self._timeout_seconds)
+
+    async def _is_healthy(self, engine: Engine, within_seconds: float) -> bool | None:
+        """Ask an engine how it is; None where it does not answer at all, though somebody listens."""
         assert self._session is not None, "use the client as an async context manager"
-        timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, min(PROBE_TIMEOUT_SECONDS, within_seconds)))
+        longest = min(PROBE_TIMEOUT_SECONDS, self._silence_seconds, within_seconds)
+        timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, longest))
         try:
             async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
                 if response.status == 401:
                     raise EngineError(f"{engine} obeys somebody else: it was started with another secret")
                 return response.status == 200
-        except (aiohttp.ClientConnectionError, TimeoutError):
+        except TimeoutError:
+            return None
+        except aiohttp.ClientConnectionError:
             return False

@@ -136,19 +136,32 @@ class EngineClient(EngineCalls):
 
     # ---- state ----
 
-    async def wait_ready(self, timeout_seconds: float, check_processes: Callable[[], None] | None = None) -> None:
+    async def wait_ready(
+        self,
+        timeout_seconds: float,
+        check_processes: Callable[[], None] | None = None,
+        tell_silent: Callable[[str], None] | None = None,
+    ) -> None:
         """Wait until every engine is healthy.
 
         Args:
             timeout_seconds: For all of them together.
             check_processes: Called between probes; raises when an engine's process has ended.
+            tell_silent: Called with the address of an engine that takes connections and answers none from the first on:
+                one that is busy answers, and one that starts refuses them before.
 
         Raises:
             RuntimeError: Naming the first engine that was not healthy in time, or is another run's.
         """
         deadline = time.monotonic() + timeout_seconds
         for engine in self._engines:
-            while not await self._is_healthy(engine, deadline - time.monotonic()):
+            began, is_silent = time.monotonic(), tell_silent is not None
+            while (is_healthy := await self._is_healthy(engine, deadline - time.monotonic())) is not True:
+                is_silent &= is_healthy is None
+                if is_silent and tell_silent and time.monotonic() - began >= self._silence_seconds:
+                    log.warning("%s has not answered for %.0f s: it hangs", engine, time.monotonic() - began)
+                    tell_silent(engine.url)
+                    is_silent = False  # it is another process now
                 if check_processes:
                     check_processes()
                 if time.monotonic() > deadline:

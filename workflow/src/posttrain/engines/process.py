@@ -99,6 +99,11 @@ class EngineProcess:
         """It was started, and its process is gone."""
         return self._process is not None and self._process.poll() is not None
 
+    def end_hard(self) -> None:
+        """End it and its children: it hangs, and would not hear that it should."""
+        assert self._process is not None, "end_hard before start"
+        end_processes([self._process], grace_seconds=0.0)
+
     def restart(self) -> None:
         """Start it again where it was, when what is left of it has ended."""
         self.stop()

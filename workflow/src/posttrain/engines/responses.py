@@ -12,6 +12,8 @@ from posttrain.engines.routes import ASKED, RoutesLayout
 
 # What an engine that has started without weights says its weights are, until the first update.
 NO_WEIGHTS = "none"
+# What gloo says to who waits for a member of a group that has left, and to who has.
+LEFT = ("Connection closed by peer", "caused pair closure")
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,15 @@ def answers_of_ranks(engine: str, answers: Sequence[Mapping[str, Any]]) -> list[
         answers: In any order; with DP attention each rank has everybody's.
 
     Raises:
-        RuntimeError: A rank could not; names it.
+        RuntimeError: A rank could not; names it, and of several the one that has not only missed another.
     """
     found = {answer["parallelism_info"][0]["tp_rank"]: answer["checksums"] for answer in answers}
-    for rank, told in found.items():
-        if "error" in told:
-            raise RuntimeError(f"{engine}, rank {rank}: {told['error']}")
+    failures = [f"{engine}, rank {rank}: {told['error']}" for rank, told in found.items() if "error" in told]
+    if failures:
+        raise RuntimeError(min(failures, key=has_left))
     return [found[rank]["answer"] for rank in sorted(found)]
+
+
+def has_left(failure: str) -> bool:
+    """Tell whether a member of a weight transfer says no more than that another one has left it."""
+    return any(words in failure for words in LEFT)

@@ -14,6 +14,7 @@ from posttrain.config.derived import engine_nodes, trainer_nodes
 from posttrain.config.schema import Config
 from posttrain.forecast.goodput import RestartSeconds
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.node_copy import rollout_bytes
 from posttrain.planner.sizing.storage import Storage
 from posttrain.planner.timing.duration import Bandwidths
 
@@ -94,15 +95,15 @@ def restart_parts(
             "a crash: measured on CPU; a lost node: the longest silence that is allowed",
         ),
         RestartPart("wait in the queue", RestartSeconds(0, 0, ASSUMPTIONS.queue_seconds), "a guess, the site's own"),
-        *([_weights_part(config, needed, rates)] if means.reads_weights else []),
+        *([_weights_part(config, rates)] if means.reads_weights else []),
         RestartPart("start engines and ranks", start, "published for SGLang: warm, and on a fresh node"),
         _state_part(needed, rates, means, start),
         RestartPart("weights to the engines", _always(durations["step_weight_sync"]), "as in a step"),
     ]
 
 
-def _weights_part(config: Config, needed: Storage, rates: Bandwidths) -> RestartPart:
-    engine_bytes = needed.rollout_fp8 if config.rollout.fp8 else needed.hf
+def _weights_part(config: Config, rates: Bandwidths) -> RestartPart:
+    engine_bytes = rollout_bytes(config)
     is_shared = config.stage.copy == "nothing"
     seconds = (
         len(engine_nodes(config)) * engine_bytes / rates.shared_storage if is_shared else engine_bytes / rates.node_disk

@@ -124,6 +124,7 @@ class Gang(Gathering):
     def _watch(self) -> None:
         self._end_in_time()
         self._tell_phase()
+        self._pass_on_silence()
         told = [m.messages["positions"]["ranks"].items() for m in self._members.values() if m.has_told("positions")]
         positions = {int(rank): Position(**where) for ranks in told for rank, where in ranks if where}
         if positions:
@@ -159,6 +160,13 @@ class Gang(Gathering):
         self._told_phase = phase
         for name in self._names[len(self._trainers) :]:
             self._members[name].channel.send("phase", position=phase)
+
+    def _pass_on_silence(self) -> None:
+        """Tell all nodes which engine rank 0 gets no answer of; the one that has it ends it."""
+        named = [m.messages.pop("silent") for m in self._members.values() if m.has_told("silent")]
+        for message in named:
+            for member in self._members.values():
+                member.channel.send("silent", url=message["url"])
 
     def _end_in_time(self) -> None:
         """Ask for a save at the step's end, once, when a node was asked to end or the scheduler is about to do it."""

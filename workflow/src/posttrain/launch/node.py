@@ -176,6 +176,8 @@ class NodeSupervisor:
             message = self._head.next_message(POLL_SECONDS)
             if message and message["kind"] == "phase":
                 position = message["position"]
+            elif message and message["kind"] == "silent":
+                _end_silent(engines, message["url"])
             self._start_again(engines, {0: position})
             endings = _ended_engines(engines)
             last_well = last_well if endings else time.monotonic()
@@ -190,6 +192,10 @@ class NodeSupervisor:
                 _ask_to_end(ranks)
             elif message and message["kind"] == "stacks":
                 self._head.tell("stacks", ranks=_stacks(ranks), records=_records(ranks))
+            elif message and message["kind"] == "silent":
+                _end_silent(engines, message["url"])
+            for url in filter(None, [rank.silent_engine() for rank in ranks]):
+                self._head.tell("silent", url=url)
             positions = {rank.rank: rank.position() for rank in ranks}
             # Another phase at once: when the first step began is what a start has taken, and nodes without ranks start
             # engines again in a rollout alone.
@@ -256,6 +262,14 @@ def _records(ranks: Sequence[RankProcess]) -> list[str]:
     while not all(rank.record() for rank in asked) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return [str(path) for rank in ranks if (path := rank.record())]
+
+
+def _end_silent(engines: Sequence[EngineProcess], url: str) -> None:
+    """End the engine that does not answer, if it is here; it is another ended one then."""
+    for engine in engines:
+        if engine.url == url and not engine.has_ended:
+            log.warning("the engine at %s does not answer any more: it is ended", url)
+            engine.end_hard()
 
 
 def _ended_ranks(ranks: Sequence[RankProcess]) -> list[Ending]:

@@ -23,7 +23,7 @@ from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.launch.flight_recorder import ask_for_record, describe_records, record_of, recorder_environment
 from posttrain.launch.hang import SHORTEST_TIMEOUT_SECONDS
 from posttrain.observability.logging import LOG_VARIABLE
-from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress
+from posttrain.observability.rank_progress import PROGRESS_VARIABLE, last_words_of, read_progress, take_silent
 from posttrain.planner.flags.environment import started_with, trainer_environment
 from posttrain.planner.flags.flag import as_environment
 from posttrain.processes import end_processes, start_child
@@ -159,6 +159,10 @@ class RankProcess:
             "still": now - progress.moved,
             "usual": progress.usual,
         }
+
+    def silent_engine(self) -> str:
+        """Return which engine does not answer any more, as rank 0 has found since the last look; empty for none."""
+        return take_silent(self.progress_path)
 
     def ask_for_record(self) -> bool:
         """Have its collectives written down; tells whether anybody listens."""

@@ -132,6 +132,28 @@ def last_words_of(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.last-words")
 
 
+def name_silent(url: str) -> None:
+    """Have an engine ended that does not answer any more; does nothing where no supervisor has asked for progress."""
+    if path := os.environ.get(PROGRESS_VARIABLE):
+        named = _silent_of(Path(path))
+        named.with_suffix(".new").write_text(url, encoding="utf-8")
+        named.with_suffix(".new").replace(named)
+
+
+def take_silent(progress: Path) -> str:
+    """Return the engine that `name_silent` has named since the last look; empty for none."""
+    named = _silent_of(progress)
+    if not named.exists():
+        return ""
+    url = named.read_text(encoding="utf-8")
+    named.unlink()
+    return url
+
+
+def _silent_of(progress: Path) -> Path:
+    return progress.with_name(f"{progress.name}.silent")
+
+
 def read_progress(path: Path) -> RankProgress | None:
     """Return what a rank has written last; None before its first step."""
     if not path.exists():

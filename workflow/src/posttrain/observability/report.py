@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from posttrain.artifacts.recodings import EXPORT, EXPORT_FOLDER, rule_of
+from posttrain.artifacts.recodings import OTHER_QUANTISED
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
 from posttrain.observability.report_dag import RuleState, draw_chain
@@ -93,7 +93,9 @@ def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]
     # Checkpoints of a training and parts of an export have receipts before all of it is there.
     made -= {"train_grpo"} if "the end of training" in run.missing else set()
     made -= {"export_hf"} if "the export" in run.missing else set()
-    made |= {f"{rule_of(step)} after" for step in (EXPORT.step, EXPORT.finalize_step) if step in made}
+    for when, (use, _) in OTHER_QUANTISED.items():
+        made |= {f"quantize {when}"} if made & {use.step, use.finalize_step} else set()
+        made |= {f"finalize_quantized {when}"} if use.finalize_step in made else set()
     states = {}
     for rule in rules:
         when = rule.name.partition(" ")[2]
@@ -104,9 +106,11 @@ def rule_states(run: RunData, rules: Sequence[RuleNode]) -> dict[str, RuleState]
 
 
 def _is_of(job: str, rule: RuleNode) -> bool:
-    """Tell which of two things a job made: evaluations end in before and after, what was exported has that name."""
+    """Tell which of several things a job made: evaluations end in before and after, others have a folder's name."""
     when = rule.name.partition(" ")[2]
-    return job.endswith(when) if rule.rule == "evaluate" else (f".{EXPORT_FOLDER}" in job) == (when == "after")
+    if rule.rule == "evaluate":
+        return job.endswith(when)
+    return when == next((name for name, (_, folder) in OTHER_QUANTISED.items() if f".{folder}-" in job), "")
 
 
 def pair_samples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[PromptSamples]:

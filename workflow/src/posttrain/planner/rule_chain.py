@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from posttrain.artifacts import suite_folders
 from posttrain.config.schema import Config
-from posttrain.planner.sizing.evaluation import evaluates_fp8, quantises_for_engines
+from posttrain.planner.sizing.evaluation import evaluates_fp8
+from posttrain.planner.sizing.storage import makes_fp8, starts_in_fp8
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "adopt_torch_dist": not config.download.torch_dist_folder,
         "convert_hf_to_torch_dist": bool(config.download.torch_dist_folder),
         "finalize_torch_dist": bool(config.download.torch_dist_folder),
-        "quantize": not quantises_for_engines(config),
-        "finalize_quantized": not quantises_for_engines(config),
+        "quantize": not makes_fp8(config),
+        "finalize_quantized": not makes_fp8(config),
+        "quantize start": not (starts_in_fp8(config) and config.engine.mtp_steps),
+        "finalize_quantized start": not starts_in_fp8(config),
         "quantize after": not evaluates_fp8(config),
         "finalize_quantized after": not evaluates_fp8(config),
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
@@ -64,7 +67,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
 def _rules_of_weights(config: Config) -> list[RuleNode]:
     """Return all that there may be, each with all that it may wait for."""
     parts, joins, patched = config.convert.num_parts, "joins and checks the parts", ("patch_hf_config",)
-    ready = ("adopt_torch_dist", "finalize_torch_dist", *_quantised(config.rollout.fp8), *patched)
+    ready = ("adopt_torch_dist", "finalize_torch_dist", *_begun_with(config), *patched)
     downloaded, fetches = ("download_hf_checkpoint",), "fetches the model in parts, every file verified"
     return [
         RuleNode("make_tiny_model", "makes and warms up a small model", ()),
@@ -79,15 +82,18 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
         RuleNode("finalize_torch_dist", joins, ("convert_hf_to_torch_dist",)),
         RuleNode("quantize", "quantises to FP8 in parts", patched, parts),
         RuleNode("finalize_quantized", joins, ("quantize",)),
+        RuleNode("quantize start", "quantises what engines draft with", patched),
+        RuleNode("finalize_quantized start", "config and tokenizer for empty engines", (*patched, "quantize start")),
         RuleNode("stage_to_node_local", "copies to the node's own disk, verified", ready, len(config.site.node_names)),
     ]
 
 
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
-    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", *_quantised(config.rollout.fp8))
+    ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", *_begun_with(config))
     before = (*ready, "approve_data", "fork_checkpoint")
     prompts = ("download_dataset", "download_suite")
-    checked, came = ("patch_hf_config", *prompts), _quantised(evaluates_fp8(config))
+    checked = ("patch_hf_config", *prompts)
+    came = ("finalize_quantized",) if evaluates_fp8(config) else ()
     exported = ("finalize_quantized after", "finalize_export_hf", *prompts)
     evaluated = ("evaluate before", "evaluate after")
     parts = config.convert.num_parts
@@ -105,5 +111,8 @@ def _rules_of_a_run(config: Config) -> list[RuleNode]:
     ]
 
 
-def _quantised(is_needed: bool) -> tuple[str, ...]:
-    return ("finalize_quantized",) if is_needed else ()
+def _begun_with(config: Config) -> tuple[str, ...]:
+    """Return what makes the files that engines begin with, where it is not the patched checkpoint."""
+    if not config.rollout.fp8:
+        return ()
+    return ("finalize_quantized start",) if starts_in_fp8(config) else ("finalize_quantized",)

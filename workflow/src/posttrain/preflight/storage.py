@@ -121,6 +121,7 @@ def _missing_in_store(paths: Paths, needed: Storage) -> int:
         paths.hf: needed.hf,
         paths.torch_dist: needed.torch_dist,
         paths.rollout_fp8: needed.rollout_fp8,
+        paths.rollout_start: needed.rollout_start,
         paths.export_fp8: needed.export_fp8,
     }
     return sum(max(0, size - bytes_below(folder) - bytes_below(partial_of(folder))) for folder, size in planned.items())

@@ -11,7 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient
-from posttrain.observability.rank_progress import ROLLOUT, SHARE_ROLLOUT, keep_reporting, report_progress
+from posttrain.observability.rank_progress import (
+    ROLLOUT,
+    SHARE_ROLLOUT,
+    keep_reporting,
+    name_silent,
+    report_progress,
+)
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.persisted import RolloutStore
 from posttrain.rollout.sharing import as_plain, from_plain
@@ -73,7 +79,8 @@ class SynchronousSource:
     def wait_ready(self, step: int | None = None) -> None:
         """Return when engines answer: they have been loading while the trainer did."""
         if self._client:
-            started, ready = time.perf_counter(), self._client.wait_ready(self._start_timeout_seconds)
+            started, tell = time.perf_counter(), None if step is None else name_silent
+            ready = self._client.wait_ready(self._start_timeout_seconds, tell_silent=tell)
             self._runner.run(ready if step is None else _alive(ready, step))
             log.info("the trainer has its weights; engines were ready %.1f s later", time.perf_counter() - started)
 

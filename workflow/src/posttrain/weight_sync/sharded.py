@@ -28,6 +28,7 @@ from posttrain.engines.in_sglang.posttrain_plugin.channel import CPU, Channel
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.places import Way, Ways, meet
 from posttrain.engines.in_sglang.posttrain_plugin.sending import Pair, Sender, Sending
+from posttrain.engines.responses import has_left
 from posttrain.engines.tensor_payload import NamedTensors
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain, share_plain
@@ -94,8 +95,7 @@ class ShardedTransfer:
             self._connect()
         magnitudes = self._values.agreed_magnitudes()
         asked = client.ask_ranks("receive", may_repeat=False) if client else None
-        are_finite = self._beside(asked, lambda: self._send_rounds(magnitudes))
-        if not all(gather_plain(are_finite)):
+        if not all(self._on_every_rank(lambda: self._send_beside(asked, magnitudes))):
             raise CheckpointError("weights hold NaN or infinity; they must be finite to be served")
         if client:
             for bucket in besides:
@@ -161,6 +161,22 @@ class ShardedTransfer:
         self._sender.finish()
         return made.are_finite()
 
+    def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank, and return what each has made.
+
+        Raises:
+            RuntimeError: Why one could not, on all alike.
+        """
+        made, failure = None, ""
+        try:
+            made = work()
+        except RuntimeError as error:
+            failure = str(error) or repr(error)
+        found = gather_plain([made, failure])
+        if failures := [told for _, told in found if told]:
+            raise RuntimeError(min(failures, key=has_left))
+        return [each for each, _ in found]
+
     def _beside(self, asked: Coroutine[Any, Any, Any] | None, work: Callable[[], T]) -> T:
         """Do something while engines do their part, which rank 0 asks them for."""
         if asked is None:
@@ -169,6 +185,34 @@ class ShardedTransfer:
         async def both() -> T:
             _, done = await asyncio.gather(asked, asyncio.to_thread(work))
             return done
+
+        return self._holdings.runner.run(both())
+
+    def _send_beside(self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes) -> bool:
+        """Send while engines receive, which rank 0 asks them for; where one cannot, no other member waits for it.
+
+        Raises:
+            Exception: Why, of those that rank 0 and the engines have, the one that is more than that another has left.
+        """
+        assert self._channel
+        leave = self._channel.close
+        if asked is None:
+            try:
+                return self._send_rounds(magnitudes)
+            except BaseException:
+                leave()
+                raise
+
+        async def both() -> bool:
+            sending = asyncio.create_task(asyncio.to_thread(self._send_rounds, magnitudes))
+            tasks = {asyncio.create_task(asked), sending}
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.exception() for task in ended):
+                leave()
+            await asyncio.wait(tasks)
+            if failures := [error for task in tasks if (error := task.exception())]:
+                raise min(failures, key=lambda error: has_left(str(error)))
+            return sending.result()
 
         return self._holdings.runner.run(both())
 

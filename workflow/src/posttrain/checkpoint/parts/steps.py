@@ -47,7 +47,7 @@ PART: dict[str, Any] = {
 }
 JOIN: dict[str, Any] = {
     **FOLDER,
-    "part_receipts": {"type": Path, "nargs": "+", "required": True, "help": "receipts of all parts"},
+    "part_receipts": {"type": Path, "nargs": "*", "required": True, "help": "receipts of all parts"},
 }
 
 
@@ -229,7 +229,7 @@ def read_parts(
     wrong = [f"{path}: {why}" for path, receipt in read.items() if (why := _misfit(receipt, wanted))]
     parts = sorted(receipt.settings.get("part", -1) for receipt in read.values())
     counts = sorted({receipt.settings.get("num_parts", -1) for receipt in read.values()})
-    if parts != list(range(len(receipts))) or counts != [len(receipts)]:
+    if parts != list(range(len(receipts))) or counts not in ([], [len(receipts)]):
         wrong.append(f"parts {parts} of {counts}, expected each of 0 to {len(receipts) - 1} once")
     made = {record.path: (record, path) for path, receipt in read.items() for record in receipt.files}
     wrong += [f"{name}: in no part" for name in sorted(set(names) - made.keys())]

@@ -17,7 +17,7 @@ from posttrain.checkpoint.quantization.calibration import Calibration
 from posttrain.checkpoint.quantization.dequantize import CastToBf16
 from posttrain.checkpoint.quantization.fp8 import Fp8Format, largest_magnitude
 from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
-from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection
+from posttrain.checkpoint.quantization.quantized_names import CLASSES, Selection, layer_of
 from posttrain.errors import CheckpointError
 
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -103,13 +103,31 @@ class Quantization:
         return self.format.selection.includes(hf_name, self._specs[hf_name].shape)
 
 
+class QuantizedDrafts(Quantization):
+    """A `Quantization` of nothing but the MTP layers, where engines draft with them: the trainer sends all else.
+
+    The folder's config is that of the whole checkpoint.
+
+    Args:
+        source: See `Quantization`.
+        settings: See there; "drafts" tells whether engines draft.
+    """
+
+    def __init__(self, source: Path, settings: Mapping[str, Any]):
+        super().__init__(source, settings)
+        num_layers = read_object(source / "config.json").get("num_hidden_layers", 0)
+        self.names = [name for name in self.names if settings["drafts"] and (layer_of(name) or 0) >= num_layers]
+
+
 def open_recoding(source: Path, settings: Mapping[str, Any]) -> Recoding:
     """Return what becomes of each tensor in a format: "bf16" casts back, every other one quantises.
 
     Raises:
         CheckpointError: See `Quantization` and `CastToBf16`.
     """
-    return CastToBf16(source) if settings["format"] == "bf16" else Quantization(source, settings)
+    if settings["format"] == "bf16":
+        return CastToBf16(source)
+    return QuantizedDrafts(source, settings) if "drafts" in settings else Quantization(source, settings)
 
 
 def make_format(

@@ -79,12 +79,15 @@ def _torch_dist_bytes(config: Config) -> int:
     return _bytes([*model_weights(arch), *mtp_weights(arch)])
 
 
-def _rollout_bytes(config: Config) -> int:
+def rollout_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint in the precision of rollouts, which engines that load read all of."""
     arch = config.model.architecture
     saved = [*model_weights(arch), *mtp_weights(arch)]
-    if not engines_load(config):
-        return 0
     return sum(weight.fp8_bytes for weight in saved) if config.rollout.fp8 else _bytes(saved)
+
+
+def _rollout_bytes(config: Config) -> int:
+    return rollout_bytes(config) if engines_load(config) else 0
 
 
 def _slice_bounds(config: Config, share: NodeShare) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config.derived import engines_load
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.evaluation import evaluates_fp8, quantises_for_engines
@@ -32,7 +33,8 @@ class Storage:
     Args:
         hf: The source checkpoint, MTP layers included.
         torch_dist: The same in Megatron's format.
-        rollout_fp8: FP8 weights for the engines; 0 when engines serve the source's precision.
+        rollout_fp8: The model as it came in FP8; 0 where neither engines that begin nor an evaluation load it.
+        rollout_start: Of these what engines that begin empty draft with.
         export_fp8: The trained model in FP8; 0 when it is evaluated in the source's precision.
         trained_weights: The weights, the frozen indexer's too, in one checkpoint of the training run.
         training_checkpoint: One checkpoint of the training run: weights and optimizer state.
@@ -45,6 +47,7 @@ class Storage:
     hf: int
     torch_dist: int
     rollout_fp8: int
+    rollout_start: int
     export_fp8: int
     trained_weights: int
     training_checkpoint: int
@@ -56,7 +59,7 @@ class Storage:
     @property
     def store_bytes(self) -> int:
         """Made once per model, below `site.store`."""
-        return self.hf + self.torch_dist + self.rollout_fp8 + self.export_fp8
+        return self.hf + self.torch_dist + self.rollout_fp8 + self.rollout_start + self.export_fp8
 
     @property
     def run_bytes(self) -> int:
@@ -69,6 +72,16 @@ class Storage:
         return self.store_bytes + self.run_bytes
 
 
+def starts_in_fp8(config: Config) -> bool:
+    """Tell whether engines in FP8 begin empty, with files of their own."""
+    return config.rollout.fp8 and not engines_load(config)
+
+
+def makes_fp8(config: Config) -> bool:
+    """Tell whether anybody loads the model as it came in FP8: engines that begin with it, or an evaluation."""
+    return quantises_for_engines(config) and (engines_load(config) or evaluates_fp8(config))
+
+
 def storage(config: Config) -> Storage:
     """Return what a run needs on disk.
 
@@ -79,14 +92,15 @@ def storage(config: Config) -> Storage:
     trained = model_weights(arch)
     saved = [*trained, *mtp_weights(arch)]
     hf = sum(weight.bf16_bytes for weight in saved)
-    fp8 = sum(weight.fp8_bytes for weight in saved)
+    fp8, drafts = (sum(weight.fp8_bytes for weight in weights) for weights in (saved, mtp_weights(arch)))
     num_parameters = count_parameters(trained)
     frozen = count_parameters(weight for weight in trained if weight.component == "indexer")
     trained_weights = BYTES[config.trainer.params_dtype].weight * num_parameters
     return Storage(
         hf=hf,
         torch_dist=hf,
-        rollout_fp8=fp8 if quantises_for_engines(config) else 0,
+        rollout_fp8=fp8 if makes_fp8(config) else 0,
+        rollout_start=drafts if starts_in_fp8(config) and config.engine.mtp_steps else 0,
         export_fp8=fp8 if evaluates_fp8(config) else 0,
         trained_weights=trained_weights,
         training_checkpoint=trained_weights + OPTIMIZER_STATE_BYTES * (num_parameters - frozen),

@@ -65,6 +65,8 @@ def durations_seconds(
     for name, size in {"quantize": needed.rollout_fp8, "quantize after": needed.export_fp8}.items():
         if size:
             seconds[name] = _side_by_side(needed.hf + size, parts, turns, rates)
+    if needed.rollout_start:  # about half of the layers that are read
+        seconds["quantize start"] = 3 * needed.rollout_start / rates.job
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 

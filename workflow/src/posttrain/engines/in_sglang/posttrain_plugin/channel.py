@@ -7,6 +7,7 @@ one that waits for it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from .places import Place, Ways, meet_all
 
 # Tags that no round has: of tables, of what is told before a round comes, of notices, and of words that answer them.
-TABLES, TELLING, NOTICES, READ, CLOSED = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16
+TABLES, TELLING, NOTICES, READ, CLOSED, CLOSING = 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, 1 << 21
+SHORTEST = timedelta(milliseconds=1)
 ROUNDS_AT_ONCE = 2
 CPU = torch.device("cpu")
 
@@ -120,6 +122,18 @@ class Channel:
     def _received(self, place: torch.Tensor, by: int) -> torch.Tensor:
         self.receive(place, by, TABLES).wait()
         return place
+
+    def close(self) -> None:
+        """Leave the group, as one who cannot go on: whoever waits for this member, or for one that did, ends at once.
+
+        A wait that ends without an answer has gloo close the connections to all members; its own `abort` closes none.
+        """
+        if self._among_devices and self.device.type == "cuda":
+            self._among_devices.abort()
+        for member in range(self._group.size()):
+            if member != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self.receive(torch.empty(1, dtype=torch.uint8), member, CLOSING).wait(SHORTEST)
 
     def synchronize(self) -> None:
         """Wait until the GPU has done what it was given; not for rounds that are on their way over NCCL."""

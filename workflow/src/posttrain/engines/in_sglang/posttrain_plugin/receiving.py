@@ -115,9 +115,10 @@ class Receiver:
         self._pieces = {sender: [Piece(r, part, Box(*box)) for r, part, *box in tables[sender]] for sender in senders}
         self._num_rounds = 1 + max((piece.round for pieces in self._pieces.values() for piece in pieces), default=-1)
 
-    @torch.no_grad()
     def receive(self, views: Sequence[torch.Tensor]) -> int:
         """Fill parts with what the trainer sends, and return how many bytes that were.
+
+        Who cannot leaves the group: others would wait for it.
 
         Args:
             views: The parts, [rows, columns] each, in their order.
@@ -125,7 +126,21 @@ class Receiver:
         Raises:
             ValueError: What came does not fit to the parts.
         """
-        before, fits = self._channel.num_received, True
+        before = self._channel.num_received
+        try:
+            fits = self._receive_rounds(views)
+        except BaseException:
+            self.inbox.close()
+            self._channel.close()
+            raise
+        if not fits:
+            raise ValueError("a message changes more elements than its parts have")
+        return self._channel.num_received - before
+
+    @torch.no_grad()
+    def _receive_rounds(self, views: Sequence[torch.Tensor]) -> bool:
+        """Fill parts round by round, and tell whether all that came fits to them."""
+        fits = True
         places: list[dict[int, list[torch.Tensor]]] = [{} for _ in range(self._num_rounds)]
         for sender, pieces in self._pieces.items():
             for piece in pieces:
@@ -140,9 +155,7 @@ class Receiver:
                 fits &= _write(message.to(targets[0].device), targets, told.get(sender, [ALL_OF_IT] * len(targets)))
             self.inbox.done(coming, number)
         self._finish()
-        if not fits:
-            raise ValueError("a message changes more elements than its parts have")
-        return self._channel.num_received - before
+        return fits
 
     def _finish(self) -> None:
         """Let neighbours have their memory back; on a CPU it is kept, and what is mapped stays so."""

@@ -99,7 +99,7 @@ class Sender:
         return places
 
     def tell(self, number: int, told: Mapping[int, Sequence[Told]]) -> None:
-        """Begin to tell of each part of a round, before it comes: who receives awaits it while it reads the last one."""
+        """Begin to tell of each part of a round before it comes: it is awaited while the last one is read."""
         channel = self._channel
         for to, of_them in told.items():
             table = torch.tensor(of_them, dtype=torch.int64)
