@@ -72,7 +72,7 @@ def between_gpus(hardware: Hardware, kernels: int) -> Way:
 
 
 def through_host(rate: float, kernels: int) -> Way:
-    """Return the way as it is built: quantised on the GPU, the rest as fast as a pair of ranks was measured.
+    """Return the way of the last resort: quantised on the GPU, the rest as fast as a pair of ranks was measured.
 
     Args:
         rate: Bytes per second, packed, sent and written.

@@ -301,7 +301,7 @@ def test_where_engines_have_nodes_of_their_own_nobody_shares_a_gpu(resolved):
 @pytest.mark.parametrize(
     ("words", "key", "found"),
     [
-        ("engine.mem_fraction_static=0.95", "engine.mem_fraction_static", "0.95: 144.9 GiB per GPU of an engine in"),
+        ("engine.mem_fraction_static=0.95", "engine.mem_fraction_static", "0.95: 145.4 GiB per GPU of an engine in"),
         (
             "trainer.max_tokens_per_gpu=65536 parallel.tensor_model_parallel_size=1 parallel.context_parallel_size=1",
             "parallel",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from posttrain.config.derived import RECEIVED_ROUNDS
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.messages import Piece, size_of
 from posttrain.weight_sync.holdings import HeldPart
@@ -50,7 +53,7 @@ def plan_letters(
     Args:
         held: What each receiver keeps.
         holders: Name -> part -> senders that can make it.
-        round_bytes: What a sender sends in a round; a larger part goes alone.
+        round_bytes: What a sender sends in a round; a receiver gets `RECEIVED_ROUNDS` of it. A larger part goes alone.
 
     Raises:
         ValueError: Nobody has a part of what is kept; names it.
@@ -83,14 +86,29 @@ def _letters_of(
 
 
 def _in_rounds(letters: Sequence[Letter], round_bytes: int) -> Iterator[Letter]:
-    sender, number, size = -1, 0, 0
-    for letter in letters:
-        if letter.sender != sender:
-            sender, number, size = letter.sender, 0, 0
-        if size and size + letter.num_bytes > round_bytes:
-            number, size = number + 1, 0
-        size += letter.num_bytes
-        yield letter._replace(piece=letter.piece._replace(round=number))
+    """Return letters with their rounds: those of each sender in its order, nobody with more than it has memory for.
+
+    Senders take turns in being the first of a round, so that none waits for ever for a receiver that has enough.
+    """
+    left = {sender: deque(group) for sender, group in itertools.groupby(letters, lambda letter: letter.sender)}
+    done: dict[int, list[Letter]] = {sender: [] for sender in left}
+    number = 0
+    while left:
+        got: Counter[int] = Counter()
+        first = number % len(left)
+        for sender in (*itertools.islice(left, first, None), *itertools.islice(left, first)):
+            size, waiting = 0, left[sender]
+            while waiting:
+                letter, takes = waiting[0], waiting[0].num_bytes
+                is_full = size and size + takes > round_bytes
+                if is_full or (got[letter.receiver] and got[letter.receiver] + takes > RECEIVED_ROUNDS * round_bytes):
+                    break
+                size, got[letter.receiver] = size + takes, got[letter.receiver] + takes
+                done[sender].append(letter._replace(piece=letter.piece._replace(round=number)))
+                waiting.popleft()
+        left = {sender: waiting for sender, waiting in left.items() if waiting}
+        number += 1
+    return itertools.chain.from_iterable(done.values())
 
 
 def spread(letters: Sequence[Letter], num_senders: int) -> float:

@@ -305,11 +305,12 @@ def sender_of(letters: Sequence[Letter], channel: Channel, first: int) -> tuple[
     """
     rank, ways = channel.rank, channel.ways
     mine = [letter for letter in letters if letter.sender == rank]
-    rounds = [list(group) for _, group in itertools.groupby(mine, lambda letter: letter.piece.round)]
     passed_on = _passed_on(letters, ways, rank, first)
-    rounds += [[]] * (1 + max(passed_on, default=-1) - len(rounds))
+    last = max([*passed_on, *(letter.piece.round for letter in mine)], default=-1)
+    rounds: list[list[Letter]] = [[] for _ in range(last + 1)]
     told: dict[int, list[list[int]]] = defaultdict(list)
     for letter in mine:
+        rounds[letter.piece.round].append(letter)
         told[first + letter.receiver].append([letter.piece.round, letter.piece.part, *letter.piece.box])
     for receiver in range(first, ways.num_members):
         channel.send_table(torch.tensor(told[receiver], dtype=torch.int64).reshape(-1, 6), receiver)

@@ -13,8 +13,9 @@ are engines' weights, which come anew with every update, or are kept there as th
                       on NVIDIA's GPUs the largest of the moments that `activations_cuda` names
     always            contexts, communicators and buffers that no tracker sees (`unseen`), and what kernels keep
     mismatch          a layer's own weights, beside those that engines have, and what rounds them where that takes more
-    weight_sync       two rounds of messages; or a bucket of weights, gathered and in the engines' precision; where only
-                      changes are sent, the last update's copy of a tensor, and where it differs
+    weight_sync       two rounds of messages, and of those that a rank passes on, or gets; or a bucket of weights,
+                      gathered and in the engines' precision; where only changes are sent, the last update's copy of a
+                      tensor, and where it differs
     while a checkpoint is written, from the end of a step until the end of the next rollout:
                       nothing on the GPU; in host memory one tensor on its way to the file
 
@@ -29,7 +30,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from posttrain.config.derived import room_for_engines, stage_chunks, takes_turns, update_bytes_at_once, uses_engines
+from posttrain.config.derived import (
+    RECEIVED_ROUNDS,
+    room_for_engines,
+    stage_chunks,
+    takes_turns,
+    update_bytes_at_once,
+    uses_engines,
+    weight_transport,
+    world_size,
+)
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
 from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
@@ -209,7 +219,7 @@ class _Plan:
         on_gpu, on_host = self._routes
         gpu = {"reserve": self._reserve, **self._engine(EVERYTHING), "engine_routes": on_gpu}
         if phase.name == "weight_sync":
-            gpu |= self._messages()
+            gpu |= self._messages(RECEIVED_ROUNDS if self._is_sharded else 1)
         return PhaseMemory(phase.name, NO_STAGE, _present(gpu), _present({"engine_routes": on_host}))
 
     @property
@@ -248,7 +258,8 @@ class _Plan:
     def _work(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config = self.config
         if phase.name == "weight_sync" and uses_engines(config):
-            return self._messages() | self._changes(stage)
+            passes_on = self._is_sharded and not config.engine.own_nodes and world_size(config) > 1
+            return self._messages(1 + RECEIVED_ROUNDS * passes_on) | self._changes(stage)
         if phase.name not in ("train", "old_logprobs", "mismatch"):
             return {}
         work = self._micro_batch(phase, stage)
@@ -257,8 +268,13 @@ class _Plan:
             work["served_layer"] = beside + max(0.0, rounding - sum(work.values()))
         return {**{part: size / GIB for part, size in work.items()}, **self._fragments(sum(work.values()))}
 
-    def _messages(self) -> dict[str, float]:
-        return {"sync_bucket": 2 * update_bytes_at_once(self.config) / GIB}
+    def _messages(self, times: int) -> dict[str, float]:
+        """GiB of two rounds of messages, so many times what a rank sends: with what comes for who is on its GPU."""
+        return {"sync_bucket": 2 * times * update_bytes_at_once(self.config) / GIB}
+
+    @property
+    def _is_sharded(self) -> bool:
+        return not self._is_cpu and weight_transport(self.config) == "sharded"
 
     def _changes(self, stage: StageMemory) -> dict[str, float]:
         if not self._sends_changes:

@@ -25,10 +25,13 @@ LAYER_SECONDS = 221e-6
 # on H800).
 MEMORY_SHARE = 0.9
 
-# New weights, by how they reach the engines. From shard to shard: what one rank of an engine gets per second through a
-# host's memory and gloo, packed, sent and written (`benchmarks/weight_sync.py`, two CPU cores). Through rank 0: JSON of
-# all ranks' copies per second (measured on the same kind of machine), and how much base64 adds. Others have 58.3 s for
-# 1,487.8 GB of GLM-5 by broadcast, and 8.48 s by RDMA (radixark/miles, docs/advanced/p2p-weight-transfer.md).
+# New weights, by how they reach the engines. From shard to shard, between CPUs: what one rank of an engine gets per
+# second through a host's memory and gloo, packed, sent and written (`benchmarks/weight_sync.py`, two CPU cores);
+# between GPUs: what one quantises (`benchmarks/one_gpu.py`, H200), and a share of its link, since ranks wait for each
+# other's rounds (simulated in `benchmarks/weight_sync.py`). Through rank 0: JSON of all ranks' copies per second
+# (measured on the same kind of machine), and how much base64 adds. Others have 58.3 s for 1,487.8 GB of GLM-5 by
+# broadcast, and 8.48 s by RDMA (radixark/miles, docs/advanced/p2p-weight-transfer.md).
+QUANTISED_BYTES_PER_SECOND, SHARD_LINK_SHARE = 65e9, 0.5
 SHARD_BYTES_PER_SECOND, JSON_BYTES_PER_SECOND, BASE64 = 2.0e9, 0.11e9, 4 / 3
 
 # Mean length of a response as a share of the longest: 5,698 of 8,192 tokens (NVIDIA-NeMo/RL,

@@ -42,6 +42,7 @@ from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one
 from posttrain.planner.sizing.memory import BYTES, GIB
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
 from posttrain.planner.sizing.storage import storage
+from posttrain.planner.timing import attainable
 from posttrain.planner.timing.decoding import DecodingGpus, RolloutTime, rollout_time
 from posttrain.planner.timing.rates import (
     BASE64,
@@ -50,7 +51,9 @@ from posttrain.planner.timing.rates import (
     MEAN_RESPONSE_SHARE,
     MEMORY_SHARE,
     PROMPT_TOKENS,
+    QUANTISED_BYTES_PER_SECOND,
     SHARD_BYTES_PER_SECOND,
+    SHARD_LINK_SHARE,
 )
 from posttrain.planner.timing.update_time import Trainer, forward_causes, mfu, train_causes
 
@@ -58,8 +61,8 @@ NOT_MODELLED = (
     "step time: on a CPU; what speculation gains; moving caches from engines that prefill to engines that decode; "
     "several waves of requests where an engine's limit is reached or its KV cache is full; starting a micro-batch that "
     "is too small to fill a GPU, sleeping and waking, and rewards (compare `benchmarks/published.py`)",
-    "weight_sync: digests, and ranks that wait for each other's rounds, with which it takes twice as long in a "
-    "simulation of GLM-5 (`benchmarks/weight_sync.py`)",
+    "weight_sync: digests; ways through the host's memory, which are taken where trainer and engines have other "
+    "versions of NCCL, with which it takes twenty times as long in a simulation of GLM-5 (`benchmarks/weight_sync.py`)",
     "step time: rows padded to their longest sequence, kernels that take longer than their products and bytes, and "
     "waiting for the slowest rank; rows of few tokens take up to twice as long (compare "
     "`benchmarks/published_training.py`)",
@@ -276,6 +279,9 @@ def sync_seconds(config: Config, shared_storage: float) -> float:
         # Where engines have nodes of their own, they may have more GPUs than there are ranks that send.
         gpus = engine_gpus(config)
         of_rank = kept * max(1.0, gpus / world_size(config))
+        if config.hardware.device != "cpu":
+            link = attainable.link(config.hardware, world_size(config) + gpus * config.engine.own_nodes)
+            return of_rank / QUANTISED_BYTES_PER_SECOND + of_rank / (SHARD_LINK_SHARE * link)
         of_node = kept * max(min(config.hardware.gpus_per_node, gpus), gpus / trainer_nodes(config))
         return max(of_rank / SHARD_BYTES_PER_SECOND, of_node / (config.hardware.network_gb_per_s * 1e9))
     weights = model_weights(config.model.architecture)
