@@ -48,5 +48,6 @@ def test_a_trained_run_keeps_what_it_had(paths):
     assert loaded.rollout_weights == loaded.rollout_fp8, "there is no receipt, and what makes it may be gone"
     write_json(receipt_of(empty.rollout_start), {})
     assert loaded.rollout_weights == empty.rollout_start
-    empty.begun_from.write_text("[")
-    assert loaded.rollout_weights == loaded.rollout_fp8
+    for damaged in ("[", "null", "[1]", "{}"):
+        empty.begun_from.write_text(damaged)
+        assert loaded.rollout_weights == loaded.rollout_fp8

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer, unused_port
 from posttrain.engines import calls as calls_module
 from posttrain.engines.client import EngineClient
 from posttrain.engines.responses import GenerateRequest
+from posttrain.engines.routes import BINARY
 
 REQUESTS = [GenerateRequest([5], 1, 4)]
 BUCKETS = [[("a.weight", torch.zeros(2))], [("b.weight", torch.ones(2))]]
@@ -114,7 +115,7 @@ def test_no_answer_in_time_is_an_error():
 def test_an_answer_that_is_no_result_is_an_error():
     async def story():
         broken = web.Response(text="{", content_type="application/json")
-        cut = web.Response(body=b"12", content_type="application/octet-stream")
+        cut = web.Response(body=b"12", content_type=BINARY)
         for answer, said in [
             (broken, "not JSON"),
             (cut, "not JSON"),

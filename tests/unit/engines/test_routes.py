@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tests.support.replayed_routes import draw
 from tests.support.tiny_checkpoint import TRAINED
 
+from posttrain.engines.in_sglang.posttrain_plugin.routes import behind_json
 from posttrain.engines.responses import GenerateRequest, generate_body, parse_generate_answer
-from posttrain.engines.routes import PREFILLED, TOLD, RoutesLayout
+from posttrain.engines.routes import PREFILLED, TOLD, RoutesLayout, read_behind_json
 
 LAYOUT, PROMPT, TOKENS = RoutesLayout.of(TRAINED), 4, 9
 FIRST = TRAINED.first_k_dense_replace
@@ -26,6 +29,54 @@ def whole(num_tokens: int = TOKENS - 1, seed: int = 0) -> np.ndarray:
 
 def text(routes: np.ndarray) -> str:
     return base64.b64encode(routes.tobytes()).decode()
+
+
+def answer_with(*told: str | None) -> list[dict]:
+    metas = [{"id": str(number)} | ({TOLD: it} if it is not None else {}) for number, it in enumerate(told)]
+    return [{"text": "", "meta_info": meta} for meta in metas]
+
+
+def as_json(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_bytes_behind_an_answer_are_the_routes_that_stood_in_it(is_batch: bool) -> None:
+    routes = [whole(seed=seed) for seed in range(3 if is_batch else 1)]
+    answer = answer_with(*map(text, routes))
+    body = behind_json(answer if is_batch else answer[0], as_json)
+    assert len(body) < sum(routes_.nbytes for routes_ in routes) + 100 * len(routes)
+    read = read_behind_json(body)
+    items = read if is_batch else [read]
+    assert [item["meta_info"]["id"] for item in items] == [str(number) for number in range(len(routes))]
+    for item, expected in zip(items, routes, strict=True):
+        assert np.array_equal(LAYOUT.read(item["meta_info"], PROMPT, TOKENS), expected[:, FIRST:])
+
+
+def test_an_answer_that_tells_of_no_experts_stays_as_it_is() -> None:
+    assert behind_json(answer_with(None, None), as_json) == b""
+    assert behind_json({"text": ""}, as_json) == b""
+    one, other = read_behind_json(behind_json(answer_with(text(whole()), None), as_json))
+    assert len(one["meta_info"][TOLD]) == whole().nbytes
+    with pytest.raises(ValueError, match="0 bytes of routed_experts"):
+        LAYOUT.read(other["meta_info"], PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda body: body[:-1], "bytes instead of"),
+        (lambda body: body + b"0", "bytes instead of"),
+        (lambda body: body[:4], "Expecting value"),
+        (lambda body: (2).to_bytes(8, "little") + b"[7]"[:2] + body, "Expecting value|Expecting ','"),
+        (lambda body: (3).to_bytes(8, "little") + b"[7]", "are not told of"),
+        (lambda body: (2).to_bytes(8, "little") + b"{}", "are not told of"),
+    ],
+)
+def test_an_answer_with_other_bytes_behind_it_is_refused(spoil: Callable[[bytes], bytes], said: str) -> None:
+    body = behind_json(answer_with(text(whole())), as_json)
+    with pytest.raises(ValueError, match=said):
+        read_behind_json(spoil(body))
 
 
 def test_layers_without_experts_are_left_out() -> None:

@@ -142,7 +142,8 @@ class Paths:
         config = self.resolved.config
         if not config.rollout.fp8:
             return self.hf_patched
-        with contextlib.suppress(OSError, ValueError):  # whoever goes on with the run, or verifies it, tells
+        # Whoever goes on with the run, or verifies it, tells.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             (begun,) = (self.model_root / name for name in read_json(self.begun_from) if name.startswith("rollout_"))
             if begun == self.rollout_fp8 or (self.train_done.exists() and receipt_of(begun).exists()):
                 return begun

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from posttrain.engines.routes import BINARY, read_behind_json
 from posttrain.engines.secret import authorization
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,8 @@ class EngineCalls:
                 if response.status != 200:
                     text = (await response.text())[:MAX_ERROR_CHARACTERS]
                     raise EngineError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
+                if response.content_type == BINARY:
+                    return read_behind_json(await response.read())
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:

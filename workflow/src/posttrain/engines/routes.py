@@ -1,8 +1,8 @@
 """To which experts an engine has sent each token, as its answers tell it: `routed_experts` of SGLang.
 
-A base64 text of numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those
-without experts, and of every token but a response's last, which no engine reads. Ours are one byte each where that is
-enough; SGLang's own have four (`posttrain_plugin.routes`).
+Numbers of experts, [tokens, layers, experts of a token], of every decoder layer, zeros in those without experts, and of
+every token but a response's last, which no engine reads. Ours are one byte each where that is enough; SGLang's own have
+four. They follow the JSON of an answer (`posttrain_plugin.routes`), or stand in it, in base64.
 
 Source of the words: SGLang 0.5.23, srt/state_capturer/routed_experts.py and srt/managers/detokenizer_manager.py.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from posttrain.config.schema import Architecture
 ASKED, TOLD = "return_routed_experts", "routed_experts"
 # Of the engine that has prefilled, where another one decodes: each knows only what it has read itself.
 PREFILLED = "prefill_routed_experts"
+# An answer that they follow, and how long the number is with which it begins.
+BINARY, SIZE_BYTES = "application/x-json-and-routes", 8
 SMALL, LARGE = np.dtype("uint8"), np.dtype("<i2")
 
 
@@ -82,7 +85,8 @@ class RoutesLayout:
 
     def _array(self, meta: Mapping[str, Any], name: str, num_tokens: int) -> np.ndarray:
         try:
-            content = base64.b64decode(meta[name], validate=True)
+            told = meta[name]
+            content = told if isinstance(told, memoryview) else base64.b64decode(told, validate=True)
         except (KeyError, TypeError, binascii.Error) as error:
             raise ValueError(f"no {name} in the answer: {error!r}") from error
         count = num_tokens * self.num_layers * self.per_token
@@ -91,6 +95,25 @@ class RoutesLayout:
             raise ValueError(f"{len(content)} bytes of {name} for {count} places of {num_tokens} tokens")
         routes = np.frombuffer(content, found).reshape(num_tokens, self.num_layers, self.per_token)
         return routes[:, self.first :].astype(self.dtype, copy=False)
+
+
+def read_behind_json(body: bytes) -> Any:
+    """Return an answer to /generate whose routes follow it, with these in their places.
+
+    Raises:
+        ValueError: It is none.
+    """
+    begin = SIZE_BYTES + int.from_bytes(body[:SIZE_BYTES], "little")
+    answer, view = json.loads(body[SIZE_BYTES:begin]), memoryview(body)
+    try:
+        for item in answer if isinstance(answer, list) else [answer]:
+            end = begin + item["meta_info"][TOLD]
+            item["meta_info"][TOLD], begin = view[begin:end], end
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"routes behind it are not told of: {error!r}") from error
+    if begin != len(body):
+        raise ValueError(f"{len(body)} bytes instead of {begin}")
+    return answer
 
 
 def smallest(num_experts: int) -> np.dtype[Any]:

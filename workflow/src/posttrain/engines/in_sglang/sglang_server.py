@@ -62,6 +62,21 @@ async def _refuse(kind: str, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+def _tell_experts_in_bytes(http_server: Any) -> None:
+    """Have the bytes of routed experts follow an answer to /generate, in which they stand as a text otherwise."""
+    from posttrain_plugin.routes import behind_json
+    from sglang.srt.utils.json_response import dumps_json
+    from starlette.responses import Response
+
+    plain = http_server.orjson_response
+
+    def respond(content: Any, *args: Any, **kwargs: Any) -> Any:
+        body = behind_json(content, dumps_json)
+        return Response(body, media_type="application/x-json-and-routes") if body else plain(content, *args, **kwargs)
+
+    http_server.orjson_response = respond
+
+
 def main() -> None:
     """Serve, with SGLang's own command line."""
     secret = Hidden(os.environ.pop(SECRET_VARIABLE, ""))
@@ -79,13 +94,14 @@ def main() -> None:
             os.environ |= {"MASTER_ADDR": words["--host"], "MASTER_PORT": words["--port"]}
             os.environ[MEETING_VARIABLE] = f"file://{folder}/meeting"
         from sglang.launch_server import run_server
-        from sglang.srt.entrypoints.http_server import app
+        from sglang.srt.entrypoints import http_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
         load_plugins()
-        app.add_middleware(OnlyWithSecret, secret=secret)
+        _tell_experts_in_bytes(http_server)
+        http_server.app.add_middleware(OnlyWithSecret, secret=secret)
         arguments = prepare_server_args(sys.argv[1:])
         arguments.api_key = secret  # with which it speaks to itself
         try:
