@@ -25,12 +25,15 @@ TWO_RANKS = {"engine.gpus_per_engine": 2, "site.engine_environment": "[SGLANG_CP
 @pytest.fixture
 def asked(settings: dict[str, object]) -> dict[str, object]:  # noqa: F811
     require_sglang()
-    return settings | TWO_RANKS | {"rollout.max_response_tokens": 8, "evaluation.num_samples_per_prompt": 2}
+    few = {"rollout.max_response_tokens": 8, "evaluation.num_samples_per_prompt": 2}
+    return settings | TWO_RANKS | few | {"engine.start_timeout_seconds": 600}
 
 
 def target(workflow: WorkflowFolder) -> str:
     """Return the result before training; engines and nodes change no run's name."""
-    config = {"model": "tiny", "site": "local", "set": " ".join(f"{key}={value}" for key, value in workflow.settings.items())}
+    asked = workflow.settings | {"hardware.gpus_per_node": 2}
+    words = " ".join(f"{key}={value}" for key, value in asked.items())
+    config = {"model": "tiny", "site": "local", "set": words}
     return str(workflow.results / resolve(config, ROOT / "config").run / "evaluation" / "before.json")
 
 

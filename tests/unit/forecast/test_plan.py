@@ -184,7 +184,9 @@ def test_gpu_hours_and_their_price(plan_of, resolved):
     gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     plan = plan_of("glm5", set="evaluation.precision=source")
-    gpu_seconds = 128 * plan["durations_seconds"]["train_grpo"]  # its evaluations are not run
+    seconds = plan["durations_seconds"]
+    # Its evaluations take two nodes of their own.
+    gpu_seconds = 128 * seconds["train_grpo"] + 16 * (seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")
     priced = {"set": "site.price_per_gpu_hour=2.5 site.currency=EUR"}
@@ -308,7 +310,7 @@ def test_phases_add_up_to_the_step(plan_of):
     plan = plan_of("glm5", set="evaluation.precision=source")
     step, seconds = plan["step"], plan["durations_seconds"]
     rows = {row["phase"]: row for row in step["phases"]}
-    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save"], "no node evaluates it"
+    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save", "evaluation"]
     parts = [row["per_step"] for row in step["phases"] if row["per_step"] is not None]
     assert sum(parts) == pytest.approx(step["seconds"], abs=0.01)
     causes = step["causes"]

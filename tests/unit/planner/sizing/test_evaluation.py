@@ -79,9 +79,10 @@ def test_engines_grow_until_they_hold_the_weights_of_the_source() -> None:
         ("glm5", "h100", "rollout.fp8=false", 4, False),
         # GPUs of 4 to a node
         ("glm5", "gb300", "evaluation.precision=source", 2, False),
-        # 16 parts of a shared expert are single FP8 blocks, 32 are less
+        # 16 parts of a shared expert are FP8 blocks, 32 are less: from there on attention is copied, or nothing fits
         ("glm5", "h100", "evaluation.precision=fp8", 2, False),
-        ("glm5", "h100", "evaluation.precision=fp8 engine.mem_fraction_static=0.3", 0, False),
+        ("glm5", "h100", "evaluation.precision=fp8 engine.mem_fraction_static=0.3", 32, True),
+        ("glm5", "h100", "evaluation.precision=fp8 engine.mem_fraction_static=0.1", 0, False),
     ],
 )
 def test_one_engine_over_the_fewest_nodes_that_can_cut_the_model(
