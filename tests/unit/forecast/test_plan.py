@@ -219,6 +219,28 @@ def test_more_engines_than_gpus_is_a_problem(plan_of):
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
 
 
+def test_page_and_table_show_what_evaluations_take(plan_of, resolved, capsys):
+    """Experts of 84.4 GiB, by hand, and what is cut with attention; nothing of engines that others have."""
+    asked = {"site": "example_slurm", "set": "evaluation.precision=source"}
+    plan = plan_of("glm5", **asked)
+    served = plan["evaluation"]
+    assert {key: served[key] for key in ("nodes", "num_engines", "gpus_per_engine", "precision")} == {
+        "nodes": 2,
+        "num_engines": 1,
+        "gpus_per_engine": 16,
+        "precision": "source",
+    }
+    assert 84.4 < served["weights_gib_per_gpu"] < served["limit_gib_per_gpu"]
+    assert plan["durations_seconds"]["evaluate before"] > 0
+    print_plan(plan)
+    assert "2 nodes, 1 x 16 GPUs in the source's precision" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    page = html.unescape(render_plan(plan, resolved("glm5", **asked)))
+    assert "2 nodes of their own job, 1 × 16 GPUs in the source's precision" in page
+    others = plan_of("glm5", set="evaluation.precision=source evaluation.addresses=[gpu7:30000]")
+    assert others["evaluation"] is None
+    assert "evaluate before" not in others["durations_seconds"]
+
+
 def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
     plan = plan_of("glm5")
     page = render_plan(plan, resolved("glm5"))
