@@ -47,7 +47,10 @@ class NodeEngines:
             without_weights: See `render_engine_command`.
         """
         parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
-        ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
+        # Where nodes are pods of one host, a part that nobody asks must not have the port of the one that answers.
+        shift = max((part.node_rank for part in parts), default=0) % MEETING_OFFSET
+        first = self._first_port and self._first_port + shift
+        ports = engine_ports(self._config, [part.index for part in parts], host, first)
         prefills = [part.index for part in parts if part.role == PREFILL and part.node_rank == 0]
         bootstraps = choose_free_ports(len(prefills), host, self._first_port and self._first_port + BOOTSTRAP_OFFSET)
         commands = {}
