@@ -13,10 +13,9 @@ from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
-from posttrain.engines.client import EngineClient
-from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
+from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
 from posttrain.evaluation.serving import Level, format_table, measure_serving
-from posttrain.planner.sizing.evaluation import serving_on_one_node
+from posttrain.planner.sizing.evaluation import serving_config
 
 
 def main() -> None:
@@ -32,13 +31,13 @@ def main() -> None:
         requests={"type": int, "default": 32, "help": "requests per level, at least as many as are in flight"},
         output_tokens={"type": int, "default": 32, "help": "length of every response"},
     )
-    config = serving_on_one_node(args.resolved.config)
+    config = serving_config(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     tokenizer = ChatTokenizer(args.checkpoint, config.data.chat_template_kwargs)
     rows = load_prompts(args.dataset / "heldout.jsonl")
     prompts = [tokenizer.render(prompt.messages, prompt.tools) for prompt in rows]
     log_folder = args.output.parent / "benchmark_serving.engines"
-    with running_engines(config, args.checkpoint, log_folder, merge_requests=True) as engines:
+    with engines_to_ask(config, args.checkpoint, log_folder, merge_requests=True) as engines:
         levels = asyncio.run(measure(config, engines, prompts, args))
     print(format_table(levels))
     write_json(
@@ -52,12 +51,10 @@ def main() -> None:
 
 
 async def measure(
-    config: Config, engines: list[EngineProcess], prompts: list[tuple[int, ...]], args: argparse.Namespace
+    config: Config, engines: AskedEngines, prompts: list[tuple[int, ...]], args: argparse.Namespace
 ) -> list[Level]:
     """Wait for the engines and measure them."""
-    urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
-    async with EngineClient(urls, engines[0].secret, timeout) as client:
-        await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
+    async with client_of(config, engines) as client:
         return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
 
 

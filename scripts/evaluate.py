@@ -20,7 +20,7 @@ from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.suites import HELD_OUT
 from posttrain.evaluation.heldout import evaluate_checkpoint, read_exams
-from posttrain.planner.sizing.evaluation import serving_on_one_node
+from posttrain.planner.sizing.evaluation import serving_config
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         when={"required": True, "choices": ("before", "after"), "help": "before or after training"},
         output=(Path, "the result, as JSON; its receipt is written last"),
     )
-    config = serving_on_one_node(args.resolved.config)
+    config = serving_config(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
     dataset = require_files(args.dataset, args.dataset_receipt)
     suites = suite_folders(config)

@@ -15,7 +15,7 @@ from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import raise_if_any
 from posttrain.evaluation.lm_eval import evaluate_with_lm_eval
-from posttrain.planner.sizing.evaluation import serving_on_one_node
+from posttrain.planner.sizing.evaluation import serving_config
 from posttrain.preflight.lm_eval import find_lm_eval_problems
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         checkpoint_receipt=Path,
         output=(Path, "the result, as JSON, beside lm-eval's own records; its receipt is written last"),
     )
-    config = serving_on_one_node(args.resolved.config)
+    config = serving_config(args.resolved.config)
     wanted = config.evaluation.lm_eval
     raise_if_any(list(find_lm_eval_problems(config)))
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)

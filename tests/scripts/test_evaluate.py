@@ -1,11 +1,16 @@
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.support.engines_of_others import SECRET, engines_of_others
 from tests.support.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
 
 from posttrain.artifacts import read_receipt, receipt_of
+from posttrain.artifacts.resolved_file import read_resolved
+from posttrain.engines.secret import SECRET_VARIABLE
 
 SCRIPT = ROOT / "scripts" / "evaluate.py"
 # 20 prompts x 3 samples in requests of 16 samples: batches that cut through the samples of a prompt.
@@ -14,11 +19,15 @@ OVERRIDES = (
 )
 
 
-def run(arguments, folder, when):
+def run(arguments, folder, when, **environment):
     output = folder / "evaluation" / f"{when}.json"
     more = ["--dataset-receipt", receipt_of(folder / "dataset"), "--when", when, "--output", output]
     ended = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, [*arguments, *more])], capture_output=True, text=True, timeout=120
+        [sys.executable, SCRIPT, *map(str, [*arguments, *more])],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return ended, output
 
@@ -65,6 +74,24 @@ def test_the_same_checkpoint_gives_the_same_result_but_for_timings(results):
     assert before == after
     texts = [example["response"] for example in before["examples"]]
     assert len(set(texts)) > len(texts) / 2
+
+
+def test_engines_of_somebody_else_load_what_is_measured(tmp_path, inputs, results):
+    """They have other weights before; without their secret they are not asked."""
+    config = read_resolved(Path(str(inputs[1][1]))).config
+    with engines_of_others(config, tmp_path, count=1) as engines:
+        address = engines[0].url.removeprefix("http://")
+        arguments = make_inputs(tmp_path, f"{OVERRIDES} evaluation.addresses=[{address}]")
+        ended, output = run(arguments, tmp_path, "before", **{SECRET_VARIABLE: "another"})
+        assert "obeys somebody else" in ended.stderr
+        assert not output.exists()
+        ended, output = run(arguments, tmp_path, "before", **{SECRET_VARIABLE: SECRET})
+        assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "evaluation" / "before.engines").exists(), "none was started"
+    measured = [json.loads(output.read_text()), {**results[0]}]
+    for result in measured:
+        result.pop("tokens_per_second", None), result.pop("when", None)
+    assert measured[0] == measured[1]
 
 
 def test_the_engines_log_is_kept(inputs, results):

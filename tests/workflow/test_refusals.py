@@ -54,21 +54,23 @@ def test_what_runs_is_not_refused(words: list[str], tmp_path: Path) -> None:
     assert REFUSAL not in dry_run(tmp_path, *words)
 
 
-def test_an_evaluation_over_several_nodes_is_refused_with_their_number(tmp_path: Path) -> None:
-    """Plan, dry run and refusal show one number; the export does not need it."""
+def test_an_evaluation_over_several_nodes_shows_their_number(tmp_path: Path) -> None:
+    """Dry run and refusal show one number; one machine is too few, and the export does not need it."""
     trainable = "set=engine.pd.num_prefill_engines=0 engine.num_engines=2"
     config = ["--config", "model=glm5", "site=example_slurm"]
     assert REFUSAL not in dry_run(tmp_path, *config, trainable), "in FP8 one node holds it"
     config.append(f"{trainable} evaluation.precision=source")
     output = dry_run(tmp_path, *config)
     assert re.findall(r"held-out prompts, (\w+) training \((.*?)\)", output) == [
-        ("before", "3 nodes, 24 GPUs"),
-        ("after", "3 nodes, 24 GPUs"),
+        ("before", "2 nodes, 16 GPUs, about 80 min"),
+        ("after", "2 nodes, 16 GPUs, about 80 min"),
     ]
-    _, _, words = output.partition(REFUSAL)
-    assert re.findall(r"^  - (.*)$", words, re.MULTILINE) == ["evaluate = 3 nodes of 8 h200 hold the model"]
+    assert REFUSAL not in output
+    alone = ["--config", "model=glm5", "site=local", "set=evaluation.precision=source"]
+    _, _, words = dry_run(tmp_path, *alone).partition(REFUSAL)
+    assert re.findall(r"^  - (evaluate.*)$", words, re.MULTILINE) == ["evaluate = 2 nodes of 8 h200 hold the model"]
     assert "ask for finalize_export_hf instead of all" in words
-    assert REFUSAL not in dry_run(tmp_path, "finalize_export_hf", *config)
+    assert "evaluate =" not in dry_run(tmp_path, "finalize_export_hf", *alone)
 
 
 @pytest.mark.parametrize("cores", ["1", "2", "all"])

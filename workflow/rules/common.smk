@@ -22,7 +22,7 @@ from posttrain.config.begun import kept_from_before
 from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
-from posttrain.planner.job_needs import RuleNeeds
+from posttrain.planner.job_needs import RuleNeeds, job_needs
 from posttrain.errors import CheckpointError, ConfigError, Problem, explain, raise_if_any
 from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
@@ -136,17 +136,17 @@ def literal(text):
     return shlex.quote(str(text)).replace("{", "{{").replace("}", "}}")
 
 
-def runs(name, *words, where=""):
+def runs(name, *words, where="", around=""):
     """Return a command of a rule: what starts it, the script of its name or `posttrain`'s command, and its words.
 
-    All names of this file stand in it already, as Snakemake does not know them where another workflow uses the rules.
+    What stands around all of this may have names of the rule's own. All names of this file stand in it already, as Snakemake does not know them where another workflow uses the rules.
     """
     script = os.path.relpath(os.path.join(CLONE, "scripts", f"{name}.py"))
     command = name.replace("_", "-")
     # A module does not come from the working folder, as little as a script does.
     program = f"-P -m posttrain {command}" if command in COMMANDS else literal(script)
     starter = where.replace("{", "{{").replace("}", "}}")
-    return " ".join([f"POSTTRAIN_LOG={{log:q}} {starter}python {program}", *words])
+    return " ".join([f"POSTTRAIN_LOG={{log:q}} {around}{starter}python {program}", *words])
 
 
 # What a command takes that is about the configuration as a whole.
@@ -163,13 +163,29 @@ HAS_PODS = CFG.site.launcher == "kubernetes"
 ON_ALL_NODES = f"{ON_PODS} --num-nodes {CFG.nodes} -- " if HAS_PODS else ""
 # Jobs start in the site's image. What Snakemake runs by itself does not, nor training, which brings its nodes into it.
 IN_IMAGE = prefix_of_jobs(CFG)
-ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else IN_IMAGE
+# What evaluates starts its engines itself on one node, or runs beside engines on several (`beside_engines`).
+SERVING_NODES = job_needs(CFG, "evaluate").nodes
+STARTS_ENGINES = SERVING_NODES == 1 and not CFG.evaluation.addresses
+WHERE_SERVED = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS and STARTS_ENGINES else IN_IMAGE
+EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.
 if CFG.export.checkpoint_folder:
     RESULTS = [receipt_of(PATHS.hf_export)]
 else:
     RESULTS = [PATHS.run / "summary.json", PATHS.run / "report.html"]
+
+
+def beside_engines(folder):
+    """Return what starts engines on all nodes of a rule's job around its command; empty where it starts its own.
+
+    The folder is for their logs, as words of a shell command.
+    """
+    if SERVING_NODES == 1:
+        return ""
+    on_pods = f"{ON_PODS} --num-nodes {SERVING_NODES} -- ".replace("{", "{{").replace("}", "}}") if HAS_PODS else ""
+    words = f"{FROM_CONFIG} --checkpoint {{params.checkpoint:q}} --folder {folder}"
+    return f"{on_pods}python -m posttrain.launch.beside_engines {words} -- "
 
 
 def parts_of(folder, num_parts):

@@ -75,7 +75,8 @@ rule evaluate:
             "--checkpoint {params.checkpoint:q}",
             "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --dataset-receipt {input.dataset:q}",
             "--when {wildcards.when} --output {output.result:q}",
-            where=ON_ONE_NODE,
+            where=WHERE_SERVED,
+            around=beside_engines(f"{EVALUATIONS}/{{wildcards.when}}.engines"),
         )
 
 
@@ -110,7 +111,8 @@ rule lm_eval:
             FROM_CONFIG,
             "--checkpoint {params.checkpoint:q} --checkpoint-receipt {input.checkpoint:q}",
             "--output {output.result:q}",
-            where=ON_ONE_NODE,
+            where=WHERE_SERVED,
+            around=beside_engines(f"{EVALUATIONS}/{Path(PATHS.lm_eval(LM_EVAL.when)).stem}.engines"),
         )
 
 
@@ -136,5 +138,6 @@ rule benchmark_serving:
             FROM_CONFIG,
             "--checkpoint {params.checkpoint:q}",
             "--checkpoint-receipt {input.checkpoint:q} --dataset {params.dataset:q} --output {params.measured:q}",
-            where=ON_ONE_NODE,
+            where=WHERE_SERVED,
+            around=beside_engines(f"{EVALUATIONS}/benchmark_serving.engines"),
         )

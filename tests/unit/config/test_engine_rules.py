@@ -42,6 +42,13 @@ VIOLATIONS = (
     ("glm5", "engine.pd.gpus_per_prefill_engine=4", "engine.pd.num_prefill_engines"),
     ("glm5", "engine.mtp_steps=3 engine.graph_batch_size=257", "engine.graph_batch_size"),
     ("tiny", "engine.own_nodes=1", "engine.own_nodes"),
+    # one CPU has one rank
+    ("tiny", "engine.kind=sglang engine.gpus_per_engine=2", "engine.gpus_per_engine"),
+    ("glm5", f"{NO_PREFILL} engine.gpus_per_engine=96", "engine.gpus_per_engine"),
+    *(
+        ("tiny", f"evaluation.addresses=[{addresses}]", "evaluation.addresses")
+        for addresses in ("gpu7", "http://gpu7:1", "gpu7:0", "gpu7:65536", "gpu7:1,gpu7:1", "user@gpu7:1")
+    ),
 )
 
 

@@ -184,7 +184,9 @@ def test_gpu_hours_and_their_price(plan_of, resolved):
     gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     plan = plan_of("glm5", set="evaluation.precision=source")
-    gpu_seconds = 128 * plan["durations_seconds"]["train_grpo"]  # its evaluations are not run
+    seconds = plan["durations_seconds"]
+    # Its evaluations take two nodes of their own.
+    gpu_seconds = 128 * seconds["train_grpo"] + 16 * (seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")
     priced = {"set": "site.price_per_gpu_hour=2.5 site.currency=EUR"}
@@ -215,6 +217,28 @@ def test_the_title_says_what_is_planned_on_what(plan_of, resolved):
 def test_more_engines_than_gpus_is_a_problem(plan_of):
     (problem,) = plan_of("glm5", set="engine.num_engines=3 engine.pd.num_prefill_engines=0")["problems"]
     assert (problem["key"], problem["value"]) == ("engine.num_engines", "192 GPUs in 3 engines")
+
+
+def test_page_and_table_show_what_evaluations_take(plan_of, resolved, capsys):
+    """Experts of 84.4 GiB, by hand, and what is cut with attention; nothing of engines that others have."""
+    asked = {"site": "example_slurm", "set": "evaluation.precision=source"}
+    plan = plan_of("glm5", **asked)
+    served = plan["evaluation"]
+    assert {key: served[key] for key in ("nodes", "num_engines", "gpus_per_engine", "precision")} == {
+        "nodes": 2,
+        "num_engines": 1,
+        "gpus_per_engine": 16,
+        "precision": "source",
+    }
+    assert 84.4 < served["weights_gib_per_gpu"] < served["limit_gib_per_gpu"]
+    assert plan["durations_seconds"]["evaluate before"] > 0
+    print_plan(plan)
+    assert "2 nodes, 1 x 16 GPUs in the source's precision" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    page = html.unescape(render_plan(plan, resolved("glm5", **asked)))
+    assert "2 nodes of their own job, 1 × 16 GPUs in the source's precision" in page
+    others = plan_of("glm5", set="evaluation.precision=source evaluation.addresses=[gpu7:30000]")
+    assert others["evaluation"] is None
+    assert "evaluate before" not in others["durations_seconds"]
 
 
 def test_page_and_table_show_the_numbers(plan_of, resolved, capsys):
@@ -308,7 +332,7 @@ def test_phases_add_up_to_the_step(plan_of):
     plan = plan_of("glm5", set="evaluation.precision=source")
     step, seconds = plan["step"], plan["durations_seconds"]
     rows = {row["phase"]: row for row in step["phases"]}
-    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save"], "no node evaluates it"
+    assert list(rows) == ["rollout", "old_logprobs", "train", "weight_sync", "save", "evaluation"]
     parts = [row["per_step"] for row in step["phases"] if row["per_step"] is not None]
     assert sum(parts) == pytest.approx(step["seconds"], abs=0.01)
     causes = step["causes"]

@@ -4,6 +4,7 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,8 @@ def test_a_node_without_ranks_starts_engines_again_in_rollouts(
     monkeypatch.setattr("posttrain.launch.node.NEWS_SECONDS", 0.2)
     engine = Dies()
     supervisor, head = object.__new__(NodeSupervisor), TellsPhases(phases, engine)
-    supervisor._head, supervisor._alone, supervisor._restarts = head, {engine.url}, Counter()
+    supervisor._head, supervisor._restarts = head, Counter()
+    supervisor._engines = SimpleNamespace(alone={engine.url})
     with pytest.raises(EndedByHead):
         supervisor._serve([engine])
     assert engine.num_starts == starts

@@ -24,6 +24,19 @@ def test_engines_on_cpus_are_spread(nodes: int, engines: int, per_node: list[int
     assert [part.index for node in found for part in node] == list(range(engines))
 
 
+def test_ranks_of_engines_on_cpus_may_span_nodes() -> None:
+    words = "engine.kind=sglang engine.gpus_per_engine=2 engine.num_engines=3"
+    found = parts("tiny", 4, words)
+    assert [[(part.index, part.node_rank, part.first_node) for part in node] for node in found] == [
+        [(0, 0, 0), (1, 0, 0)],
+        [(0, 1, 0), (1, 1, 0)],
+        [(2, 0, 2)],
+        [(2, 1, 2)],
+    ]
+    beside = parts("tiny", 2, f"{words} hardware.gpus_per_node=2 engine.own_nodes=1")
+    assert [[part.index for part in node] for node in beside] == [[], [0, 1, 2]]
+
+
 def test_engines_smaller_than_a_node_get_gpus_of_their_own() -> None:
     found = parts("glm5_4layer", 2, "hardware.gpus_per_node=8 engine.gpus_per_engine=4 engine.num_engines=3")
     assert [[(part.index, part.gpus) for part in node] for node in found] == [

@@ -42,14 +42,25 @@ def test_a_gang_is_one_job_with_a_task_on_each_node(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_asks_for_all_gpus_of_its_nodes() -> None:
-    """Of three nodes for GLM-5 in BF16, as the plan says; that is refused, and one is asked for where it is enough."""
-    for model, precision, nodes in (("glm5", "source", 3), ("glm5", "auto", 1), ("glm5_4layer", "source", 1)):
+    """Of two nodes for GLM-5 in BF16, as the plan says, with a task on each; engines of others ask for no GPU."""
+    for model, precision, nodes in (("glm5", "source", 2), ("glm5", "auto", 1), ("glm5_4layer", "source", 1)):
         words = {"model": model, "set": f"evaluation.precision={precision}"}
         config = resolve({**words, "site": "example_slurm"}, CONFIG_DIR).config
         topology = {"nodes": nodes, "gpus": nodes * 8}
-        assert resources_of_serving(config) == topology | {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
+        tasks = {"mpi": "srun", "tasks": nodes} if nodes > 1 else {}
+        whole = {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
+        assert resources_of_serving(config) == topology | tasks | whole
         assert resources_of_serving(resolve({**words, "site": "local"}, CONFIG_DIR).config) == topology
-    assert resources_of_serving(resolve({"model": "tiny", "site": "example_slurm"}, CONFIG_DIR).config) == {"nodes": 1}
+    asked = {"model": "glm5", "set": "evaluation.precision=source evaluation.addresses=[gpu7:30000]"}
+    for words in ({"model": "tiny"}, asked):
+        assert resources_of_serving(resolve({**words, "site": "example_slurm"}, CONFIG_DIR).config) == {"nodes": 1}
+
+
+def test_an_evaluation_on_several_cpu_nodes_has_a_task_on_each() -> None:
+    words = {"model": "tiny", "site": "slurm_localhost", "nodes": 2}
+    config = resolve({**words, "set": "engine.kind=sglang engine.gpus_per_engine=2"}, CONFIG_DIR).config
+    asked = resources_of_serving(config)
+    assert asked == {"nodes": 2, "mem_mb": 0, "mpi": "srun", "tasks": 2, "slurm_extra": ""}
 
 
 def test_only_a_job_with_spare_nodes_outlives_a_lost_one(tmp_path: Path) -> None:

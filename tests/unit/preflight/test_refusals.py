@@ -58,17 +58,36 @@ def test_a_problem_of_two_rules_is_told_once() -> None:
 
 
 def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
-    asked = {"model": "glm5", "site": SLURM, "set": "evaluation.precision=source"}
+    """On one machine; a cluster has them."""
+    asked = {"model": "glm5", "site": "local", "set": "evaluation.precision=source"}
     config = resolve(asked, CONFIG_DIR).config
     (found,) = find_refusals(config, {"evaluate"})
-    assert (found.key, found.value) == ("evaluate", "3 nodes of 8 h200 hold the model")
-    assert found.allowed == "1 node (8 GPUs) to evaluate with this version"
-    assert found.remedy.startswith("set evaluation.precision=fp8, which one node holds, or ask for finalize_export_hf")
-    assert find_refusals(resolve({**asked, "set": ""}, CONFIG_DIR).config, {"evaluate"}) == []
+    assert (found.key, found.value) == ("evaluate", "2 nodes of 8 h200 hold the model")
+    assert found.allowed == "1 with site.launcher=local, which is one machine"
+    assert found.remedy.startswith("name a cluster, or set evaluation.precision=fp8, which one node holds, or ask for")
+    for change in ({"set": ""}, {"site": SLURM}, {"site": SLURM, "set": "", "hardware": "h100"}):
+        assert find_refusals(resolve({**asked, **change}, CONFIG_DIR).config, {"evaluate"}) == []
     (found_too,) = find_refusals(resolve({**asked, "set": "", "hardware": "h100"}, CONFIG_DIR).config, {"evaluate"})
-    assert found_too.remedy.startswith("ask for finalize_export_hf"), "FP8 is too large for a node, too"
+    assert found_too.remedy.startswith("name a cluster, or ask for finalize_export_hf"), "FP8 takes two, too"
     assert find_refusals(config, {"benchmark_serving"}) == [found]
     assert find_refusals(config, {"plan", "finalize_export_hf"}) == []
+
+
+def test_what_no_number_of_nodes_holds_is_not_evaluated() -> None:
+    asked = {"model": "glm5", "site": SLURM, "set": "engine.mem_fraction_static=0.1"}
+    (found,) = find_refusals(resolve(asked, CONFIG_DIR).config, {"evaluate"})
+    assert found.value.startswith("more than 64 nodes of 8 h200")
+    assert "up to 64 nodes hold" in found.allowed
+
+
+def test_engines_of_others_need_their_secret_and_no_room_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": "glm5", "site": "local", "set": "evaluation.precision=source evaluation.addresses=[gpu7:30000]"}
+    config = resolve(asked, CONFIG_DIR).config
+    monkeypatch.delenv("POSTTRAIN_ENGINE_SECRET", raising=False)
+    assert [problem.key for problem in find_refusals(config, {"evaluate"})] == ["POSTTRAIN_ENGINE_SECRET"]
+    assert find_refusals(config, {"finalize_export_hf"}) == []
+    monkeypatch.setenv("POSTTRAIN_ENGINE_SECRET", "known to both")
+    assert find_refusals(config, {"evaluate", "benchmark_serving"}) == []
 
 
 def test_what_the_hardware_rules_out_is_told_with_training() -> None:
@@ -121,10 +140,11 @@ def test_the_nearest_can_be_trained() -> None:
 def test_where_only_the_evaluation_or_a_key_is_wrong_no_other_training_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "POSTTRAIN_ENGINE_SECRET"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for workflow in (
-        {"model": "glm5", "site": SLURM, "set": "evaluation.precision=source"},
+        {"model": "glm5", "site": SLURM, "set": "evaluation.addresses=[gpu7:30000]"},
         {"model": "tiny", "site": "local", "set": "logging.wandb_mode=online"},
     ):
         words = refusal(workflow, CONFIG_DIR, resolve(workflow, CONFIG_DIR).config, EVERYTHING)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from posttrain.document import _doc
 
+# In the environment: what engines want to be shown by those whom they obey.
+SECRET_VARIABLE = "POSTTRAIN_ENGINE_SECRET"
+
 
 @dataclass(frozen=True)
 class PrefillDecode:

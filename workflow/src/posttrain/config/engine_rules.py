@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from posttrain.config.derived import (
@@ -32,8 +33,23 @@ def _world_size(config: Config) -> Problems:
             yield Problem(key, str(ranks), allowed, "let an engine span whole nodes")
 
 
+def _nodes_of_an_engine(config: Config) -> Problems:
+    """On GPUs the planner tells that there are too few."""
+    ranks, there = config.engine.gpus_per_engine, room_for_engines(config)
+    is_served = config.engine.kind == "sglang" and config.hardware.device == "cpu" and uses_engines(config)
+    if is_served and ranks > there:
+        allowed = f"at most {there}: ranks on {counted(len(engine_nodes(config)), 'node')} (hardware.gpus_per_node)"
+        yield Problem("engine.gpus_per_engine", str(ranks), allowed, "let an engine have fewer ranks, or ask for nodes")
+
+
+def _engine_experts(config: Config) -> Problems:
+    ranks, count = config.engine.gpus_per_engine, config.model.architecture.n_routed_experts
+    if _is_sglang_on_gpus(config) and count % ranks:
+        allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
+        yield Problem("engine.gpus_per_engine", str(ranks), allowed, "choose one that divides it")
+
+
 def _prefill_experts(config: Config) -> Problems:
-    """The same rule as for the engines that decode, which stands in `rules.py`."""
     ranks, count = config.engine.pd.gpus_per_prefill_engine, config.model.architecture.n_routed_experts
     if config.engine.pd.num_prefill_engines and _is_sglang_on_gpus(config) and count % ranks:
         allowed = f"a divisor of {count} (n_routed_experts), which are spread over an engine's GPUs"
@@ -134,6 +150,18 @@ def _own_nodes(config: Config) -> Problems:
         yield Problem("engine.sleep", "always", allowed, "leave it out")
 
 
+def _addresses(config: Config) -> Problems:
+    key, seen = "evaluation.addresses", set[str]()
+    for address in config.evaluation.addresses:
+        host, _, port = address.rpartition(":")
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", host) or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
+            allowed = "host:port, as http://host:port has it"
+            yield Problem(key, repr(address), allowed, "name each engine by its host and its port")
+        elif address in seen:
+            yield Problem(key, f"{address} twice", "different engines", "name each engine once")
+        seen.add(address)
+
+
 def _deltas(config: Config) -> Problems:
     key, remedy = "engine.weight_deltas", "set engine.weight_deltas=false"
     if not config.engine.weight_deltas:
@@ -143,6 +171,12 @@ def _deltas(config: Config) -> Problems:
     elif takes_turns(config):
         allowed = "engines that keep their weights: those that sleep forget them, and every update brings all of them"
         yield Problem(key, "true", allowed, f"{remedy}, or engine.sleep=never where both fit at a time")
+
+
+def check_cut(config: Config) -> Problems:
+    """Yield why a model cannot be cut into as many parts as an engine has GPUs."""
+    for rule in (_world_size, _engine_experts, _tensor_parallel_attention):
+        yield from rule(config)
 
 
 def _world_sizes(config: Config) -> list[tuple[str, int]]:
@@ -158,6 +192,8 @@ def _is_sglang_on_gpus(config: Config) -> bool:
 
 ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _world_size,
+    _nodes_of_an_engine,
+    _engine_experts,
     _prefill_experts,
     _tensor_parallel_attention,
     _speculation,
@@ -168,4 +204,5 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _deltas,
     _determinism,
     _own_nodes,
+    _addresses,
 )

@@ -43,9 +43,15 @@ class Evaluation:
     seed: int = _doc("Seed of sampling", 1, minimum=0)
     precision: str = _doc(
         "Of the weights before and after training. source: as they came and are exported; fp8: quantised as for "
-        "rollouts; auto: the source's where one node holds them, else FP8 where it holds that and rollouts have it",
+        "rollouts; auto: FP8 where rollouts have it and fewer nodes hold it, else the source's",
         "auto",
         choices=("auto", "source", "fp8"),
+    )
+    addresses: list[str] = _doc(
+        "host:port of engines that somebody else has started: evaluations before and after training, lm-eval and the "
+        "serving benchmark ask these and start none. They load what is measured from its folder, which they have to "
+        "see; POSTTRAIN_ENGINE_SECRET is theirs",
+        [],
     )
     interval: int = _doc(
         "Steps between measurements on training's own engines, beside those before and after; 0: none", 0, minimum=0

@@ -309,13 +309,6 @@ def _serving_rows(config: Config) -> Problems:
             yield Problem("serving.format", config.serving.format, allowed, remedy)
 
 
-def _engine_experts(config: Config) -> Problems:
-    engine, num_experts = config.engine, config.model.architecture.n_routed_experts
-    if engine.kind == "sglang" and config.hardware.device == "cuda" and num_experts % engine.gpus_per_engine:
-        allowed = f"a divisor of {num_experts} (n_routed_experts), which are spread over an engine's GPUs"
-        yield Problem("engine.gpus_per_engine", str(engine.gpus_per_engine), allowed, "choose one that divides it")
-
-
 def _node_names(config: Config) -> Problems:
     names = config.site.node_names
     if len(set(names)) < len(names) or not all(re.fullmatch(NODE_NAME, name) for name in names):
@@ -347,7 +340,6 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _quantize,
     _merged_matrices,
     _serving_rows,
-    _engine_experts,
     _names,
     _node_names,
     _slices,

@@ -34,6 +34,10 @@ class EngineError(RuntimeError):
     """An engine does not answer, or not what it was asked for; names it."""
 
 
+class NoAnswerError(EngineError):
+    """An engine was not reached, or did not answer in time; another one may."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine, as errors name it."""
@@ -128,7 +132,7 @@ class EngineCalls:
                 return await self._call_once(engine, method, path, body)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if attempt == num_tries:
-                    raise EngineError(
+                    raise NoAnswerError(
                         f"{engine}: {method} {path}: no connection after {attempt} tries: {error}"
                     ) from error
                 self.num_retries += 1
@@ -149,7 +153,7 @@ class EngineCalls:
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:
-            raise EngineError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
+            raise NoAnswerError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
         except ValueError as error:
             raise EngineError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, EngineCalls, EngineError
+from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, Engine, EngineCalls, EngineError
 from posttrain.engines.prefill_pairs import PrefillPairs
 from posttrain.engines.responses import (
     GenerateRequest,
@@ -97,8 +97,14 @@ class EngineClient(EngineCalls):
         """
         if why := self._closed_because or ", ".join(f"{part} asleep" for part in sorted(self._asleep)):
             raise RuntimeError(f"engines do not generate: {why}")
+        engine = self._answering[request_number % len(self._answering)]
+        return await self._generate_on(engine, requests, request_number)
+
+    async def _generate_on(
+        self, engine: Engine, requests: Sequence[GenerateRequest], request_number: int
+    ) -> list[GenerateResult]:
         check_prompts(requests, self._vocab_size)
-        engine, body = self._answering[request_number % len(self._answering)], generate_body(requests)
+        body = generate_body(requests)
         if self._pairs:
             answer = await self._pairs.generate(engine, body, request_number)
         else:
@@ -310,14 +316,7 @@ class EngineClient(EngineCalls):
         if self._update_is_open:
             await self._close_abandoned_update()
         self._closed_because = f"the update to weight version {version} from {folder} is open or failed; update again"
-        body = {
-            "model_path": str(folder.resolve()),
-            # By default it is the format that the engine started with, which may have been none.
-            "load_format": "auto",
-            "weight_version": str(version),
-            "flush_cache": True,
-        }
-        await self.call_all("POST", "/update_weights_from_disk", body)
+        await self.call_all("POST", "/update_weights_from_disk", from_disk(version, folder))
         self._closed_because = ""
 
     async def _close_abandoned_update(self) -> None:
@@ -328,6 +327,17 @@ class EngineClient(EngineCalls):
             except RuntimeError as error:
                 log.warning("closing the failed weight update: %s", error)
         self._update_is_open = False
+
+
+def from_disk(version: int, folder: Path) -> dict[str, Any]:
+    """Return the body of a call that has an engine load a checkpoint folder."""
+    return {
+        "model_path": str(folder.resolve()),
+        # By default it is the format that the engine started with, which may have been none.
+        "load_format": "auto",
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
 
 
 def _tags(parts: Iterable[str]) -> list[str]:

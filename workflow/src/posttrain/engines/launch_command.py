@@ -99,7 +99,7 @@ def render_engine_command(
 
 
 def _place_among_nodes(config: Config, role: str, node_rank: int, first_node: str) -> tuple[str, ...]:
-    if config.hardware.device == "cpu" or nodes_per_engine(config, role) == 1:
+    if nodes_per_engine(config, role) == 1:
         return ()
     assert first_node, f"an engine that spans {nodes_per_engine(config, role)} nodes needs first_node"
     return ("--node-rank", str(node_rank), "--dist-init-addr", first_node)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 
+from posttrain.config.engine import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem
-
-SECRET_VARIABLE = "POSTTRAIN_ENGINE_SECRET"
 
 
 def new_secret() -> str:

@@ -23,7 +23,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT
 from posttrain.engines.client import EngineClient
-from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
+from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.observability.intervals import wilson
@@ -101,7 +101,7 @@ def evaluate_checkpoint(
     """Serve a checkpoint, sample every prompt k times, grade, and summarise.
 
     Args:
-        config: The resolved configuration, with the engines to start.
+        config: The configuration of the engines (`serving_config`).
         checkpoint: In Hub layout, BF16 or FP8, with tokenizer and chat template.
         exams: What is asked.
         log_folder: For the engines' logs.
@@ -113,7 +113,7 @@ def evaluate_checkpoint(
     Raises:
         RuntimeError: When an engine does not start or fails.
     """
-    with running_engines(config, checkpoint, log_folder) as engines:
+    with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
         sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
@@ -240,16 +240,12 @@ async def sample_responses(
 
 
 async def _sample_all(
-    config: Config, engines: Sequence[EngineProcess], tokenizer: ChatTokenizer, exams: Sequence[Exam]
+    config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam]
 ) -> list[tuple[list[GenerateResult], float]]:
     """Return the results of each exam, one per request, and the seconds that sampling took once engines were ready."""
-    urls, timeout = [engine.url for engine in engines], config.engine.request_timeout_seconds
     asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
     sampled = []
-    async with EngineClient(
-        urls, engines[0].secret, timeout, vocab_size=config.model.architecture.vocab_size
-    ) as client:
-        await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
+    async with client_of(config, engines) as client:
         for of_exam, requests in asked:
             started = time.perf_counter()
             results = await sample_responses(of_exam, client, requests)

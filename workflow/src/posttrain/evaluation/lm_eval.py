@@ -17,15 +17,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
 from posttrain.artifacts import read_json
 from posttrain.config.schema import Config
 from posttrain.data.chat import parse_template_kwargs
-from posttrain.engines.client import EngineClient
-from posttrain.engines.ports import LOOPBACK
-from posttrain.engines.process import EngineProcess, check_all_alive, running_engines
+from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
 from posttrain.preflight.lm_eval import lm_eval_python
 from posttrain.processes import end_processes, start_child
 
@@ -63,9 +62,9 @@ def evaluate_with_lm_eval(
     # It takes seconds, where an engine may load for half an hour.
     _run(config, ["validate", "--tasks", ",".join(wanted.tasks), *include], folder / "lm_eval.log")
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, num_engines=1))
-    with running_engines(config, checkpoint, log_folder) as engines:
+    with engines_to_ask(config, checkpoint, log_folder) as engines:
         asyncio.run(_wait_ready(config, engines))
-        request = request_of(config, model, checkpoint, engines[0].url, folder)
+        request = request_of(config, model, checkpoint, engines.urls[0], folder)
         (folder / "request.yaml").write_text(yaml.safe_dump(request, sort_keys=False), encoding="utf-8")
         log.info("lm-eval asks %s; its log: %s", ", ".join(wanted.tasks), folder / "lm_eval.log")
         _run(config, ["run", "--config", str(folder / "request.yaml")], folder / "lm_eval.log", engines)
@@ -143,22 +142,22 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-async def _wait_ready(config: Config, engines: Sequence[EngineProcess]) -> None:
-    urls = [engine.url for engine in engines]
-    async with EngineClient(urls, engines[0].secret, config.engine.request_timeout_seconds) as client:
-        await client.wait_ready(config.engine.start_timeout_seconds, lambda: check_all_alive(engines))
+async def _wait_ready(config: Config, engines: AskedEngines) -> None:
+    async with client_of(config, engines):
+        pass
 
 
-def _run(config: Config, words: Sequence[str], log_path: Path, engines: Sequence[EngineProcess] = ()) -> None:
+def _run(config: Config, words: Sequence[str], log_path: Path, engines: AskedEngines | None = None) -> None:
     """Run lm-eval; it ends with this process.
 
     Raises:
         RuntimeError: It ended with an error, or an engine did.
     """
-    environment = {**os.environ, KEY_VARIABLE: engines[0].secret if engines else ""}
+    environment = {**os.environ, KEY_VARIABLE: engines.secret if engines else ""}
+    host = urlsplit(engines.urls[0]).hostname if engines else ""
     # It asks the Hub through the user's proxy, and shows the secret to the engine alone.
     for name in ("no_proxy", "NO_PROXY"):
-        environment[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
+        environment[name] = ",".join(filter(None, (os.environ.get(name), host)))
     # Safe path: a folder of the user's must not stand in for a package.
     command = [lm_eval_python(config), "-P", "-m", "lm_eval", *words]
     with open(log_path, "ab") as output:
@@ -171,7 +170,8 @@ def _run(config: Config, words: Sequence[str], log_path: Path, engines: Sequence
     for line in dict.fromkeys(line for line in lines if "WARNING" in line):
         log.warning("lm-eval: %s", line)
     if code:
-        check_all_alive(engines)
+        if engines:
+            engines.check_alive()
         tail = "\n    ".join(lines[-NUM_LOG_LINES:])
         raise RuntimeError(f"lm-eval ended with exit code {code}; the end of {log_path}:\n    {tail}")
 

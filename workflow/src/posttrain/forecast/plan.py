@@ -24,6 +24,7 @@ from posttrain.planner.job_needs import RuleNeeds, check_served
 from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.sizing import engine, memory, storage
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_config
 from posttrain.planner.sizing.layout import LayoutProposal, assess_layout, propose_layouts
 from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
 from posttrain.planner.sizing.model_size import (
@@ -69,6 +70,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "layouts": _layouts_part(config, layouts, served),
         "trainer": _trainer_part(config, phases),
         "engine": _engine_part(config, served),
+        "evaluation": _evaluation_part(config),
         "nodes": nodes_part(config),
         "storage": {
             "shared_bytes": needed.shared_bytes,
@@ -140,6 +142,24 @@ def _engine_part(config: Config, served: engine.EngineMemory) -> dict[str, Any]:
     counted = {"num_engines": num_engines, "gpus_per_engine": config.engine.gpus_per_engine}
     bound = None if served.kv_tokens is None else engine.POOL_BOUND
     return part | counted | {"kind": config.engine.kind, "pool_bound": bound}
+
+
+def _evaluation_part(config: Config) -> dict[str, Any] | None:
+    """Return what serves before and after training; None for engines that are not started, and on CPUs."""
+    if config.hardware.device == "cpu" or config.evaluation.addresses or not evaluation_nodes(config):
+        return None
+    served = serving_config(config)
+    memory_of = engine.engine_memory(served)
+    return {
+        "nodes": served.nodes,
+        "num_engines": served.engine.num_engines,
+        "gpus_per_engine": served.engine.gpus_per_engine,
+        "precision": "fp8" if served.rollout.fp8 else "source",
+        "attention": memory_of.attention,
+        "weights_gib_per_gpu": round(memory_of.weights_gib_per_gpu, 4),
+        "limit_gib_per_gpu": round(served.engine.mem_fraction_static * config.hardware.memory_gib_per_gpu, 4),
+        "kv_tokens": memory_of.kv_tokens,
+    }
 
 
 def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:

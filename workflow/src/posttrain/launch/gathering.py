@@ -161,11 +161,15 @@ class Gathering:
         while not all(self._members[name].has_told(kind) for name in names or self._names):
             self._take_messages()
             meanwhile()
-            if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
-                self._raise_cause()
-            if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
-                raise CheckpointError(self._with_node(refusal, refusal.messages["refused"]["reason"]))
-            self._check_silence()
+            self._check_members()
+
+    def _check_members(self) -> None:
+        """Raise where something has ended anywhere, a node refuses what it should do, or is not heard any more."""
+        if any(member.has_told("ended") or member.has_told("gone") for member in self._members.values()):
+            self._raise_cause()
+        if refusal := next((m for m in self._members.values() if m.has_told("refused")), None):
+            raise CheckpointError(self._with_node(refusal, refusal.messages["refused"]["reason"]))
+        self._check_silence()
 
     # ---- what nodes say ----
 

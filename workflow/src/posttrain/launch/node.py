@@ -1,14 +1,13 @@
 """The supervisor of one node: `python -m posttrain.launch.node`, started by the head of the gang.
 
 It answers the preflight's questions, makes sure that the node's own copy is right, starts the node's engines and
-trainer ranks, tells the head when anything of them ends, and alone ends them: when the head says so, and when the head
-is gone. Its life is one attempt.
+trainer ranks, or the engines of an evaluation alone, tells the head when anything of them ends, and alone ends them:
+when the head says so, and when the head is gone. Its life is one attempt.
 """
 
 from __future__ import annotations
 
 import argparse
-import hmac
 import logging
 import os
 import signal
@@ -24,30 +23,33 @@ from posttrain import cli
 from posttrain.config.derived import engines_load, trainer_nodes
 from posttrain.config.load import load_resolved
 from posttrain.config.schema import Config
-from posttrain.engines.launch_command import EngineCommand, render_engine_command
 from posttrain.engines.ports import choose_free_ports
-from posttrain.engines.process import EngineProcess, engine_ports, started_engines
+from posttrain.engines.process import EngineProcess, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.flight_recorder import ANSWER_SECONDS
 from posttrain.launch.greeting import SECRET_VARIABLE, join
 from posttrain.launch.head import BEAT_SECONDS, EndedByHead, Head
 from posttrain.launch.job import TrainingJob
+from posttrain.launch.node_engines import (
+    RENDEZVOUS_OFFSET,
+    NodeEngines,
+    ended_engines,
+    report,
+    secret_of_engines,
+    serve,
+    wait_for_the_end,
+)
 from posttrain.launch.node_inspection import NodeInspection
-from posttrain.launch.placement import engines_on_node
 from posttrain.launch.ranks import Ending, RankProcess, Rendezvous, running_ranks
 from posttrain.observability.logging import LOG_VARIABLE
 from posttrain.observability.rank_progress import ROLLOUT
-from posttrain.planner.flags.sglang_flags import PREFILL, nodes_per_engine
 from posttrain.preflight.machine import check_open_files
 from posttrain.preflight.report import raise_problems
 from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
 
-# Ports of a job, of the hundred that `slurm` gives it: engines from the first on, then the meeting points of engines
-# that span nodes, then those of engines that prefill and engines that decode, then the ranks'.
-MEETING_OFFSET, BOOTSTRAP_OFFSET, RENDEZVOUS_OFFSET = 60, 80, 90
 # Of an engine in a step.
 MOST_RESTARTS = 3
 # That ranks have begun a rollout is known here by then: they tell their node, that the head, and that this one.
@@ -64,9 +66,7 @@ class NodeSupervisor:
     """
 
     def __init__(self, head: Head, assignment: dict[str, Any], secret: str):
-        self._head = head
-        # The same on all nodes, and never sent to them.
-        self._engine_secret = hmac.digest(secret.encode(), b"engines", "sha256").hex()
+        self._head, self._engine_secret = head, secret_of_engines(secret)
         self._job = TrainingJob.from_dict(assignment["job"])
         self._config: Config = load_resolved(self._job.config_path)
         raise_problems([check_open_files(self._config)])
@@ -77,9 +77,8 @@ class NodeSupervisor:
         # Before the first rollout engines get all of their weights from the trainer where a run is resumed, and where
         # they have slept while it loaded.
         self._starts_empty = self._finished > 0 or not engines_load(self._config)
-        self._urls: dict[int, str] = {}
-        # Engines that are on this node alone, and how often one of them was started again in a step.
-        self._alone: set[str] = set()
+        self._engines = NodeEngines(self._config, self._rank, self._addresses, self._first_port)
+        # How often an engine was started again in a step.
         self._restarts: Counter[tuple[str, int]] = Counter()
 
     def run(self) -> None:
@@ -89,8 +88,11 @@ class NodeSupervisor:
             EndedByHead: Before it was done.
         """
         folder, secret = self._folder, self._engine_secret
-        with self._prepared_weights(), started_engines(self._engine_commands(), folder, secret) as engines:
-            self._head.tell("engines", urls=self._urls, rendezvous=self._rendezvous_port())
+        with (
+            self._prepared_weights(),
+            started_engines(self._engines.commands(self._model_folder, self._starts_empty), folder, secret) as engines,
+        ):
+            self._head.tell("engines", urls=self._engines.urls, rendezvous=self._rendezvous_port())
             start = self._wait_for_start(engines)
             if self._rank >= trainer_nodes(self._config):
                 self._serve(engines)
@@ -118,36 +120,9 @@ class NodeSupervisor:
 
     # ---- engines ----
 
-    def _engine_commands(self) -> dict[int, EngineCommand]:
-        parts, host = engines_on_node(self._config, self._rank), self._addresses[self._rank]
-        ports = engine_ports(self._config, [part.index for part in parts], host, self._first_port)
-        prefills = [part.index for part in parts if part.role == PREFILL and part.node_rank == 0]
-        bootstraps = choose_free_ports(len(prefills), host, self._first_port and self._first_port + BOOTSTRAP_OFFSET)
-        commands = {}
-        for part, port in zip(parts, ports, strict=True):
-            meeting = f"{self._addresses[part.first_node]}:{self._first_port + MEETING_OFFSET + part.index}"
-            commands[part.index] = render_engine_command(
-                self._config,
-                part.index,
-                self._model_folder,
-                host,
-                port,
-                part.node_rank,
-                meeting,
-                role=part.role,
-                gpus=part.gpus,
-                without_weights=self._starts_empty,
-                bootstrap_port=dict(zip(prefills, bootstraps, strict=True)).get(part.index, 0),
-            )
-            if part.node_rank == 0:
-                self._urls[part.index] = commands[part.index].url
-            if nodes_per_engine(self._config, part.role) == 1:
-                self._alone.add(commands[part.index].url)
-        return commands
-
     def _wait_for_start(self, engines: Sequence[EngineProcess]) -> dict[str, Any]:
         while (message := self._head.next_message(POLL_SECONDS)) is None:
-            self._report(_ended_engines(engines))
+            report(self._head, ended_engines(engines))
         assert message["kind"] == "train", message
         return message
 
@@ -179,10 +154,10 @@ class NodeSupervisor:
             elif message and message["kind"] == "silent":
                 _end_silent(engines, message["url"])
             self._start_again(engines, {0: position})
-            endings = _ended_engines(engines)
+            endings = ended_engines(engines)
             last_well = last_well if endings else time.monotonic()
             if time.monotonic() > last_well + NEWS_SECONDS:
-                self._report(endings)
+                report(self._head, endings)
 
     def _watch(self, engines: Sequence[EngineProcess], ranks: Sequence[RankProcess]) -> None:
         next_report, before = 0.0, _places({})
@@ -203,11 +178,11 @@ class NodeSupervisor:
                 next_report, before = time.monotonic() + BEAT_SECONDS, _places(positions)
                 self._head.tell("positions", ranks=positions)
             self._start_again(engines, positions)
-            self._report([*_ended_engines(engines), *_ended_ranks(ranks)])
+            report(self._head, [*ended_engines(engines), *_ended_ranks(ranks)])
         # One that has failed since the last look is no success.
-        self._report(_ended_ranks(ranks))
+        report(self._head, _ended_ranks(ranks))
         self._head.tell("done", saved=any(rank.has_saved for rank in ranks))
-        self._wait_for_the_end()
+        wait_for_the_end(self._head)
 
     def _start_again(self, engines: Sequence[EngineProcess], positions: Mapping[int, dict[str, Any] | None]) -> None:
         """Start engines again that have ended in a rollout, in which rank 0 waits for them; nowhere else.
@@ -220,22 +195,11 @@ class NodeSupervisor:
         ((step, phase),) = places
         for engine in engines:
             num_before = self._restarts[engine.url, step]
-            if phase == ROLLOUT and engine.has_ended and engine.url in self._alone and num_before < MOST_RESTARTS:
+            may_start = engine.url in self._engines.alone and num_before < MOST_RESTARTS
+            if phase == ROLLOUT and engine.has_ended and may_start:
                 self._restarts[engine.url, step] += 1
-                log.warning("%s; it starts again", _ended_engines([engine])[0].reason)
+                log.warning("%s; it starts again", ended_engines([engine])[0].reason)
                 engine.restart()
-
-    # ---- reports ----
-
-    def _report(self, endings: Sequence[Ending]) -> None:
-        """Tell the head what has ended, and wait for it to end the rest."""
-        if endings:
-            self._head.tell("ended", endings=[ending.as_dict() for ending in endings])
-            self._wait_for_the_end()
-
-    def _wait_for_the_end(self) -> None:
-        while True:
-            self._head.next_message(POLL_SECONDS)
 
 
 def _ask_to_end(ranks: Sequence[RankProcess]) -> None:
@@ -276,16 +240,6 @@ def _ended_ranks(ranks: Sequence[RankProcess]) -> list[Ending]:
     return [ending for rank in ranks if (ending := rank.ending())]
 
 
-def _ended_engines(engines: Sequence[EngineProcess]) -> list[Ending]:
-    endings = []
-    for engine in engines:
-        try:
-            engine.check_alive()
-        except RuntimeError as error:
-            endings.append(Ending("engine", str(error), Ending.ENGINE))
-    return endings
-
-
 @contextmanager
 def told_to(head: Head) -> Iterator[None]:
     """Tell the head why this node cannot go on; what is wrong with files or settings is wrong on the next try too."""
@@ -295,8 +249,7 @@ def told_to(head: Head) -> Iterator[None]:
         reason = explain(error) or str(error)
         log.error("%s", reason)
         head.tell("refused", reason=reason)
-        while True:
-            head.next_message(POLL_SECONDS)
+        wait_for_the_end(head)
 
 
 def _end_at_once() -> None:
@@ -315,9 +268,11 @@ def main() -> None:
         with told_to(head):
             own_address, folder = channel.own_address, arguments.log_folder
             inspection = NodeInspection(arguments.name, own_address, folder, head.next_message, secret)
-            while (message := head.next_message(POLL_SECONDS)) is None or message["kind"] != "assign":
+            while (message := head.next_message(POLL_SECONDS)) is None or message["kind"] not in ("assign", "serve"):
                 if message:
                     head.tell(message["kind"], **inspection.answer(message))
+            if message["kind"] == "serve":
+                serve(head, message, secret)
             NodeSupervisor(head, message, secret).run()
     except EndedByHead:
         channel.close()

@@ -32,8 +32,8 @@ def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     """Return the engines of node number `node`, from 0.
 
     GPUs are given to engines one after the other, as trainer ranks are, to those that only prefill first; their numbers
-    come after those of the others. Engines on CPUs are spread evenly. Where they have nodes of their own
-    (`engine.own_nodes`), the first of these is the first that gets any.
+    come after those of the others. Engines on CPUs are spread evenly, each on as many nodes as its ranks take. Where
+    they have nodes of their own (`engine.own_nodes`), the first of these is the first that gets any.
 
     Example:
         4 engines of 4 GPUs on 2 nodes of 8: engines 0 and 1 run on node 0. 4 engines on 4 nodes of CPUs: one each.
@@ -44,9 +44,15 @@ def engines_on_node(config: Config, node: int) -> list[EnginePart]:
     count = config.engine.num_engines if uses_engines(config) else 0
     engines = _in_order_of_gpus(config, count)
     if config.hardware.device == "cpu":
-        places = [nodes[number * len(nodes) // len(engines)] for number in range(len(engines))]
-        spread = zip(places, sorted(engines), strict=True)
-        return [EnginePart(index, 0, node, (), role) for place, (index, role) in spread if place == node]
+        spanned = nodes_per_engine(config) if config.engine.kind == "sglang" else 1
+        groups = len(nodes) // spanned
+        firsts = [nodes[number * groups // len(engines) * spanned] for number in range(len(engines))]
+        spread = zip(firsts, sorted(engines), strict=True)
+        return [
+            EnginePart(index, node - first, first, (), role)
+            for first, (index, role) in spread
+            if first <= node < first + spanned
+        ]
     per_node, parts = config.hardware.gpus_per_node, []
     first = nodes.start * per_node
     for index, role in engines:

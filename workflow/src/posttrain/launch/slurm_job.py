@@ -1,6 +1,6 @@
 """What jobs ask SLURM for, as resources of Snakemake's executor; read at every dry run.
 
-Training on several nodes is an "MPI" job for the executor: its command runs once, on the first node, and starts its own
+What takes several nodes is an "MPI" job for the executor: its command runs once, on the first node, and starts its own
 processes on the others. Topology is a resource and never a parameter: a change of it resumes the run.
 """
 
@@ -52,13 +52,14 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 
 
 def resources_of_serving(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that serves a model: nodes with all their GPUs. On CPUs it is a job like any other."""
+    """Return what a job asks for that serves a model: nodes with all their GPUs. One CPU node is like any other job."""
     slurm, needs = config.site.slurm, job_needs(config, "evaluate")
-    if config.site.launcher != "slurm" or not needs.gpus:
+    if config.site.launcher != "slurm" or (not needs.gpus and needs.nodes == 1):
         return needs.resources
     return {
         **needs.resources,
         "mem_mb": 0,  # what the site gives with the node
+        **({"mpi": "srun", "tasks": needs.nodes} if needs.nodes > 1 else {}),
         **({"constraint": slurm.constraint} if slurm.constraint else {}),
         "slurm_extra": shlex.join(_whole_nodes(config)),
     }

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 
 
-def lend_this_pod(rendezvous: Path, done: Path) -> None:
+def lend_this_pod(rendezvous: Path, done: Path | None = None) -> None:
     """Do what the head asks for until it is gone, or until it has nothing to ask for.
 
     Args:
         rendezvous: Where the head says how to reach it.
-        done: Exists when training has ended well; a head that finds it so asks for nobody.
+        done: Exists when training has ended well; a head that finds it so asks for nobody. None: any head asks.
     """
     if head := _wait_for_head(rendezvous, done):
         obey(head)
@@ -65,11 +65,11 @@ def obey(head: Head) -> None:
             started.end()
 
 
-def _wait_for_head(rendezvous: Path, done: Path) -> Head | None:
+def _wait_for_head(rendezvous: Path, done: Path | None) -> Head | None:
     remind_at = time.monotonic()
     while True:
         try:
-            return None if done.exists() else join_head(RendezvousFile.read(rendezvous))
+            return None if done and done.exists() else join_head(RendezvousFile.read(rendezvous))
         except OSError as error:
             if time.monotonic() >= remind_at:
                 log.info("waiting for the head of the gang: %s", error)

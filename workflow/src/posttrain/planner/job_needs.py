@@ -14,7 +14,7 @@ from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.rule_chain import RuleNode, rule_chain
-from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
+from posttrain.planner.sizing.evaluation import MOST_NODES, evaluation_nodes
 from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.planner.timing.duration import Bandwidths, durations_seconds
 from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted
@@ -53,11 +53,13 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
     """Return what a job of a rule takes, without the seconds, which take more to compute: `RuleNeeds.of` adds them.
 
     Example:
-        GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train, 3 nodes and 24 GPUs to evaluate.
+        GLM-5 on 16 nodes of 8 H200: 16 nodes and 128 GPUs to train; 1 node and 8 GPUs to evaluate, in FP8.
     """
     per_node = config.hardware.gpus_per_node if config.hardware.device == "cuda" else 0
     if rule in SERVING:
-        nodes = evaluation_nodes(config)
+        if config.evaluation.addresses:  # whose GPUs are others' affair
+            return JobNeeds()
+        nodes = evaluation_nodes(config) or 1  # what nothing holds is refused
         return JobNeeds(nodes, nodes * per_node)
     if rule not in TRAINING:
         return JobNeeds()
@@ -68,16 +70,19 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
 
 
 def check_served(config: Config) -> Iterator[Problem]:
-    """Yield that a model is too large for one node, on which evaluations serve it."""
-    if (nodes := job_needs(config, "evaluate").nodes) > 1:
-        on_node = serving_on_one_node(config).engine.gpus_per_engine
-        found = f"{nodes} nodes of {config.hardware.gpus_per_node} {config.hardware.name} hold the model"
-        allowed = f"1 node ({on_node} GPUs) to evaluate with this version"
-        remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
-        in_fp8 = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, precision="fp8"))
+    """Yield why evaluations cannot serve a model: no number of nodes holds it, or there is one machine alone."""
+    nodes, machine = evaluation_nodes(config), f"{config.hardware.gpus_per_node} {config.hardware.name}"
+    remedy = "ask for finalize_export_hf instead of all, and measure the export where there is room for it"
+    in_fp8 = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, precision="fp8"))
+    if not nodes:
+        found = f"more than {MOST_NODES} nodes of {machine}, or as many as SGLang cannot cut the model for"
+        allowed = f"a model that up to {MOST_NODES} nodes hold as one engine (engine.mem_fraction_static of each GPU)"
+        yield Problem("evaluate", found, allowed, remedy)
+    elif nodes > 1 and config.site.launcher == "local":
         if evaluation_nodes(in_fp8) == 1:
             remedy = f"set evaluation.precision=fp8, which one node holds, or {remedy}"
-        yield Problem("evaluate", found, allowed, remedy)
+        allowed = "1 with site.launcher=local, which is one machine"
+        yield Problem("evaluate", f"{nodes} nodes of {machine} hold the model", allowed, f"name a cluster, or {remedy}")
 
 
 class RuleNeeds:

@@ -5,12 +5,14 @@ The driver asks when it knows which rules would run: a dry run ends with these w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import Paths
 from posttrain.config.data import UNPINNED
+from posttrain.config.engine import SECRET_VARIABLE
 from posttrain.config.rules import check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.config.suites import check_pinned
@@ -48,12 +50,19 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
     if any(rule.endswith("download_suite") for rule in rules):
         found += check_pinned(config)
     if any(rule.endswith(SERVING) for rule in rules):
-        found += check_served(config)
+        found += [*check_served(config), *_check_secret(config)]
     if any(rule.endswith("lm_eval") for rule in rules):
         found += find_lm_eval_problems(config)
     if any(rule.endswith(GRADING) for rule in rules):
         found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
     return list(dict.fromkeys(found))
+
+
+def _check_secret(config: Config) -> Iterator[Problem]:
+    """Yield that engines of somebody else want to be shown what is not there; it is never shown itself."""
+    if config.evaluation.addresses and not os.environ.get(SECRET_VARIABLE):
+        allowed = "the secret of the engines at evaluation.addresses"
+        yield Problem(SECRET_VARIABLE, "not set", allowed, "set it in the environment, as it is set for these engines")
 
 
 def refuse_unfit(paths: Paths) -> None:

@@ -192,6 +192,8 @@ def _on_cpu(config: Config, role: str) -> list[Flag]:
         flag("--sleep-on-idle", True, reason="an idle scheduler would otherwise occupy a core"),
         flag("--enable-deterministic-inference", True, reason="without it `sampling_seed` has no effect"),
         flag("--disable-radix-cache", True, reason="a cached prefix is summed in another order"),
+        *([flag("--tp-size", ranks, _world_size_key(role))] if (ranks := world_size(config, role)) > 1 else []),
+        *_nodes(config, role),
         *_disaggregation(config, role),
     ]
 

@@ -38,7 +38,7 @@ from posttrain.config.suites import exams_of
 from posttrain.planner.flags.sglang_flags import has_dp_attention
 from posttrain.planner.flags.sparse_kernels import CUDNN, TILELANG, sparse_kernel
 from posttrain.planner.sizing.engine import engine_memory
-from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_on_one_node
+from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_config
 from posttrain.planner.sizing.memory import BYTES, GIB
 from posttrain.planner.sizing.model_size import count_parameters, model_weights
 from posttrain.planner.sizing.storage import storage
@@ -206,8 +206,8 @@ def step_durations(config: Config, shared_storage: float) -> dict[str, float]:
         seconds["step_evaluation"] = evaluation_seconds(config)
         total += (config.training.num_steps - 1) // config.evaluation.interval * seconds["step_evaluation"]
     rules = {"train_grpo": total}
-    if evaluation_nodes(config) == 1:
-        alone = evaluation_seconds(serving_on_one_node(config))
+    if evaluation_nodes(config) and not config.evaluation.addresses:
+        alone = evaluation_seconds(serving_config(config))
         rules |= dict.fromkeys(("evaluate before", "evaluate after"), alone)
     return _rounded(seconds | rules)
 

@@ -1,0 +1,83 @@
+"""Engines that a step asks: of the job around it, which tells where they are, of somebody else, or of its own here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from posttrain.config.schema import Config
+from posttrain.engines.client import EngineClient
+from posttrain.engines.process import check_all_alive, running_engines
+from posttrain.engines.secret import SECRET_VARIABLE, take_secret
+from posttrain.engines.shared import SharedEngines
+
+# Where the engines of a job answer, with spaces between them; with it comes their secret.
+ENGINES_VARIABLE = "POSTTRAIN_ENGINES"
+
+
+@dataclass(frozen=True)
+class AskedEngines:
+    """Engines that may be asked, as soon as they are ready.
+
+    Args:
+        urls: Where they answer.
+        secret: What they want to be shown.
+        check_alive: Raises where one is known to have ended.
+        to_load: What engines of somebody else have to serve; None: they were started with it.
+    """
+
+    urls: Sequence[str]
+    secret: str
+    check_alive: Callable[[], None] = lambda: None
+    to_load: Path | None = None
+
+
+def variables_of(urls: Sequence[str], secret: str) -> Mapping[str, str]:
+    """Return what tells a process in its environment which engines to ask."""
+    return {ENGINES_VARIABLE: " ".join(urls), SECRET_VARIABLE: secret}
+
+
+@contextmanager
+def engines_to_ask(
+    config: Config, checkpoint: Path, log_folder: Path, merge_requests: bool = False
+) -> Iterator[AskedEngines]:
+    """Find the engines that serve a checkpoint for this step, or start them; those end with the block.
+
+    Args:
+        config: The configuration of the engines.
+        checkpoint: In Hub layout.
+        log_folder: For the logs of those that are started.
+        merge_requests: See `running_engines`.
+
+    Raises:
+        ConfigError: See `running_engines`; or those of somebody else have no secret here.
+    """
+    if urls := os.environ.pop(ENGINES_VARIABLE, "").split():
+        yield AskedEngines(urls, take_secret())
+        return
+    if addresses := config.evaluation.addresses:
+        yield AskedEngines([f"http://{address}" for address in addresses], take_secret(), to_load=checkpoint)
+        return
+    with running_engines(config, checkpoint, log_folder, merge_requests) as engines:
+        yield AskedEngines([engine.url for engine in engines], engines[0].secret, partial(check_all_alive, engines))
+
+
+@asynccontextmanager
+async def client_of(config: Config, engines: AskedEngines) -> AsyncIterator[EngineClient]:
+    """Give a client of the engines when these are ready to be asked.
+
+    Raises:
+        RuntimeError: One is not ready in time, has ended, or may not be asked.
+    """
+    timeout, vocab_size = config.engine.request_timeout_seconds, config.model.architecture.vocab_size
+    if engines.to_load:
+        client: EngineClient = SharedEngines(engines.urls, engines.secret, timeout, engines.to_load, vocab_size)
+    else:
+        client = EngineClient(engines.urls, engines.secret, timeout, vocab_size=vocab_size)
+    async with client:
+        await client.wait_ready(config.engine.start_timeout_seconds, engines.check_alive)
+        yield client

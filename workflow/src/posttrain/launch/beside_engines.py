@@ -1,0 +1,70 @@
+"""Run a rule's command beside engines of several nodes: `python -m posttrain.launch.beside_engines ... -- python ...`.
+
+It runs on the first node of its job, starts the engines on all of them, and tells the command behind `--` in its
+environment where they are. When that ends, or an engine does, all end. In a pod that is not the first of its gang it
+does what the first one asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+from posttrain import cli
+from posttrain.artifacts import write_text
+from posttrain.config.load import Resolved, dump_resolved
+from posttrain.launch.gathering import AttemptFailedError
+from posttrain.launch.serving import ServingGang
+from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.launch.waiting_pod import lend_this_pod
+from posttrain.planner.sizing.evaluation import serving_config
+
+
+def main() -> None:
+    """Start the engines, run the command, and end as it does."""
+    arguments = parse_arguments()
+    folder = arguments.folder
+    if is_waiting_pod():
+        lend_this_pod(rendezvous_path(folder))
+        return
+    served = job_of(arguments.resolved)
+    # Of an attempt before.
+    shutil.rmtree(folder, ignore_errors=True)
+    config_path = folder / "config.resolved.yaml"
+    write_text(config_path, dump_resolved(served))
+    nodes = find_nodes(served.config, folder)
+    names = nodes.choose(served.config.nodes)
+    try:
+        with ServingGang(served.config, nodes, names, folder, config_path, arguments.checkpoint) as gang:
+            code = gang.run(arguments.command)
+    except AttemptFailedError as failure:
+        failure.lost_nodes = nodes.check(failure.suspects)
+        if failure.lost_nodes and served.config.site.launcher == "kubernetes":
+            nodes.requeue()
+        raise
+    sys.exit(code)
+
+
+def job_of(resolved: Resolved) -> Resolved:
+    """Return the configuration of the job's engines: its nodes are the engines', and none is spare."""
+    config = serving_config(resolved.config)
+    slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
+    site = dataclasses.replace(config.site, slurm=slurm)
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, site=site))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line that the rule writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    cli.add_option(parser, "resolved", cli.RESOLVED)
+    cli.add_option(parser, "checkpoint", (Path, "checkpoint in Hub layout, seen by all nodes"))
+    cli.add_option(parser, "folder", (Path, "of this job alone; gets the engines' logs"))
+    parser.add_argument("command", nargs="+", help="what asks the engines, and is told where they are")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    cli.run(main)
