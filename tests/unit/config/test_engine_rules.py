@@ -42,6 +42,7 @@ VIOLATIONS = (
     ("glm5", "engine.pd.gpus_per_prefill_engine=4", "engine.pd.num_prefill_engines"),
     ("glm5", "engine.mtp_steps=3 engine.graph_batch_size=257", "engine.graph_batch_size"),
     ("tiny", "engine.own_nodes=1", "engine.own_nodes"),
+    ("glm5", "hardware.kernels.attention=flashinfer", "hardware.kernels.attention"),
 )
 
 

@@ -39,19 +39,16 @@ def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
     values: dict[str, Any] = {"model_type": str(model_type)}
     problems = []
     for field in dataclasses.fields(Architecture):
-        is_needed = field.default == MISSING
-        if field.name in (*_ROPE, "model_type") or not (is_needed or field.name in known):
+        name, is_needed = field.name, field.default == MISSING
+        if name in (*_ROPE, "model_type") or not (is_needed or name in known):
             continue
-        names = (field.name, *OTHER_SPELLINGS.get(field.name, ()))
-        found = next((content[name] for name in names if content.get(name) is not None), None)
-        kind = {"int": int, "float": (int, float), "bool": bool}[str(field.type)]
-        if isinstance(found, kind) and (isinstance(found, bool) == (kind is bool)):
-            values[field.name] = found
-        elif found is not None or is_needed:
-            value = "(missing)" if found is None else one_line(repr(found))
-            problems.append(
-                Problem(f"{where}: {field.name}", value, "a number", "give the file that the model came with")
-            )
+        spelled = (name, *OTHER_SPELLINGS.get(name, ()))
+        value = next((content[word] for word in spelled if content.get(word) is not None), None)
+        if _is_of(value, str(field.type)):
+            values[name] = value
+        elif value is not None or is_needed:
+            shown = "(missing)" if value is None else one_line(repr(value))
+            problems.append(Problem(f"{where}: {name}", shown, "a number", "give the file that the model came with"))
     raise_if_any(problems)
     arch = Architecture(**values, **_rope(content))
     raise_if_any(list(check_architecture(arch)))
@@ -91,3 +88,10 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(RopeScaling)]
         found["rope_scaling"] = RopeScaling(**{name: parameters[name] for name in names if name in parameters})
     return found
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Tell whether a value is of a field's type; JSON's true is no number."""
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    return isinstance(value, int | float if kind == "float" else int)
