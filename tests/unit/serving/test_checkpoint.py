@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 from tests.support.begun_runs import begin_run
-from tests.support.serving_cases import CONFIG_DIR, checkpoint
+from tests.support.serving_cases import CONFIG_DIR, checkpoint, machine
 from tests.support.tiny_checkpoint import TINY, transformers_config
 
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.serving.checkpoint import find_checkpoint, served_name
+from posttrain.planner.flags.flag import as_mapping
+from posttrain.planner.resolve import resolve
+from posttrain.serving.checkpoint import find_checkpoint, of_run, served_name
+from posttrain.serving.launch import plan_launch
+from posttrain.serving.wish import Wish
 
 
 @pytest.mark.parametrize(
@@ -89,8 +93,20 @@ def test_a_run_is_known_by_its_name(tmp_path: Path) -> None:
     assert f"snakemake {paths.hf_export}.receipt.json" in found.missing
     in_fp8 = find_checkpoint("mine", "fp8", [CONFIG_DIR], tmp_path)
     assert Path(in_fp8.place).name.startswith("export_fp8-")
+    assert in_fp8.method == "fp8"
     with pytest.raises(ConfigError, match="finalize_serving"):
         find_checkpoint("mine", "nvfp4", [CONFIG_DIR], tmp_path)
+
+
+def test_the_quantisation_that_a_run_declares_is_what_sglang_is_told() -> None:
+    """Scales of rows are another format than those of blocks, though both are FP8."""
+    told = {}
+    for strategy in ("block", "channel"):
+        words = {"model": "qwen3_4b", "site": "local", "set": f"quantize.strategy={strategy}"}
+        found = of_run(resolve(words, CONFIG_DIR), "fp8")
+        flags = plan_launch(Wish(), found, machine("h100")).processes[0].flags
+        told[strategy] = as_mapping(flags)["--quantization"]
+    assert told == {"block": "fp8", "channel": "compressed-tensors"}
 
 
 def test_names_that_clients_use() -> None:

@@ -91,9 +91,10 @@ def of_run(resolved: Resolved, precision: str) -> Checkpoint:
         raise ConfigError([Problem("--precision", "nvfp4", "bf16 or fp8 of a run's export", remedy)])
     folder = paths.export_fp8 if precision == "fp8" else paths.hf_export
     missing = "" if (folder / CONFIG_FILE).is_file() else f"`snakemake {receipt_of(folder)}` of this configuration"
-    place = str(folder.absolute())
-    hardware = resolved.config.hardware.name
-    return Checkpoint(place, model.name, model.architecture, precision or "bf16", True, missing, hardware)
+    place, hardware = str(folder.absolute()), resolved.config.hardware.name
+    is_block = resolved.config.quantize.strategy == "block"
+    method = {"fp8": "fp8" if is_block else "compressed-tensors"}.get(precision, "")
+    return Checkpoint(place, model.name, model.architecture, precision or "bf16", True, missing, hardware, method)
 
 
 def _of_folder(folder: Path) -> Checkpoint:

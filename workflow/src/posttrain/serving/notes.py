@@ -41,6 +41,8 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config) -> list[str]:
         found.append(f"if NCCL hangs: iommu=pt in the kernel's command line, and amd_iommu=pt on AMD ({CARD})")
     if arch.model_type not in PARSERS and config.hardware.device == "cuda":
         found.append(f"no parser of thinking and tool calls is known here for {arch.model_type}")
+    if config.hardware.device == "cuda":
+        found.append("flags are spelled as SGLang 0.5.23 parses them")
     if wish.prefill_apart:
         found.append("no request reaches engines that prefill or decode but through the router (pip: sglang-router)")
     return found

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from posttrain.config.schema import Config
-from posttrain.planner.flags.environment import hardware_environment
+from posttrain.planner.flags.environment import hardware_environment, site_environment
 from posttrain.planner.flags.flag import Flag, flag
 from posttrain.planner.flags.sglang_flags import (
     UNIFIED,
@@ -98,7 +98,8 @@ def serving_environment(config: Config, role: str = UNIFIED) -> list[Flag]:
     """Return the variables of an engine that serves."""
     if config.hardware.device == "cpu":
         return environment_flags(config, role)
-    return hardware_environment(config, role == UNIFIED and nodes_per_engine(config, role) == 1)
+    is_alone = role == UNIFIED and nodes_per_engine(config, role) == 1
+    return [*hardware_environment(config, is_alone), *site_environment(config, "engine_environment")]
 
 
 def parsers(config: Config) -> list[Flag]:

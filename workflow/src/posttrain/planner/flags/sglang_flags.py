@@ -179,6 +179,7 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.kind == "sglang":
         # Ranks on other nodes than the engine's send it weights, over gloo as well.
         flags += network_flags(config, config.nodes)
+        flags += hardware_environment(config, role == UNIFIED and nodes_per_engine(config) == 1)
     flags += site_environment(config, "engine_environment")
     if config.engine.kind == "embedded":
         return flags
@@ -376,11 +377,9 @@ def _cpu_environment(role: str) -> list[Flag]:
 
 
 def _gpu_environment(config: Config, role: str) -> list[Flag]:
-    given = hardware_environment(config, role == UNIFIED and nodes_per_engine(config) == 1)
     if not has_deepep(config, role):
-        return given
+        return []
     return [
-        *given,
         flag(
             "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
             deepep_tokens(config, role),
