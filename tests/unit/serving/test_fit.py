@@ -1,18 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.support.serving_cases import all_hardware, checkpoint, machine
 
 from posttrain.errors import ConfigError
-from posttrain.serving.fit import choose_size
+from posttrain.planner.sizing.engine import serving_gib_per_gpu
+from posttrain.serving.fit import Size, choose_size
 from posttrain.serving.wish import Wish
 
 
-def size(what: str, hardware: str, precision: str, **wish: object):
+def size(what: str, hardware: str, precision: str, **wish: object) -> Size:
     found = checkpoint(what, precision if what == "glm5" else "")
     config = machine(hardware)
-    from dataclasses import replace
-
     config = replace(config, model=replace(config.model, name=found.name, architecture=found.architecture))
     return choose_size(Wish.of(wish), precision, config, all_hardware())
 
@@ -72,3 +73,11 @@ def test_each_remedy_works():
             else:
                 assert option == "--hardware"
                 assert size("glm5", value, precision, nodes=1).nodes == 1
+
+
+def test_the_embedded_engine_holds_what_it_computes_with():
+    """FP8 is dequantised at load, in FP32 on a CPU."""
+    arch = checkpoint("qwen3_0.6b").architecture
+    for hardware, kept in (("cpu", "fp32"), ("h100", "bf16")):
+        found = size("qwen3_0.6b", hardware, "fp8", engine="embedded")
+        assert found.gib_per_gpu == serving_gib_per_gpu(arch, 1, kept)

@@ -118,7 +118,7 @@ def _of_model(config: Config, precision: str) -> Checkpoint:
 def _of_repository(what: str, precision: str, known: dict[str, str], folders: list[Path]) -> Checkpoint:
     """A repository is a model of ours under its name, which may end with the precision."""
     plain = plain_name(what.rpartition("/")[2])
-    for name, model in sorted(known.items(), key=lambda pair: -len(pair[0])):
+    for name, model in known.items():
         rest = plain.removeprefix(name)
         form = _PRECISION.fullmatch(rest)
         if plain.startswith(name) and (form or not rest):
