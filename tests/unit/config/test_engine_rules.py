@@ -49,6 +49,7 @@ VIOLATIONS = (
         ("tiny", f"evaluation.addresses=[{addresses}]", "evaluation.addresses")
         for addresses in ("gpu7", "http://gpu7:1", "gpu7:0", "gpu7:65536", "gpu7:1,gpu7:1", "user@gpu7:1")
     ),
+    ("glm5", "hardware.kernels.attention=flashinfer", "hardware.kernels.attention"),
 )
 
 

@@ -16,6 +16,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[3] / "config"
 VIOLATIONS = (
     ("site.trainer_environment=[NCCL_DEBUG]", "site.trainer_environment"),
     ("site.engine_environment=['1X=2']", "site.engine_environment"),
+    ("hardware.kernels.environment=[NCCL_P2P_LEVEL]", "hardware.kernels.environment"),
     ("site.slurm.time_limit=7-00:00:00", "site.slurm.time_limit"),
     ("site.slurm.time_limit=10m", "site.slurm.signal_seconds"),
     ("site.slurm.extra_options=[--partition=gpu]", "site.slurm.extra_options"),

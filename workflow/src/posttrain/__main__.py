@@ -33,12 +33,14 @@ COMMANDS = {
     "verify": "prove where every byte of a run came from",
     "verify-store": "prove where every byte of the checkpoints came from, before training",
     "gc": "what of the store no run needs",
+    "serve": "how a run's export, or any checkpoint, is served on a machine; or serve it here",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
-# This one makes a configuration; it begins with none.
-MAKES = "import-flags"
+# This one makes a configuration, the other serves whatever checkpoint; they begin with none.
+MAKES, SERVES = "import-flags", "serve"
+ALONE = (MAKES, SERVES)
 _SIZES_ONLY: dict[str, dict[str, Any]] = {
     "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
 }
@@ -53,6 +55,20 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     MAKES: {
         "script": {"type": Path, "metavar": "SCRIPT", "help": "a launch script in bash or Python; it is never run"},
         "--output": {"type": Path, "help": "YAML that --configfile reads; by default it is printed"},
+    },
+    SERVES: {
+        "--print": {"action": "store_true", "dest": "shows", "help": "show commands, files and reasons; start nothing"},
+        "--engine": {"choices": ("sglang", "vllm", "trtllm", "embedded"), "default": "sglang"},
+        "--hardware": {"default": "", "help": "a file of config/hardware; by default what the model's file names"},
+        "--nodes": {"type": int, "help": "by default as few as are needed"},
+        "--precision": {"choices": ("bf16", "fp8", "nvfp4"), "help": "by default that of the checkpoint"},
+        "--goal": {"choices": ("latency", "throughput"), "default": "latency", "help": "few requests, or many"},
+        "--host": {"help": "address to listen on; by default this machine's own"},
+        "--port": {"type": int, "help": "by default 8000"},
+        "--python": {"help": "interpreter of SGLang's environment; by default the first on PATH"},
+        "--name": {"help": "what clients call the model"},
+        "--prefill-apart": {"action": "store_true", "help": "engines that only prefill, and others that decode"},
+        "--index-cache": {"action": "store_true", "help": "GLM-5's layers share choices of keys; costs accuracy"},
     },
 }
 DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."
@@ -78,6 +94,14 @@ def _answer() -> None:
         make = importlib.import_module("posttrain.commands.import_flags").main
         make(options["config"], options["script"], options["output"])
         return
+    if options["command"] == SERVES:
+        del options["command"]
+        os.chdir(options.pop("directory"))
+        words, files = options.pop("config"), options.pop("configfile")
+        names = [word for word in words if "=" not in word]
+        settings = [word for word in words if word not in names]
+        importlib.import_module("posttrain.commands.serve").main(settings, files, " ".join(names), **options)
+        return
     command, folder, resolved, files, words = (
         options.pop(key) for key in ("command", "directory", "resolved", "configfile", "config")
     )
@@ -102,7 +126,8 @@ def _parse_arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        usage = f"posttrain {name} {'SCRIPT ' if name == MAKES else ''}[OPTION ...] [KEY=VALUE ...]"
+        subject = {MAKES: "SCRIPT ", SERVES: "[CHECKPOINT] "}.get(name, "")
+        usage = f"posttrain {name} {subject}[OPTION ...] [KEY=VALUE ...]"
         rule = [name.replace("-", "_")] if "-" in name else []
         command = commands.add_parser(
             name, help=line, description=line, usage=usage, epilog=KEYS, formatter_class=_Raw, aliases=rule
@@ -111,6 +136,7 @@ def _parse_arguments() -> dict[str, Any]:
         if name != MAKES:
             command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
             command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
+        if name not in ALONE:
             add_option(command, "resolved", RESOLVED, required=False)
         for option, declared in OPTIONS.get(name, {}).items():
             command.add_argument(option, **declared)

@@ -1,6 +1,5 @@
 """config/hardware against published tables."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -21,6 +20,8 @@ COOKBOOK = (
     ("b200", "fp8", 8),
     ("b200", "bf16", 16),
     ("mi300x", "bf16", 8),
+    ("mi325x", "bf16", 8),
+    ("mi355x", "bf16", 8),
 )
 
 
@@ -32,13 +33,25 @@ def test_the_cookbook_lists_what_fits_and_the_next_smaller_does_not(resolved, na
     assert not fits(arch, hardware, num_gpus // 2, weights)
 
 
-@pytest.mark.parametrize("nominal_gb", [256, 288])
-def test_mi325x_and_mi355x_share_the_row_of_mi300x(resolved, nominal_gb):
+@pytest.mark.parametrize(
+    ("name", "weights", "num_gpus"),
+    # seeds/vllm-glm5-b200-deployment.txt, and the card of the NVFP4 checkpoint.
+    [("b200", "nvfp4", 4), ("rtx_pro_6000", "nvfp4", 8)],
+)
+def test_nvfp4_takes_the_gpus_that_its_users_name(resolved, name, weights, num_gpus):
     arch = resolved("glm5").config.model.architecture
-    mi300x = resolved("tiny", hardware="mi300x").config.hardware
-    larger = dataclasses.replace(mi300x, memory_gib_per_gpu=nominal_gb * 1e9 / 2**30)
-    assert fits(arch, larger, 8, "bf16")
-    assert not fits(arch, larger, 4, "bf16")
+    hardware = resolved("tiny", hardware=name).config.hardware
+    assert fits(arch, hardware, num_gpus, weights)
+    assert not fits(arch, hardware, num_gpus // 2, weights)
+
+
+def test_gpus_that_attend_for_requests_of_their_own_hold_more(resolved):
+    """Each has all of the attention, of an MI300X too much."""
+    arch = resolved("glm5").config.model.architecture
+    hardware = resolved("tiny", hardware="mi300x").config.hardware
+    assert fits(arch, hardware, 8, "bf16")
+    assert not fits(arch, hardware, 8, "bf16", "data_parallel")
+    assert fits(arch, hardware, 16, "bf16", "data_parallel")
 
 
 def test_what_an_engine_needs_by_hand(resolved):
@@ -75,7 +88,8 @@ def test_gb300_has_four_gpus_and_no_deepep_in_the_trainer(resolved):
 
 
 @pytest.mark.parametrize(
-    ("name", "mebibytes"), [("h100", 81_559), ("h200", 143_771), ("b200", 183_359), ("gb300", 284_208)]
+    ("name", "mebibytes"),
+    [("h100", 81_559), ("h200", 143_771), ("b200", 183_359), ("gb300", 284_208), ("rtx_pro_6000", 97_887)],
 )
 def test_memory_is_what_the_driver_reports_and_no_more(resolved, name, mebibytes):
     stated = resolved("tiny", hardware=name).config.hardware.memory_gib_per_gpu
@@ -88,6 +102,8 @@ def test_kernels_are_those_that_the_cookbook_names(resolved):
     assert (mi300x.dsa_prefill, mi300x.dsa_decode, mi300x.speculative) == ("tilelang", "tilelang", False)
     assert (mi300x.chunked_prefill_tokens, mi300x.watchdog_seconds) == (131_072, 1200)
     assert h200 == type(h200)(), "no other hardware needs switches"
+    mi325x, mi355x = (resolved("tiny", hardware=name).config.hardware.kernels for name in ("mi325x", "mi355x"))
+    assert mi300x == mi325x == mi355x
 
 
 def test_declared_capacities_are_checked(resolved):

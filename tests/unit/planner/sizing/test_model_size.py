@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.fp8 import Fp8Format
+from posttrain.checkpoint.quantization.nvfp4 import Nvfp4Format
+from posttrain.checkpoint.quantization.quantized_names import Selection
 from posttrain.planner.sizing.model_size import (
     count_active_parameters,
     count_parameters,
@@ -19,7 +21,7 @@ from posttrain.planner.sizing.model_size import (
 )
 
 MODELS = sorted(path.stem for path in (Path(__file__).resolve().parents[4] / "config" / "models").glob("*.yaml"))
-BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+BYTES = {"U8": 1, "BF16": 2, "F32": 4, "F8_E4M3": 1}
 
 
 def test_glm5_has_the_published_number_of_parameters_tensors_and_bytes(resolved):
@@ -149,8 +151,20 @@ def test_bytes_equal_those_of_the_checkpoint_tables(resolved, model):
     assert sum(weight.fp8_bytes for weight in weights) == sum(_size(spec) for spec in served)
 
 
-def _served(name, spec):
-    form = Fp8Format()
+@pytest.mark.parametrize("model", ["tiny", "glm5", "glm5.2", "moonlight", "deepseek_v3", "qwen3_0.6b", "qwen3_30b_a3b"])
+def test_bytes_in_nvfp4_are_those_that_the_quantiser_writes(resolved, model):
+    arch = resolved(model).config.model.architecture
+    specs, form = expected_tensors(arch), Nvfp4Format(Selection(("experts",), arch.num_hidden_layers, mtp=False))
+    served = sum(_size(spec) for name, found in specs.items() for spec in _served(name, found, form))
+    weights = model_weights(arch)
+    # What drafts stays BF16.
+    drafts = sum(weight.bf16_bytes for weight in mtp_weights(arch))
+    assert sum(weight.bytes_in("nvfp4") for weight in weights) + drafts == served
+    assert [weight.bytes_in("fp32") for weight in weights] == [4 * weight.num_elements for weight in weights]
+
+
+def _served(name, spec, form=None):
+    form = form or Fp8Format()
     return form.served_specs(name, spec).values() if form.selection.includes(name, spec.shape) else [spec]
 
 

@@ -81,6 +81,14 @@ def _speculation(config: Config) -> Problems:
         yield Problem(key, str(steps), allowed, "leave speculation off")
 
 
+def _chosen_keys(config: Config) -> Problems:
+    arch, other = config.model.architecture, config.hardware.kernels.attention
+    if other and arch.index_n_heads and _is_sglang_on_gpus(config) and uses_engines(config):
+        allowed = f"no other: {other} reads all keys, and the trainer those that the model chooses"
+        remedy = "train on GPUs on which SGLang has kernels for chosen keys"
+        yield Problem("hardware.kernels.attention", other, allowed, remedy)
+
+
 def _routing_replay(config: Config) -> Problems:
     key = "algorithm.routing_replay"
     if not config.algorithm.routing_replay or not uses_engines(config):
@@ -197,6 +205,7 @@ ENGINE_RULES: tuple[Callable[[Config], Problems], ...] = (
     _prefill_experts,
     _tensor_parallel_attention,
     _speculation,
+    _chosen_keys,
     _disaggregation,
     _routing_replay,
     _deepep_buffers,

@@ -8,6 +8,8 @@ from posttrain.document import _doc
 
 # A side of the blocks that share a scale in the Hub's FP8 checkpoints (`weight_block_size`).
 FP8_BLOCK = 128
+# Numbers that share a scale in NVFP4.
+NVFP4_GROUP = 16
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,17 @@ class Kernels:
     dsa_decode: str = _doc("Sparse attention of the decoding (`--dsa-decode-backend`)", "")
     moe_runner_fp8: str = _doc("Experts with FP8 weights (`--moe-runner-backend`)", "")
     moe_runner_bf16: str = _doc("Experts with BF16 weights (`--moe-runner-backend`)", "")
+    moe_runner_fixed_fp8: str = _doc("The same for FP8 weights that are served and never updated", "")
+    moe_runner_fixed_nvfp4: str = _doc("The same for NVFP4 weights, which never are", "")
+    attention: str = _doc(
+        "Attention of models with an indexer where no back end for chosen keys runs (`--attention-backend`)", ""
+    )
     allreduce_fusion: bool = _doc("All-reduce fused with the norm that follows", False)
+    custom_allreduce: bool = _doc("SGLang's own all-reduce works (off: `--disable-custom-all-reduce`)", True)
     speculative: bool = _doc("EAGLE decoding with the MTP layer works", True)
     chunked_prefill_tokens: int = _doc("Tokens of a prefill chunk (`--chunked-prefill-size`)", 0, minimum=0)
     watchdog_seconds: int = _doc("A scheduler silent for this long is ended (`--watchdog-timeout`)", 0, minimum=0)
+    environment: list[str] = _doc("Variables of engines, `NAME=VALUE`", [])
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,15 @@ def time_limit_minutes(limit: str) -> int:
 
 
 def _environments(config: Config) -> Problems:
-    for name in ("trainer_environment", "engine_environment"):
-        for item in getattr(config.site, name):
+    given = {f"site.{name}": getattr(config.site, name) for name in ("trainer_environment", "engine_environment")}
+    for key, items in {**given, "hardware.kernels.environment": config.hardware.kernels.environment}.items():
+        for item in items:
             if not re.fullmatch(r"[A-Za-z_]\w*=.*", item):
-                yield Problem(f"site.{name}", repr(item), "NAME=value", "write the variable with its value")
+                yield Problem(key, repr(item), "NAME=value", "write the variable with its value")
             elif SECRET_WORDS & set((variable := item.partition("=")[0]).upper().split("_")):
                 # All values are copied into the run's folder and its report.
                 remedy = "export it where snakemake runs, or name it in site.kubernetes.secrets"
-                yield Problem(f"site.{name}", f"{variable}=...", "variables without secrets", remedy)
+                yield Problem(key, f"{variable}=...", "variables without secrets", remedy)
 
 
 def _time_limit(config: Config) -> Problems:

@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.foreign.script import Given, Script
 
 # What projects append to a model's name for a copy of it in another form.
-_FORMS = re.compile(r"[-_](fp8|bf16|int4|nvfp4|mxfp8|torch_dist)$", re.IGNORECASE)
+FORMS = re.compile(r"[-_](fp8|bf16|int4|nvfp4|mxfp8|torch_dist)$", re.IGNORECASE)
 
 
 def model_of(script: Script, folders: Iterable[Path]) -> str:
@@ -28,8 +28,8 @@ def model_of(script: Script, folders: Iterable[Path]) -> str:
     given = script.flags.get("--hf-checkpoint", Given("--hf-checkpoint", (), ""))
     # What is not known of the path stands before the folder's name.
     name = "".join(given.values[:1]).rstrip("/").rpartition("/")[2]
-    known = dict(_models(folders))
-    plain = _plain(_FORMS.sub("", name))
+    known = dict(known_models(folders))
+    plain = plain_name(FORMS.sub("", name))
     if plain in known:
         return known[plain]
     remedy = "say which with model=NAME, beside the script"
@@ -40,15 +40,16 @@ def model_of(script: Script, folders: Iterable[Path]) -> str:
     raise ConfigError([Problem("--hf-checkpoint", found, allowed, remedy)])
 
 
-def _models(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
+def known_models(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Yield (a name without its punctuation, ours) of each model's file and repository."""
     for folder in folders:
         for path in sorted((folder / "models").glob("*.yaml")):
-            yield _plain(path.stem), path.stem
+            yield plain_name(path.stem), path.stem
             source = read_yaml(path).get("model", {}).get("source", {})
             if repository := source.get("repo_id"):
-                yield _plain(repository.rpartition("/")[2]), path.stem
+                yield plain_name(repository.rpartition("/")[2]), path.stem
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a name without what projects write in different ways."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())

@@ -38,7 +38,7 @@ _SPELLED_APART = (
     *("index_topk_freq", "index_skip_topk_offset"),
 )
 # What some families call our dimensions: on the Hub, and as transformers 5 writes it.
-_OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
+OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
 
 
 # ---- the check ----
@@ -99,7 +99,7 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     for name, expected in dimensions(architecture).items():
-        key = next((spelling for spelling in (name, *_OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
+        key = next((spelling for spelling in (name, *OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
         if name not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)

@@ -27,6 +27,7 @@ RECORDED_CALLS, RECORDER_VARIABLES = 2000, ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_
 # How torch_memory_saver gets into a process, which then can give back its memory without ending.
 SAVER_LIBRARY = "torch_memory_saver"
 BLACKWELL = (10, 0)
+NO_INFINIBAND = "NCCL_IB_DISABLE"
 
 
 def started_with(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
@@ -89,6 +90,18 @@ def site_environment(config: Config, key: str) -> list[Flag]:
     """
     pairs = (item.partition("=") for item in getattr(config.site, key))
     return [flag(name, value, f"site.{key}") for name, _, value in pairs]
+
+
+def hardware_environment(config: Config, is_alone: bool) -> list[Flag]:
+    """Return the variables that the hardware's file sets for engines.
+
+    Args:
+        config: The resolved configuration.
+        is_alone: An engine has no other node to talk to; between nodes InfiniBand is the way.
+    """
+    pairs = (item.partition("=") for item in config.hardware.kernels.environment)
+    key = "hardware.kernels.environment"
+    return [flag(name, value, key) for name, _, value in pairs if is_alone or name != NO_INFINIBAND]
 
 
 def needs_one_queue(config: Config) -> bool:

@@ -18,7 +18,12 @@ from posttrain.config.derived import rollout_samples_per_step, takes_turns
 from posttrain.config.engine_rules import DEEPEP_MAX_TOKENS
 from posttrain.config.formats import FP8_BLOCK
 from posttrain.config.schema import Config
-from posttrain.planner.flags.environment import network_flags, site_environment, thread_and_memory_environment
+from posttrain.planner.flags.environment import (
+    hardware_environment,
+    network_flags,
+    site_environment,
+    thread_and_memory_environment,
+)
 from posttrain.planner.flags.flag import Flag, flag
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
@@ -91,7 +96,8 @@ def expert_parallel_size(config: Config, role: str = UNIFIED) -> int:
     where FP8 blocks allow it.
     """
     ranks, width = world_size(config, role), config.model.architecture.moe_intermediate_size
-    return 1 if not has_dp_attention(config) and width % (FP8_BLOCK * ranks) == 0 else ranks
+    block = FP8_BLOCK if config.rollout.fp8 else 1
+    return 1 if not has_dp_attention(config) and width % (block * ranks) == 0 else ranks
 
 
 def graph_batch_size(config: Config, role: str = UNIFIED) -> int:
@@ -158,7 +164,7 @@ def sglang_flags(config: Config, role: str = UNIFIED, engine_index: int = 0) -> 
             reason="plus the engine's number: responses without a seed of their own must not repeat another engine's",
         ),
     ]
-    return common + (_on_cpu(config, role) if config.hardware.device == "cpu" else _on_gpus(config, role))
+    return common + (cpu_flags(config, role) if config.hardware.device == "cpu" else _on_gpus(config, role))
 
 
 def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
@@ -173,13 +179,15 @@ def environment_flags(config: Config, role: str = UNIFIED) -> list[Flag]:
     if config.engine.kind == "sglang":
         # Ranks on other nodes than the engine's send it weights, over gloo as well.
         flags += network_flags(config, config.nodes)
+        flags += hardware_environment(config, role == UNIFIED and nodes_per_engine(config) == 1)
     flags += site_environment(config, "engine_environment")
     if config.engine.kind == "embedded":
         return flags
     return flags + (_cpu_environment(role) if config.hardware.device == "cpu" else _gpu_environment(config, role))
 
 
-def _on_cpu(config: Config, role: str) -> list[Flag]:
+def cpu_flags(config: Config, role: str) -> list[Flag]:
+    """Return how SGLang runs on a CPU."""
     given = "SGLang on a CPU; envs/sglang-cpu/README.md"
     return [
         flag("--device", "cpu", "hardware.device"),
@@ -194,7 +202,8 @@ def _on_cpu(config: Config, role: str) -> list[Flag]:
         flag("--disable-radix-cache", True, reason="a cached prefix is summed in another order"),
         *([flag("--tp-size", ranks, _world_size_key(role))] if (ranks := world_size(config, role)) > 1 else []),
         *_nodes(config, role),
-        *_disaggregation(config, role),
+        *disaggregation(config, role),
+        *_retraction(config, role),
     ]
 
 
@@ -206,14 +215,15 @@ def _on_gpus(config: Config, role: str) -> list[Flag]:
         flag("--watchdog-timeout", seconds, "hardware.kernels.watchdog_seconds", reason="loading takes long"),
     ]
     parts: tuple[Callable[[Config, str], list[Flag]], ...] = (
-        _parallelism,
+        parallelism,
         _batches,
-        _page,
-        _attention_kernels,
+        kv_page,
+        attention_kernels,
         _expert_kernels,
-        _speculation,
-        _disaggregation,
-        _nodes,
+        speculation,
+        disaggregation,
+        _retraction,
+        node_count,
         _determinism,
         _sleep,
     )
@@ -232,7 +242,8 @@ def _sleep(config: Config, role: str) -> list[Flag]:
     return flags
 
 
-def _parallelism(config: Config, role: str) -> list[Flag]:
+def parallelism(config: Config, role: str) -> list[Flag]:
+    """Return over how many GPUs an engine spreads what."""
     key = _world_size_key(role)
     ranks = world_size(config, role)
     flags = [flag("--tp-size", ranks, key)]
@@ -264,17 +275,20 @@ def _batches(config: Config, role: str) -> list[Flag]:
     return flags
 
 
-def _page(config: Config, role: str) -> list[Flag]:
+def kv_page(config: Config, role: str) -> list[Flag]:
     """Return the page of the KV cache: FlashMLA's and TRT-LLM's; TileLang's is SGLang's own choice."""
     key = "hardware.kernels.dsa_decode"
-    is_other = config.hardware.kernels.dsa_decode == "tilelang"
+    is_other = config.hardware.kernels.dsa_decode == "tilelang" or config.hardware.kernels.attention
     return [] if is_other else [flag("--page-size", KV_PAGE_TOKENS, key, reason=f"{RECIPE}: the kernels' page")]
 
 
-def _attention_kernels(config: Config, role: str) -> list[Flag]:
+def attention_kernels(config: Config, role: str) -> list[Flag]:
+    """Return the back ends of attention, where SGLang's own choice is not the recipe's."""
+    kernels, prefill, decode = config.hardware.kernels, "hardware.kernels.dsa_prefill", "hardware.kernels.dsa_decode"
     if not config.model.architecture.index_n_heads:
         return []  # SGLang knows the best dense kernel of each GPU
-    kernels, prefill, decode = config.hardware.kernels, "hardware.kernels.dsa_prefill", "hardware.kernels.dsa_decode"
+    if kernels.attention:
+        return [flag("--attention-backend", kernels.attention, "hardware.kernels.attention")]
     return [
         flag("--attention-backend", "dsa", "model.architecture.index_n_heads"),
         flag("--dsa-prefill-backend", kernels.dsa_prefill or SPARSE_KERNEL, prefill),
@@ -291,14 +305,23 @@ def _expert_kernels(config: Config, role: str) -> list[Flag]:
     name = "moe_runner_fp8" if config.rollout.fp8 else "moe_runner_bf16"
     runner = getattr(config.hardware.kernels, name)
     flags = [flag("--moe-runner-backend", runner, f"hardware.kernels.{name}", "rollout.fp8")] if runner else []
-    if config.hardware.kernels.allreduce_fusion and not has_dp_attention(config):
+    return [*flags, *all_reduce(config, role)]
+
+
+def all_reduce(config: Config, role: str) -> list[Flag]:
+    """Return how the parts of tensor-parallel sums are added up."""
+    kernels, flags = config.hardware.kernels, []
+    if kernels.allreduce_fusion and not has_dp_attention(config):
         keys = ("hardware.kernels.allreduce_fusion", "engine.dp_attention")
         reason = "the cookbook; tensor-parallel attention adds up after each layer"
         flags.append(flag("--flashinfer-allreduce-fusion-backend", "auto", *keys, reason=reason))
+    if not kernels.custom_allreduce:
+        flags.append(flag("--disable-custom-all-reduce", True, "hardware.kernels.custom_allreduce"))
     return flags
 
 
-def _speculation(config: Config, role: str) -> list[Flag]:
+def speculation(config: Config, role: str) -> list[Flag]:
+    """Return how the MTP layer drafts."""
     steps, key = config.engine.mtp_steps, "engine.mtp_steps"
     if not steps:
         return []
@@ -310,20 +333,25 @@ def _speculation(config: Config, role: str) -> list[Flag]:
     ]
 
 
-def _disaggregation(config: Config, role: str) -> list[Flag]:
+def disaggregation(config: Config, role: str) -> list[Flag]:
+    """Return how prefill and decode find each other."""
     if role == UNIFIED:
         return []
-    flags = [
+    return [
         flag("--disaggregation-mode", role, ROLE_KEY),
         flag("--disaggregation-transfer-backend", config.engine.pd.transfer_backend, "engine.pd.transfer_backend"),
     ]
-    if role == DECODE:
-        kept = "SGLang would reserve as much host memory as the cache has on the GPU, where the trainer sleeps"
-        flags.append(flag("--disaggregation-decode-retraction-backup", "cpu_tensor", ROLE_KEY, reason=kept))
-    return flags
 
 
-def _nodes(config: Config, role: str) -> list[Flag]:
+def _retraction(config: Config, role: str) -> list[Flag]:
+    if role != DECODE:
+        return []
+    kept = "SGLang would reserve as much host memory as the cache has on the GPU, where the trainer sleeps"
+    return [flag("--disaggregation-decode-retraction-backup", "cpu_tensor", ROLE_KEY, reason=kept)]
+
+
+def node_count(config: Config, role: str) -> list[Flag]:
+    """Return how many nodes an engine spans, if several."""
     nodes = nodes_per_engine(config, role)
     return [flag("--nnodes", nodes, _world_size_key(role), "hardware.gpus_per_node")] if nodes > 1 else []
 

@@ -109,35 +109,41 @@ def weights_bytes_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: s
     Args:
         arch: The model.
         num_gpus: GPUs of the engine.
-        bytes_per_weight: "fp8" (block scales included), "bf16" or "fp32".
+        bytes_per_weight: "fp8" (block scales included), "nvfp4", "bf16" or "fp32".
         attention: "data_parallel": every GPU holds all but the experts, which are spread. "tensor_parallel":
             what tensor parallelism can cut is cut as well.
     """
     total = 0
     for weight in model_weights(arch):
-        size = weight.fp8_bytes if bytes_per_weight == "fp8" else weight.bf16_bytes
-        size = weight.num_elements * 4 if bytes_per_weight == "fp32" else size
+        size = weight.bytes_in(bytes_per_weight)
         is_cut = weight.split == "expert" or (weight.split == "tensor" and attention == "tensor_parallel")
         pieces = min(num_gpus, weight.max_shards or num_gpus)
         total += size // pieces if is_cut else size
     return total
 
 
-def serving_gib_per_gpu(arch: Architecture, num_gpus: int, bytes_per_weight: str) -> float:
+def serving_gib_per_gpu(
+    arch: Architecture, num_gpus: int, bytes_per_weight: str, attention: str = "tensor_parallel"
+) -> float:
     """Return what the smallest useful engine takes on each GPU: the weights and one long request.
 
     Args:
         arch: The model.
-        num_gpus: GPUs of the engine, tensor-parallel.
-        bytes_per_weight: "fp8" or "bf16".
+        num_gpus: GPUs of the engine.
+        bytes_per_weight: See `weights_bytes_per_gpu`.
+        attention: The same.
     """
-    weights = weights_bytes_per_gpu(arch, num_gpus, bytes_per_weight, "tensor_parallel")
-    return (weights + REQUEST_TOKENS * kv_bytes_per_token(arch, num_gpus)) / GIB
+    weights = weights_bytes_per_gpu(arch, num_gpus, bytes_per_weight, attention)
+    spread = num_gpus if attention == "tensor_parallel" else 1
+    return (weights + REQUEST_TOKENS * kv_bytes_per_token(arch, spread)) / GIB
 
 
-def fits(arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight: str) -> bool:
-    """Tell whether a tensor-parallel engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
-    return serving_gib_per_gpu(arch, num_gpus, bytes_per_weight) <= SERVING_SHARE * hardware.memory_gib_per_gpu
+def fits(
+    arch: Architecture, hardware: Hardware, num_gpus: int, bytes_per_weight: str, attention: str = "tensor_parallel"
+) -> bool:
+    """Tell whether an engine fits: `serving_gib_per_gpu` in 95 % of the memory the driver reports."""
+    needed = serving_gib_per_gpu(arch, num_gpus, bytes_per_weight, attention)
+    return needed <= SERVING_SHARE * hardware.memory_gib_per_gpu
 
 
 def engine_memory(config: Config) -> EngineMemory:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.families import chooses_keys, family_of
-from posttrain.config.formats import FP8_BLOCK
+from posttrain.config.formats import FP8_BLOCK, NVFP4_GROUP
 from posttrain.config.schema import Architecture
 
 
@@ -74,6 +74,23 @@ class Weight:
         rows, columns = self.shape
         blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
         return (rows * columns + 4 * blocks) * self.count
+
+    @property
+    def nvfp4_bytes(self) -> int:
+        """Size in an NVFP4 checkpoint as Model Optimizer exports it; what is no routed expert stays BF16.
+
+        Half a byte per code, an FP8 scale per 16 of them, and for each matrix two FP32 scales.
+        """
+        if self.component != "routed_experts":
+            return self.bf16_bytes
+        rows, columns = self.shape
+        return (rows * columns // 2 + rows * math.ceil(columns / NVFP4_GROUP) + 8) * self.count
+
+    def bytes_in(self, precision: str) -> int:
+        """Size in a checkpoint of a precision: "fp32", "bf16", "fp8" or "nvfp4"."""
+        if precision == "fp32":
+            return self.num_elements * 4
+        return {"bf16": self.bf16_bytes, "fp8": self.fp8_bytes, "nvfp4": self.nvfp4_bytes}[precision]
 
 
 def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight, ...]:

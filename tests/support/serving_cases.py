@@ -1,0 +1,77 @@
+"""What is asked for in the seeds, and what else commands are pinned and parsed for."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from posttrain.config.load import merge
+from posttrain.config.schema import Config, Hardware
+from posttrain.serving.checkpoint import Checkpoint, find_checkpoint
+from posttrain.serving.launch import Launch, plan_launch
+from posttrain.serving.wish import Wish
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+NAMES = sorted(path.stem for path in (CONFIG_DIR / "hardware").glob("*.yaml"))
+# seeds/sglang-glm5-cookbook.txt, section 3.2: hardware, weights, tensor parallelism. Two kinds of GPU share a row.
+COOKBOOK = (
+    ("h100", "fp8", 16),
+    ("h100", "bf16", 32),
+    ("h200", "fp8", 8),
+    ("h200", "bf16", 16),
+    ("b200", "fp8", 8),
+    ("b200", "bf16", 16),
+    ("mi300x", "bf16", 8),
+    ("mi325x", "bf16", 8),
+    ("mi355x", "bf16", 8),
+)
+MORE = {
+    "throughput": ("glm5", "h200", {"precision": "fp8", "goal": "throughput"}),
+    "b200-throughput": ("glm5", "b200", {"precision": "fp8", "goal": "throughput"}),
+    "gb300": ("glm5", "gb300", {"precision": "fp8"}),
+    "index-cache": ("glm5", "h200", {"precision": "fp8", "index_cache": True}),
+    "prefill-apart": ("glm5", "h200", {"precision": "fp8", "prefill_apart": True, "goal": "throughput"}),
+    "card": ("lukealonso/GLM-5-NVFP4", "rtx_pro_6000", {"host": "0.0.0.0"}),
+    "nvfp4-b200": ("glm5", "b200", {"precision": "nvfp4"}),
+    "deepseek": ("deepseek_v3.2", "h200", {}),
+    "air": ("glm4.5_air", "h100", {}),
+    "dense": ("qwen3_4b", "h100", {}),
+    "cpu": ("qwen3_0.6b", "cpu", {}),
+}
+VLLM = {
+    "vllm-fp8": ("zai-org/GLM-5-FP8", "b200", {"engine": "vllm"}),
+    "vllm-nvfp4": ("lukealonso/GLM-5-NVFP4", "b200", {"engine": "vllm"}),
+    "vllm-nodes": ("glm5", "h100", {"engine": "vllm", "precision": "fp8"}),
+    "vllm-air": ("glm4.5_air", "h100", {"engine": "vllm"}),
+    "vllm-dense": ("qwen3_4b", "h200", {"engine": "vllm"}),
+}
+SGLANG = {f"{name}-{precision}": ("glm5", name, {"precision": precision}) for name, precision, _ in COOKBOOK} | MORE
+
+
+@cache
+def machine(name: str) -> Config:
+    """Return a configuration with some hardware."""
+    return merge({"model": "tiny", "site": "local", "hardware": name}, CONFIG_DIR).config
+
+
+@cache
+def all_hardware() -> tuple[Hardware, ...]:
+    """Return what may be the nearest that works."""
+    return tuple(machine(name).hardware for name in NAMES)
+
+
+def checkpoint(what: str, precision: str = "", results: Path = Path("results")) -> Checkpoint:
+    """Return what a name on the command line means."""
+    return find_checkpoint(what, precision, [CONFIG_DIR], results)
+
+
+def launch(what: str, hardware: str, **wish: object) -> Launch:
+    """Return how something is served."""
+    asked = Wish.of(wish)
+    return plan_launch(asked, checkpoint(what, asked.precision), machine(hardware), all_hardware())
+
+
+@cache
+def launches() -> dict[str, Launch]:
+    """Return name -> launch of every case."""
+    return {name: launch(what, hardware, **more) for name, (what, hardware, more) in {**SGLANG, **VLLM}.items()}

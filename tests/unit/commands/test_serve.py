@@ -1,0 +1,148 @@
+"""`posttrain serve` as a user runs it: what it shows, what it refuses, and a real engine in the foreground."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
+
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.engines.ports import choose_free_ports
+
+SECRET = "of those who may ask"
+GREEDY = {"model": "hf", "prompt": "sort the digits.\n31", "max_tokens": 4, "temperature": 0}
+
+
+def serve(folder: Path, *words: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
+    env = {name: value for name, value in os.environ.items() if name != "POSTTRAIN_ENGINE_SECRET"} | environment
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_a_command_is_shown_with_reasons_and_nothing_is_written(tmp_path: Path) -> None:
+    shown = serve(tmp_path, "zai-org/GLM-5-FP8", "--hardware", "b200", "--print").stdout
+    assert "  --dsa-decode-backend trtllm \\\n" in shown
+    assert "(hardware.kernels.dsa_decode in\n#       config/hardware/b200.yaml)" in shown
+    assert "config/hardware/b200.yaml" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_described_as_everywhere(tmp_path: Path) -> None:
+    done = serve(tmp_path, "model=glm5", "--hardware", "b200", "--precision", "fp8", "--engine", "vllm", "--print")
+    assert "export_fp8-" in done.stdout
+    assert "is not there yet: `snakemake" in " ".join(done.stdout.replace("#", "").split())
+    assert "--hardware = not given" not in done.stdout
+
+
+def test_hardware_of_ones_own_is_found(tmp_path: Path) -> None:
+    own = tmp_path / "mine" / "hardware"
+    own.mkdir(parents=True)
+    text = (Path(__file__).parents[3] / "config" / "hardware" / "h200.yaml").read_text()
+    (own / "big.yaml").write_text(text.replace("name: h200", "name: big").replace("140.4", "400"))
+    done = serve(tmp_path, "glm5", "--hardware", "big", f"configs={tmp_path / 'mine'}", "--print")
+    assert "  --tp-size 4 \\\n" in done.stdout
+    refused = serve(tmp_path, "glm5", "--hardware", "h200", "--nodes", 1, f"configs={tmp_path / 'mine'}", code=1)
+    assert "--hardware mi300x" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--print"], "checkpoint = nothing"),
+        (["glm5", "model=glm5", "--print"], "checkpoint = 'glm5' and a run"),
+        (["glm5", "--hardware", "h300", "--print"], "did you mean 'h200'?"),
+        (["glm5", "--hardware", "h100", "--nodes", "1", "--print"], "--nodes 4 (32 GPUs)"),
+        (["glm5", "--hardware", "h100"], "serve = 4 processes"),
+        (["glm5", "--hardware", "b200", "--engine", "trtllm", "--precision", "nvfp4"], "serve = files for trtllm"),
+        (["model=qwen3_0.6b", "--hardware", "h100"], "remedy:  `snakemake "),
+        (["qwen3_0.6b", "--hardware", "h100", "--engine", "vllm"], "no vllm on PATH"),
+        (["zai-org/GLM-5", "nodse=2", "--hardware", "h100", "--print"], "checkpoint = 'zai-org/GLM-5' and a run"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_problem(tmp_path: Path, words: list[str], told: str) -> None:
+    done = serve(tmp_path, *words, code=1, PATH="/usr/bin:/bin")
+    assert told in done.stderr
+
+
+def test_a_folder_has_no_hardware_of_its_own(folder: Path, tmp_path: Path) -> None:
+    done = serve(tmp_path, folder, "--print", code=1)
+    assert "--hardware = not given" in done.stderr
+    assert "rtx_pro_6000" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("served") / "hf"
+    make_random_checkpoint(made, dataclasses.replace(TINY_QWEN3, vocab_size=256))
+    make_tokenizer(256).save_pretrained(made)
+    return made
+
+
+def test_without_a_secret_and_with_a_port_in_use_nothing_starts(folder: Path, tmp_path: Path) -> None:
+    words = (folder, "--engine", "embedded", "--hardware", "cpu")
+    assert "POSTTRAIN_ENGINE_SECRET = not set" in serve(tmp_path, *words, code=1).stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve(tmp_path, *words, "--port", port, code=1, POSTTRAIN_ENGINE_SECRET=SECRET)
+    assert f"{port}: Address already in use" in done.stderr
+
+
+def ask(port: int, secret: str) -> str:
+    body = json.dumps(GREEDY).encode()
+    headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(json.load(response)["choices"][0]["text"])
+
+
+def answer(process: subprocess.Popen[bytes], port: int, log: Path) -> str:
+    """Return the first answer of an engine that has just been started."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            return ask(port, SECRET)
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-2000:])
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_an_engine_serves_in_the_foreground_and_ends_with_it(folder: Path, tmp_path: Path, engine: str) -> None:
+    if engine == "sglang":
+        require_sglang()
+    (port,) = choose_free_ports(1)
+    words = [folder, "--engine", engine, "--hardware", "cpu", "--port", port]
+    words += ["--python", PYTHON] if engine == "sglang" else []
+    command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
+    env = os.environ | {"POSTTRAIN_ENGINE_SECRET": SECRET, "TMPDIR": str(tmp_path)}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
+    try:
+        assert answer(process, port, log)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(port, "another")
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []

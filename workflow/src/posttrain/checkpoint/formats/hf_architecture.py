@@ -1,0 +1,97 @@
+"""What a `config.json` describes: the dimensions and the precision of a checkpoint that nobody has written a file for.
+
+`hf_config.check_config` compares a checkpoint with dimensions that are known; here they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.checkpoint.formats.hf_config import OTHER_SPELLINGS
+from posttrain.config.families import FAMILIES, check_architecture
+from posttrain.config.schema import Architecture, RopeScaling
+from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
+
+# Default of a key that has none.
+MISSING = "???"
+_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+def architecture_of(content: Mapping[str, Any], where: str) -> Architecture:
+    """Return the dimensions that `config.json` says.
+
+    Args:
+        content: Of the file.
+        where: Named in problems.
+
+    Raises:
+        ConfigError: The family is not known, or a dimension is missing or no number.
+    """
+    model_type = content.get("model_type")
+    if model_type not in FAMILIES:
+        remedy = "give a checkpoint of one of these families"
+        found = one_line(repr(model_type))
+        raise ConfigError([Problem(f"{where}: model_type", found, ", ".join(FAMILIES), remedy)])
+    family = FAMILIES[str(model_type)]
+    known = {*family.needs, *family.may}
+    values: dict[str, Any] = {"model_type": str(model_type)}
+    problems = []
+    for field in dataclasses.fields(Architecture):
+        name, is_needed = field.name, field.default == MISSING
+        if name in (*_ROPE, "model_type") or not (is_needed or name in known):
+            continue
+        spelled = (name, *OTHER_SPELLINGS.get(name, ()))
+        value = next((content[word] for word in spelled if content.get(word) is not None), None)
+        if _is_of(value, str(field.type)):
+            values[name] = value
+        elif value is not None or is_needed:
+            shown = "(missing)" if value is None else one_line(repr(value))
+            problems.append(Problem(f"{where}: {name}", shown, "a number", "give the file that the model came with"))
+    raise_if_any(problems)
+    arch = Architecture(**values, **_rope(content))
+    raise_if_any(list(check_architecture(arch)))
+    return arch
+
+
+def precision_of(content: Mapping[str, Any], where: str) -> str:
+    """Return the precision of a checkpoint's weights: "bf16", "fp8" or "nvfp4".
+
+    Raises:
+        ConfigError: It is quantised in a way that is not known here.
+    """
+    declared = content.get("quantization_config")
+    if not declared:
+        return "bf16"
+    declared = declared if isinstance(declared, Mapping) else {}
+    method, algorithm = declared.get("quant_method"), declared.get("quant_algo")
+    if method == "fp8" or (method == "compressed-tensors" and declared.get("format") == "float-quantized"):
+        return "fp8"
+    if method == "modelopt" and algorithm == "NVFP4":
+        return "nvfp4"
+    found = one_line(f"quant_method {method!r}, {algorithm or declared.get('format')!r}")
+    allowed = "none, fp8, float-quantized of compressed-tensors, NVFP4 of Model Optimizer"
+    problem = Problem(f"{where}: quantization_config", found, allowed, "give a checkpoint in one of these formats")
+    raise ConfigError([problem])
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is said of positions: transformers 5 writes `rope_parameters`, older versions two keys."""
+    parameters = content.get("rope_parameters") or content.get("rope_scaling")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    found: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", content.get("rope_theta", 0.0))}
+    if "partial_rotary_factor" in FAMILIES[content["model_type"]].needs:
+        factor = parameters.get("partial_rotary_factor", content.get("partial_rotary_factor", 0.0))
+        found["partial_rotary_factor"] = factor
+    if parameters.get("rope_type", parameters.get("type")) == "yarn":
+        names = [field.name for field in dataclasses.fields(RopeScaling)]
+        found["rope_scaling"] = RopeScaling(**{name: parameters[name] for name in names if name in parameters})
+    return found
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Tell whether a value is of a field's type; JSON's true is no number."""
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    return isinstance(value, int | float if kind == "float" else int)
