@@ -76,13 +76,18 @@ class SharedEngines(EngineClient):
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await super().__aexit__(kind, error, trace)
 
-    async def wait_ready(self, timeout_seconds: float, check_processes: Callable[[], None] | None = None) -> None:
+    async def wait_ready(
+        self,
+        timeout_seconds: float,
+        check_processes: Callable[[], None] | None = None,
+        tell_silent: Callable[[str], None] | None = None,
+    ) -> None:
         """Let all engines in, and watch them from now on; see `EngineClient.wait_ready`.
 
         Raises:
             RuntimeError: Naming the first engine that is not ready in time, or cannot be let in.
         """
-        await super().wait_ready(timeout_seconds, check_processes)
+        await super().wait_ready(timeout_seconds, check_processes, tell_silent)
         await asyncio.gather(*(self._let_in(engine) for engine in self._engines))
         self._wait_seconds = timeout_seconds
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self._engines]

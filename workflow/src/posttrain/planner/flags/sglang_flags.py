@@ -201,7 +201,7 @@ def cpu_flags(config: Config, role: str) -> list[Flag]:
         flag("--enable-deterministic-inference", True, reason="without it `sampling_seed` has no effect"),
         flag("--disable-radix-cache", True, reason="a cached prefix is summed in another order"),
         *([flag("--tp-size", ranks, _world_size_key(role))] if (ranks := world_size(config, role)) > 1 else []),
-        *_nodes(config, role),
+        *node_count(config, role),
         *disaggregation(config, role),
         *_retraction(config, role),
     ]

@@ -145,7 +145,9 @@ def _group_of(store: dist.Store, rank: int, size: int, limit: timedelta, device:
     """Return the group of members on different GPUs; all of them are connected then."""
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, limit)
-    group = dist.ProcessGroupNCCL(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
     group.allreduce([torch.zeros(1, device=device)]).wait()
     torch.cuda.synchronize(device)
     return group

@@ -164,8 +164,9 @@ class Receiver:
         self.inbox.close()
         senders = [sender for sender, pieces in self._pieces.items() if pieces]
         neighbours = {self._channel.ways.neighbour(sender, self._channel.rank) for sender in senders}
-        for neighbour in neighbours - {None}:
-            self._channel.say(neighbour, CLOSED)
+        for neighbour in neighbours:
+            if neighbour is not None:
+                self._channel.say(neighbour, CLOSED)
 
     def _begin(self, places: Mapping[int, list[torch.Tensor]], number: int) -> tuple[Receiving, dict[int, list[Told]]]:
         """Begin to receive a round; returns what its senders tell of each of its parts, where they do."""
