@@ -184,8 +184,7 @@ def test_gpu_hours_and_their_price(plan_of, resolved):
     gpu_seconds = 8 * (seconds["train_grpo"] + seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     plan = plan_of("glm5", set="evaluation.precision=source")
-    seconds = plan["durations_seconds"]
-    # Its evaluations take two nodes of their own.
+    seconds = plan["durations_seconds"]  # evaluations take two nodes of their own
     gpu_seconds = 128 * seconds["train_grpo"] + 16 * (seconds["evaluate before"] + seconds["evaluate after"])
     assert plan["gpu_hours"] == pytest.approx(gpu_seconds / 3600, abs=0.01)
     assert (plan["cost"], plan["currency"]) == (None, "")

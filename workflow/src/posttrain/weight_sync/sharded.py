@@ -39,6 +39,7 @@ from posttrain.weight_sync.letters import Letter, plan_letters, spread
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
+WAYS = {Way.SHARED: "over shared memory", Way.GROUP: "over NCCL", Way.HOST: "over gloo, through hosts' memory"}
 
 T = TypeVar("T")
 
@@ -108,15 +109,6 @@ class ShardedTransfer:
         receivers = [[held.parts[part] for part in ranks] for ranks in itertools.chain(*held.of_ranks)]
         num_senders, rank = dist.get_world_size(), dist.get_rank()
         letters = plan_letters(receivers, self._values.holders, self._round_bytes)
-        if rank == 0:
-            total = sum(letter.num_bytes for letter in letters)
-            log.info(
-                "weights go from %d ranks to %d, %.2f GiB in all, the busiest sends %.2f of the mean",
-                num_senders,
-                len(receivers),
-                total / GIB,
-                spread(letters, num_senders),
-            )
         sizes = [len(ranks) for ranks in held.of_ranks]
         firsts = [num_senders + sum(sizes[:number]) for number in range(len(sizes))]
         size, seconds = num_senders + len(receivers), self._config.engine.request_timeout_seconds
@@ -134,6 +126,8 @@ class ShardedTransfer:
     def _join(self, store: dist.Store, letters: Sequence[Letter], first: int, size: int, seconds: float) -> None:
         relays = 0 if self._sent else first
         self._channel = channel = Channel(store, dist.get_rank(), size, seconds, relays, self._device)
+        if channel.rank == 0:
+            _log_ways(letters, channel.ways, first)
         self._sender, self._rounds = sender_of(letters, channel, first)
 
     @torch.no_grad()
@@ -293,6 +287,20 @@ class _Made:
     def are_finite(self) -> bool:
         """Tell whether all numbers are, and all scales: those of weights that are not are neither."""
         return not self._finite or bool(torch.stack(self._finite).all())
+
+
+def _log_ways(letters: Sequence[Letter], ways: Ways, first: int) -> None:
+    sizes: Counter[Way] = Counter()
+    for letter in letters:
+        sizes[ways.way(letter.sender, first + letter.receiver)] += letter.num_bytes
+    log.info(
+        "weights go from %d ranks to %d, %.2f GiB in all (%s), the busiest sends %.2f of the mean",
+        first,
+        ways.num_members - first,
+        sizes.total() / GIB,
+        ", ".join(f"{WAYS[way]}: {size / GIB:.2f}" for way, size in sizes.items()),
+        spread(letters, first),
+    )
 
 
 def sender_of(letters: Sequence[Letter], channel: Channel, first: int) -> tuple[Sender, list[list[Letter]]]:

@@ -7,6 +7,7 @@ segments) and an engine's from pieces that it takes away when it sleeps; neither
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import struct
@@ -15,6 +16,11 @@ from typing import Any
 import torch
 
 HANDLE_BYTES = 64
+
+
+def can_share(device: torch.device) -> bool:
+    """Tell whether memory of a device can be shared: of a GPU, where CUDA's driver can be called."""
+    return device.type != "cuda" or all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings"))
 
 
 class Shared:

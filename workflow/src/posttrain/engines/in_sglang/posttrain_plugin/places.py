@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .mapped import can_share
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Processes that do not share these are as far from each other as two hosts are.
 NAMESPACES = ("ipc", "net", "pid")
@@ -40,7 +42,7 @@ class Place(NamedTuple):
 
     Args:
         device: A GPU's identifier; empty for a CPU.
-        host: Whose processes can share memory.
+        host: Whose processes can share memory; of a process that cannot, itself.
         nccl: Version that a member with a GPU has.
     """
 
@@ -55,6 +57,8 @@ class Place(NamedTuple):
         host = "-".join([BOOT.read_text().strip(), *spaces, str(os.getuid())])
         if device.type != "cuda":
             return cls("", host, "")
+        if not can_share(device):
+            host += f"-{os.getpid()}"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
         return cls(str(torch.cuda.get_device_properties(device).uuid), host, nccl)
 
