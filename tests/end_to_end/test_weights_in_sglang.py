@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support.hub_tensors import fill
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support.spoiled_messages import SPOILED, Place, Spoil
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
@@ -172,6 +175,66 @@ def assert_what_is_derived_is_proven(run: Served, num_ranks: int) -> None:
 
 
 WAYS = ("lowest_bit", "sign", "exponent", "last", "zeros", "rows", "columns", "scaled")
+
+
+NUM_SPOILED = 100
+
+
+class SpoilingSender:
+    """A sender of which one message is spoiled on its way.
+
+    Args:
+        sender: The real one.
+    """
+
+    def __init__(self, sender: Any):
+        self._sender, self.begin, self.finish, self.close = sender, sender.begin, sender.finish, sender.close
+        self.before: dict[Place, torch.Tensor] = {}
+        self.spoil: tuple[Spoil, Place, random.Random] | None = None
+
+    def pack(self, number: int, pieces: Any) -> Any:
+        messages = self._sender.pack(number, pieces)
+        for (_, to), message in messages.items():
+            sent = message.clone()
+            if self.spoil and self.spoil[1] == (number, to):
+                spoiled = self.spoil[0](sent.clone(), (number, to), self.before, self.spoil[2])
+                message.copy_(F.pad(message.new_zeros(0) if spoiled is None else spoiled, (0, len(sent)))[: len(sent)])
+            self.before[number, to] = sent
+        return messages
+
+
+@pytest.mark.faults("transfer")
+@pytest.mark.timeout(3600)
+def test_spoiled_messages_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version whose proof fails is nobody's, and the next update that comes as it was sent is right again."""
+    drawn, harmless, failures = random.Random(4), 0, list[str]()
+    with served(tmp_path, "qwen3", 1, monkeypatch) as run:
+        run.publisher.publish(version := 1)
+        run.publisher._sharded._sender = sender = SpoilingSender(run.publisher._sharded._sender)
+        change_all(run, version := 2)
+        run.publisher.publish(version)
+        for number in range(NUM_SPOILED):
+            change_all(run, version := version + 1)
+            sender.spoil = SPOILED[number % len(SPOILED)], drawn.choice([*sender.before]), drawn
+            try:
+                run.publisher.publish(version)
+                harmless += 1
+            except RuntimeError as error:
+                failures.append(str(error))
+            sender.spoil = None
+            if number % 10 == 9:
+                change_all(run, version := version + 1)
+                run.publisher.publish(version)
+        change_all(run, version := version + 1)
+        run.publisher.publish(version)
+    assert harmless <= NUM_SPOILED // 20, "what lies between pieces"
+    assert all("engine 0: model." in failure for failure in failures), failures
+
+
+def change_all(run: Served, version: int) -> None:
+    """Give every weight another value."""
+    for shard in run.weights.shards:
+        shard.values.mul_(-1.01 if version % 2 else -1 / 1.01)
 
 
 @pytest.mark.faults("slow")

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.support.fault_parts import Count
 from tests.support.loopback_engines import LoopbackEngines
 from tests.support.megatron_layouts import as_served, received_otherwise
 from tests.support.megatron_single import test_config
+from tests.support.spoiled_messages import SPOILED, Place, Spoil, flipped, forged
 from tests.support.tiny_checkpoint import TRAINED
 from tests.unit.megatron_backend import conftest as one_rank
 
@@ -26,55 +26,14 @@ from posttrain.planner.sizing.memory_phases import phase_memory
 
 checkpoint, make_policy = one_rank.checkpoint, one_rank.make_policy
 STRATEGY, ROUND_BYTES = "block", 1 << 14
-Place = tuple[int, int]  # round, sender
-Spoil = Callable[[torch.Tensor, Place, Mapping[Place, torch.Tensor], random.Random], torch.Tensor | None]
 
 
 class DiesError(RuntimeError):
     """A member of the transfer ends in it."""
 
 
-def flipped(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    message[drawn.randrange(len(message))] ^= 1 << drawn.randrange(8)
-    return message
-
-
-def truncated(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    message[drawn.randrange(len(message)) :] = 0
-    return message
-
-
-def reordered(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    return message.roll(16 * drawn.randrange(1, max(2, len(message) // 16)))
-
-
-def forged(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(drawn.randrange(1 << 30))
-    return torch.randint(0, 256, (len(message),), generator=generator, dtype=torch.uint8)
-
-
-def dropped(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> None:
-    return None
-
-
-def repeated(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    """Another round's message comes again."""
-    other = before[drawn.choice([known for known in before if known != place])]
-    shared = min(len(other), len(message))
-    message[:shared] = other[:shared]
-    return message
-
-
-def stale(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> torch.Tensor:
-    """The last version's."""
-    return before[place]
-
-
 def killed(message: torch.Tensor, place: Place, before: Any, drawn: random.Random) -> None:
     raise DiesError("a member has ended")
-
-
-SPOILED: tuple[Spoil, ...] = (flipped, truncated, reordered, forged, dropped, repeated, stale)
 
 
 class Wire:
