@@ -198,9 +198,13 @@ def test_prefill_apart_from_decode_has_the_bits_of_engines_that_do_both(
         WorkflowFolder(tmp_path / name, tmp_path / "store", settings | more)
         for name, more in (("one", {}), ("two", apart))
     )
-    for workflow in (one, two):
-        workflow.run("train_grpo", timeout=600)
+    one.run("train_grpo", timeout=600)
+    with watched_sockets(two) as found:
+        two.run("train_grpo", timeout=600)
     assert_same_training(two, one)
+    assert_all_known(found, GLOO_GROUPS, r"127\.0\.0\.1|0\.0\.0\.0|::")
+    everywhere = [at for at in found if at.address in ("0.0.0.0", "::") and at.kind == "tcp"]
+    assert {at.program for at in everywhere} == {"sglang::scheduler"}, "Mooncake's, which takes no address"
     logs = [path.read_text() for path in sorted(two.run_folder.glob("train/attempts/001/engine*.log"))]
     assert all(f"'disaggregation_mode': '{role}'" in log for role, log in zip(("decode", "prefill"), logs, strict=True))
 

@@ -122,6 +122,8 @@ KNOWN = {
     "head of a job": Known(r"train_grpo\.py", "tcp", CLOSED),
     "gloo": Known(rf"{re.escape(RANK)}|sglang::scheduler", "tcp", f"nothing|{CLOSED}"),
     "meeting of ranks": Known(re.escape(RANK), "tcp", "nothing"),
+    # Who prefills and who decodes meet over HTTP, and ZeroMQ greets whoever comes.
+    "KV caches": Known(r"sglang_server\.py|sglang::scheduler", "tcp", r"HTTP/1\.1 (200|404) .*|\xff.*"),
     "BitTorrent": Known(r"stage_to_node_local\.py|posttrain\.launch\.node", "tcp|udp", CLOSED),
     "preflight": Known(r"posttrain\.preflight\.links|posttrain\.launch\.node", "tcp", f"nothing|{CLOSED}"),
     "srun": Known("srun", "tcp", f"nothing|{CLOSED}"),

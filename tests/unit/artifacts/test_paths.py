@@ -48,6 +48,10 @@ def test_a_trained_run_keeps_what_it_had(paths):
     assert loaded.rollout_weights == loaded.rollout_fp8, "there is no receipt, and what makes it may be gone"
     write_json(receipt_of(empty.rollout_start), {})
     assert loaded.rollout_weights == empty.rollout_start
+    older = empty.rollout_start.with_name("rollout_start-older")
+    write_json(receipt_of(older), {})
+    begin(empty, older)
+    assert loaded.rollout_weights == loaded.rollout_fp8, "what another format has made is made again"
     for damaged in ("[", "null", "[1]", "{}"):
         empty.begun_from.write_text(damaged)
         assert loaded.rollout_weights == loaded.rollout_fp8

@@ -6,6 +6,7 @@ import pytest
 from posttrain.engines.in_sglang import sglang_server
 from posttrain.engines.launch_command import nodes_per_engine, render_engine_command
 from posttrain.engines.responses import NO_WEIGHTS
+from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED
 from posttrain.planner.resolve import resolve
 
 CONFIG = Path(__file__).parents[3] / "config"
@@ -122,6 +123,13 @@ def test_an_engine_that_gets_its_weights_from_the_trainer_reads_none(model):
         ("--load-format", "dummy"),
         ("--weight-version", NO_WEIGHTS),
     }
+
+
+def test_caches_are_asked_for_where_an_engine_listens():
+    """With prefill apart; the address that SGLang would find for itself is one that others reach."""
+    roles = (DECODE, PREFILL, UNIFIED)
+    addresses = [command("glm5", first_node="n:1", role=role).env.get("SGLANG_HOST_IP") for role in roles]
+    assert addresses == ["127.0.0.1", "127.0.0.1", None]
 
 
 def test_nothing_secret_is_on_the_command_line(monkeypatch):

@@ -107,8 +107,7 @@ class Paths:
     @property
     def rollout_start(self) -> Path:
         """What engines in FP8 begin with where they begin empty: config, tokenizer, and the layers they draft with."""
-        settings = start_settings(self.resolved.config)
-        return self.model_root / f"{START_FOLDER}-{digest8(self._quantize_settings(START_FOLDER, settings))}"
+        return self._rollout_start(start_settings(self.resolved.config))
 
     @property
     def rollout_report(self) -> Path:
@@ -142,10 +141,11 @@ class Paths:
         config = self.resolved.config
         if not config.rollout.fp8:
             return self.hf_patched
-        # Whoever goes on with the run, or verifies it, tells.
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # who verifies the run tells
             (begun,) = (self.model_root / name for name in read_json(self.begun_from) if name.startswith("rollout_"))
-            if begun == self.rollout_fp8 or (self.train_done.exists() and receipt_of(begun).exists()):
+            starts = [self._rollout_start(start_settings(config) | {"drafts": drafts}) for drafts in (False, True)]
+            is_trained = self.train_done.exists() and receipt_of(begun).exists()
+            if begun == self.rollout_fp8 or (is_trained and begun in starts):
                 return begun
         return self.rollout_fp8 if engines_load(config) else self.rollout_start
 
@@ -303,6 +303,9 @@ class Paths:
         return Path("logs") / rule / f"{self.resolved.run}{suffix}.log"
 
     # ---- the settings that give an artefact its name ----
+
+    def _rollout_start(self, settings: Mapping[str, Any]) -> Path:
+        return self.model_root / f"{START_FOLDER}-{digest8(self._quantize_settings(START_FOLDER, settings))}"
 
     def _made_from(self) -> dict[str, Any]:
         config = self.resolved.config

@@ -89,10 +89,10 @@ def render_engine_command(
     address = ("--model-path", str(model_folder), "--host", host, "--port", str(port))
     weights = WITHOUT_WEIGHTS if without_weights else ()
     python = config.engine.python or sys.executable
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    own = _address_of_caches(role, host) | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
     return EngineCommand(
         argv=(python, *program, *as_arguments(flags), *weights, *place, *address),
-        env={**as_environment(sglang_flags.environment_flags(config, role)), **visible},
+        env={**as_environment(sglang_flags.environment_flags(config, role)), **own},
         url=f"http://{host}:{port}",
         private_folders=PRIVATE_ON_CPU if _is_sglang_on_cpu(config) else (),
     )
@@ -103,6 +103,11 @@ def _place_among_nodes(config: Config, role: str, node_rank: int, first_node: st
         return ()
     assert first_node, f"an engine that spans {nodes_per_engine(config, role)} nodes needs first_node"
     return ("--node-rank", str(node_rank), "--dist-init-addr", first_node)
+
+
+def _address_of_caches(role: str, host: str) -> dict[str, str]:
+    """Return where KV caches are asked for: without it SGLang takes an address of the machine that others reach."""
+    return {} if role == UNIFIED else {"SGLANG_HOST_IP": host}
 
 
 def _is_sglang_on_cpu(config: Config) -> bool:
