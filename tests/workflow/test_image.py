@@ -72,6 +72,7 @@ def test_what_starts_outside_needs_a_small_environment() -> None:
     names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {"train_grpo", "preflight"})
     heavy = {"torch", "megatron", "transformers"}
     modules = [name if (ROOT / "scripts" / f"{name}.py").exists() else f"posttrain.commands.{name}" for name in names]
+    modules.append("posttrain.launch.beside_engines")
     code = (
         f"import sys; sys.path.insert(0, 'scripts'); import {', '.join(modules)}; print({heavy} & sys.modules.keys())"
     )

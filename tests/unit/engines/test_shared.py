@@ -70,7 +70,8 @@ class Stranger:
     def __init__(self, model: Path, **about: Any):
         self.about = {"version": shared_module.VERSION, **about}
         self.model = {"model_path": str(model), "weight_version": "default"}
-        self.is_open, self.asked, self.is_silent = False, [], False
+        self.is_open, self.is_silent, self.is_stuck = False, False, False
+        self.asked: list[str] = []
 
     async def handle(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -78,6 +79,12 @@ class Stranger:
             return web.Response(status=503)
         if not self.is_open and request.headers.get("Authorization") != f"Bearer {SECRET}":
             return web.Response(status=401)
+        if request.path == "/generate":
+            if self.is_stuck:
+                await asyncio.sleep(60)
+            meta = {"finish_reason": {"type": "length"}, "weight_version": self.model["weight_version"]}
+            meta["output_token_logprobs"] = [[-0.5, 3, None]]
+            return web.json_response([{"output_ids": [3], "meta_info": meta}] * len(REQUESTS))
         answers = {"/get_server_info": self.about, "/get_model_info": self.model}
         if request.path == "/update_weights_from_disk":
             self.model["weight_version"] = (await request.json())["weight_version"]
@@ -90,7 +97,7 @@ async def served(engine: Stranger, checkpoint: Path):
     application.router.add_route("*", "/{path:.*}", engine.handle)
     server = TestServer(application)
     await server.start_server()
-    async with SharedEngines([str(server.make_url(""))], SECRET, 5, checkpoint) as client:
+    async with SharedEngines([str(server.make_url(""))], SECRET, 30, checkpoint) as client:
         yield client
     await server.close()
 
@@ -160,3 +167,60 @@ def test_two_misses_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch, capl
 
     asyncio.run(story())
     assert engine.asked.count("/update_weights_from_disk") == 1
+
+
+def test_an_engine_that_is_back_with_old_weights_answers_with_new_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was away for a moment only; whoever has its weights in another version than the checkpoint's."""
+    monkeypatch.setattr(shared_module, "LOOK_SECONDS", 0.05)
+    engine = Stranger(folder / "hf")
+
+    async def story() -> None:
+        async with served(engine, folder / "hf") as client:
+            await client.wait_ready(5)
+            for version in ("default", "7"):
+                engine.model["weight_version"] = version
+                (answer, *_) = await client.generate(REQUESTS, 0)
+                assert answer.weight_version == client.weights
+
+    asyncio.run(story())
+    assert engine.asked.count("/update_weights_from_disk") == 3
+
+
+def test_requests_of_an_engine_that_does_not_answer_are_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before they would have taken too long."""
+    monkeypatch.setattr(shared_module, "LOOK_SECONDS", 0.05)
+    engine = Stranger(folder / "hf")
+
+    async def story() -> None:
+        async with served(engine, folder / "hf") as client:
+            await client.wait_ready(5)
+            engine.is_stuck = True
+            waiting = asyncio.create_task(client.generate(REQUESTS, 0))
+            await until(lambda: "/generate" in engine.asked)
+            engine.is_silent, engine.is_stuck, start = True, False, len(engine.asked)
+            await until(lambda: len(engine.asked) - start > MOST_MISSES)
+            engine.is_silent = False
+            (answer, *_) = await asyncio.wait_for(waiting, 10)
+            assert answer.weight_version == client.weights
+
+    asyncio.run(story())
+    assert engine.asked.count("/generate") == 2
+
+
+def test_without_any_engine_the_end_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_module, "LOOK_SECONDS", 0.05)
+    engine = Stranger(folder / "hf")
+
+    async def story() -> None:
+        async with served(engine, folder / "hf") as client:
+            await client.wait_ready(1)
+            engine.is_silent, start = True, len(engine.asked)
+            await until(lambda: len(engine.asked) - start > MOST_MISSES)
+            with pytest.raises(EngineError, match="none of 1 engines was there for 1 s"):
+                await client.generate(REQUESTS, 0)
+
+    asyncio.run(story())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +12,8 @@ from pathlib import Path
 from posttrain.config.schema import Config
 from posttrain.engines.client import EngineClient
 from posttrain.engines.process import check_all_alive, running_engines
-from posttrain.engines.secret import SECRET_VARIABLE, take_secret
+from posttrain.engines.secret import ENGINES_VARIABLE, take_secret
 from posttrain.engines.shared import SharedEngines
-
-# Where the engines of a job answer, with spaces between them; with it comes their secret.
-ENGINES_VARIABLE = "POSTTRAIN_ENGINES"
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,6 @@ class AskedEngines:
     secret: str
     check_alive: Callable[[], None] = lambda: None
     to_load: Path | None = None
-
-
-def variables_of(urls: Sequence[str], secret: str) -> Mapping[str, str]:
-    """Return what tells a process in its environment which engines to ask."""
-    return {ENGINES_VARIABLE: " ".join(urls), SECRET_VARIABLE: secret}
 
 
 @contextmanager

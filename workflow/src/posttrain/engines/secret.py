@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping, Sequence
 
 from posttrain.config.engine import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem
+
+# Where the engines of a job answer, with spaces between them; with it comes their secret.
+ENGINES_VARIABLE = "POSTTRAIN_ENGINES"
 
 
 def new_secret() -> str:
@@ -28,6 +32,11 @@ def take_secret() -> str:
         remedy = "set it, in the environment, for the engine and for those who use it"
         raise ConfigError([Problem(SECRET_VARIABLE, "not set", "a text that nobody else knows", remedy)])
     return secret
+
+
+def variables_of(urls: Sequence[str], secret: str) -> Mapping[str, str]:
+    """Return what tells a process in its environment which engines to ask."""
+    return {ENGINES_VARIABLE: " ".join(urls), SECRET_VARIABLE: secret}
 
 
 def authorization(secret: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from posttrain.config.schema import Config
-from posttrain.engines.given import variables_of
+from posttrain.engines.secret import variables_of
 from posttrain.launch.gathering import SETTLE_SECONDS, Gathering
 from posttrain.launch.node_engines import secret_of_engines
 from posttrain.launch.nodes import Nodes
