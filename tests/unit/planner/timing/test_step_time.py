@@ -112,8 +112,11 @@ def test_the_recipe_of_16_nodes(glm5):
 
 
 def test_evaluation_is_a_rollout_of_the_held_out_prompts(resolved, glm5):
+    for words in ("engine.mem_fraction_static=0.1", "evaluation.addresses=[gpu7:30000]"):
+        config = resolved("glm5", set=words).config
+        assert not {"evaluate before", "evaluate after"} & set(step_durations(config, SHARED_STORAGE)), words
     large = resolved("glm5", set="evaluation.precision=source").config
-    assert not {"evaluate before", "evaluate after"} & set(step_durations(large, SHARED_STORAGE)), "no node holds it"
+    assert {"evaluate before", "evaluate after"} < set(step_durations(large, SHARED_STORAGE)), "two nodes hold it"
     assert {"evaluate before", "evaluate after"} < set(step_durations(glm5, SHARED_STORAGE))
     seconds = step_durations(resolved("glm5_4layer").config, SHARED_STORAGE)
     assert seconds["evaluate before"] == seconds["evaluate after"] > seconds["step_rollout"]  # 2,048 samples, not 64
