@@ -55,7 +55,8 @@ class Sending:
 
     def give_notice(self) -> None:
         """Say where messages are; now they are there."""
-        self.channel.synchronize()
+        if self.notices:
+            self.channel.synchronize()
         self.works.extend(self.channel.send(notice, to, NOTICES + self.number) for to, notice in self.notices.items())
 
     def _settle(self) -> None:
@@ -120,11 +121,8 @@ class Sender:
             [(ways.deputy(to), own[to]) for to in to_group], [(by, messages[by, to]) for to, by in coming]
         )
         channel.num_sent += sum(map(len, own.values()))
-        kept, notices = (
-            [*(table for _, table in telling), *on_host.values(), *messages.values()],
-            self._notices(number, messages),
-        )
-        sending = Sending(channel, number, works, kept, notices, passes_on=bool(coming))
+        kept = [*(table for _, table in telling), *on_host.values(), *messages.values()]
+        sending = Sending(channel, number, works, kept, self._notices(number, messages), passes_on=bool(coming))
         if not coming:
             sending.give_notice()
         return sending
