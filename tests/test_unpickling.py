@@ -66,6 +66,7 @@ PLACES = {
     ("data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code is off",
     ("launch/greeting.py", "connection.recv"): "bytes of a socket",
     ("engines/in_sglang/posttrain_plugin/channel.py", "self._group.recv"): "bytes into a tensor",
+    ("engines/in_sglang/posttrain_plugin/channel.py", "group.recv"): "the same",
     ("reward/graders.py", "ProcessPool"): "pipes of this process's own children",
     ("reward/graders.py", "pickle.loads"): "what the parent packed for this child",
 }

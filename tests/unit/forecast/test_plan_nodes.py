@@ -81,12 +81,12 @@ def test_page_and_table_tell_it(plan_of, resolved, capsys):
     page = html.unescape(render_plan(plan, resolved("glm5", **more)))
     print_plan(plan)
     printed = capsys.readouterr().out
-    assert "Engines have 6 nodes of their own: nothing sleeps, and a GPU there holds 109.8 GiB in weight sync" in page
+    assert "Engines have 6 nodes of their own: nothing sleeps, and a GPU there holds 110.3 GiB in weight sync" in page
     assert "3 x 16 GPUs" in page
     assert "no layout of the trainer fits on 12 nodes" in page
     assert page.count("no rank; engine 0") == 16
     assert "on 18 of 24 nodes, 144 ranks" in printed
-    assert "6, 109.8 of 140.4 GiB per GPU in weight_sync: fits" in printed
+    assert "6, 110.3 of 140.4 GiB per GPU in weight_sync: fits" in printed
     assert "engines, or why not" in printed
     shared = html.unescape(render_plan(plan_of("glm5", nodes=24), resolved("glm5", nodes=24)))
     assert "nodes of their own" not in shared
