@@ -13,7 +13,7 @@ from posttrain.engines.routes import ASKED, RoutesLayout
 # What an engine that has started without weights says its weights are, until the first update.
 NO_WEIGHTS = "none"
 # What gloo says to who waits for a member of a group that has left, and to who has.
-LEFT = ("Connection closed by peer", "caused pair closure")
+LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "caused pair closure")
 
 
 @dataclass(frozen=True)
