@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ def require_mooncake() -> None:
 
 
 def run_in_sglang(code: str, given: Any) -> list[Any]:
-    """Run code in that environment with `given` as JSON on stdin; return what it prints, as JSON, after "RESULT "."""
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    """Run code in that environment; see `run_in`."""
+    return run_in(PYTHON, code, given, {"SGLANG_USE_CPU_ENGINE": "1"})
+
+
+def run_in(python: Path, code: str, given: Any, variables: Mapping[str, str]) -> list[Any]:
+    """Run code in an environment with `given` as JSON on stdin; return what it prints, as JSON, after "RESULT "."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     env.pop("PYTHONPATH", None)
-    command = [PYTHON, "-c", code]
+    command = [python, "-c", code]
     ended = subprocess.run(command, input=json.dumps(given), env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     marked = (line for line in ended.stdout.splitlines() if line.startswith("RESULT "))

@@ -198,7 +198,7 @@ def test_prefill_apart_has_engines_of_both_kinds_and_a_router() -> None:
     prefill, decode, router = launches()["prefill-apart"].processes
     kinds = [as_mapping(process.flags) for process in (prefill, decode)]
     assert [flags["--disaggregation-mode"] for flags in kinds] == ["prefill", "decode"]
-    assert [flags["--host"] for flags in kinds] == ["0.0.0.0", "0.0.0.0"]
+    assert [flags["--host"] for flags in kinds] == ["prefill0", "decode0"]
     assert kinds[0]["--disaggregation-bootstrap-port"] == 8998
     assert "--disaggregation-decode-retraction-backup" not in kinds[1], "no trainer sleeps in host memory here"
     asked = as_mapping(router.flags)

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.support.serving_cases import COOKBOOK
 
 from posttrain.planner.sizing.capacity import check_declared, check_typical
 from posttrain.planner.sizing.engine import fits, serving_gib_per_gpu
@@ -11,18 +12,6 @@ from posttrain.planner.sizing.storage import storage
 
 CONFIG_DIR = Path(__file__).resolve().parents[4] / "config"
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "hardware").glob("*.yaml"))
-# seeds/sglang-glm5-cookbook.txt, section 3.2: hardware, weights, smallest tensor parallelism.
-COOKBOOK = (
-    ("h100", "fp8", 16),
-    ("h100", "bf16", 32),
-    ("h200", "fp8", 8),
-    ("h200", "bf16", 16),
-    ("b200", "fp8", 8),
-    ("b200", "bf16", 16),
-    ("mi300x", "bf16", 8),
-    ("mi325x", "bf16", 8),
-    ("mi355x", "bf16", 8),
-)
 
 
 @pytest.mark.parametrize(("name", "weights", "num_gpus"), COOKBOOK)

@@ -228,7 +228,8 @@ def _trusted(checkpoint: Checkpoint) -> list[Flag]:
 
 def _address(wish: Wish, role: str) -> list[Flag]:
     is_local = wish.host in ("127.0.0.1", "localhost")
-    host = "0.0.0.0" if role != UNIFIED and is_local else wish.host
+    # The router comes from another node: this engine's own address, and no other of its node's.
+    host = _host_of(role, 0) if role != UNIFIED and is_local else wish.host
     reason = "asked for: who reaches it may ask"
     if is_local:
         alone = "this machine alone; others with --host, behind something that knows who may ask"
