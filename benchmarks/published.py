@@ -31,6 +31,7 @@ from pathlib import Path
 from posttrain.config.schema import Architecture, Hardware
 from posttrain.planner.resolve import resolve
 from posttrain.planner.timing.decoding import DecodingGpus, decode_step_seconds, prefill_seconds
+from posttrain.planner.timing.serving_load import published_rows
 from posttrain.planner.timing.step_time import Workload, logprob_seconds, rollout_of, train_seconds
 from posttrain.planner.timing.update_time import Trainer
 
@@ -197,7 +198,8 @@ _STEPS = (
     _Step("DeepSeek-V3", "GB200", 256, 32, 512, 1536, 700, 8, 32, 98.7, FIXED_COST),
 )
 # Requests at a time -> milliseconds per output token.
-_VLLM_TOKENS = {8: 22.85, 16: 24.89, 32: 33.56, 64: 39.94, 128: 52.93, 256: 111.12}
+# The first row sets the time of a layer, and the last two wait for room.
+_VLLM_TOKENS = {row.concurrency: row.tpot_ms for row in published_rows() if 1 < row.concurrency <= 256}
 _VLLM_PROMPT, _VLLM_RESPONSE = 2048, 512
 
 

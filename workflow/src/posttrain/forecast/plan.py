@@ -37,6 +37,8 @@ from posttrain.planner.sizing.model_size import (
 from posttrain.planner.sizing.node_copy import node_copies
 from posttrain.planner.sizing.unseen import uncertainty_gib, unseen_terms
 from posttrain.planner.timing import duration
+from posttrain.planner.timing.decoding import DecodingGpus
+from posttrain.planner.timing.serving_load import SHOWN_CONCURRENCIES, is_predicted, predict_serving
 from posttrain.planner.timing.step_time import split_part
 
 # The first of many: what comes after them is slower, or does not fit.
@@ -159,7 +161,18 @@ def _evaluation_part(config: Config) -> dict[str, Any] | None:
         "weights_gib_per_gpu": round(memory_of.weights_gib_per_gpu, 4),
         "limit_gib_per_gpu": round(served.engine.mem_fraction_static * config.hardware.memory_gib_per_gpu, 4),
         "kv_tokens": memory_of.kv_tokens,
+        "speed": _speed(served, memory_of),
     }
+
+
+def _speed(config: Config, held: engine.EngineMemory) -> list[dict[str, Any]]:
+    """Return rows of one engine by clients; none where nothing is predicted."""
+    arch, tokens = config.model.architecture, held.kv_tokens or 0
+    if not is_predicted(arch, config.hardware, tokens):
+        return []
+    stored, apart = "fp8" if config.rollout.fp8 else "bf16", held.attention == "data_parallel"
+    gpus = DecodingGpus(arch, config.hardware, config.engine.gpus_per_engine, stored, dp_attention=apart)
+    return [dataclasses.asdict(row) for row in predict_serving(gpus, tokens, SHOWN_CONCURRENCIES)]
 
 
 def _trainer_part(config: Config, phases: list[PhaseMemory]) -> dict[str, Any]:

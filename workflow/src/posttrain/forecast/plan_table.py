@@ -56,7 +56,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         ("trainer GiB per rank, by stage", "  ".join(f"{gib:.4g}" for gib in plan["trainer"]["memory_gib_by_stage"])),
         *(_engines(engine) if engine["num_engines"] else ()),
         *(_own_nodes(plan, kind) for kind in plan["nodes"][1:]),
-        *([_evaluation(plan["evaluation"])] if plan["evaluation"] else []),
+        *(_evaluation(plan["evaluation"]) if plan["evaluation"] else ()),
         ("shared storage", f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)"),
         ("each node's own disk", format_bytes(storage["node_local_bytes"])),
         *([] if plan["gpu_hours"] is None else [("GPU-hours", f"{format_number(plan['gpu_hours'])}{cost}")]),
@@ -82,11 +82,14 @@ def _own_nodes(plan: Mapping[str, Any], kind: Mapping[str, Any]) -> tuple[str, s
     return "engines' own nodes", f"{kind['nodes']}, {held}: {_verdict(kind)}"
 
 
-def _evaluation(served: Mapping[str, Any]) -> tuple[str, str]:
+def _evaluation(served: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     engines = f"{served['num_engines']} x {counted(served['gpus_per_engine'], 'GPU')}"
     weights = f"{served['weights_gib_per_gpu']:.4g} of {served['limit_gib_per_gpu']:.4g} GiB of weights per GPU"
     precision = "in FP8" if served["precision"] == "fp8" else "in the source's precision"
-    return "evaluations", f"{counted(served['nodes'], 'node')}, {engines} {precision}: {weights}"
+    yield "evaluations", f"{counted(served['nodes'], 'node')}, {engines} {precision}: {weights}"
+    if rows := served["speed"]:
+        speeds = (f"{row['output_tokens_per_second']:,.0f} with {row['concurrency']}" for row in rows)
+        yield "tokens/s of one, by clients", ", ".join(speeds)
 
 
 def _layout(layout: Mapping[str, Any]) -> str:

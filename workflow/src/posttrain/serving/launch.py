@@ -28,7 +28,9 @@ from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embed
 from posttrain.planner.flags.trtllm_flags import YAML_FILE, trtllm_flags, trtllm_yaml
 from posttrain.planner.flags.vllm_flags import MEMORY_UTILIZATION, vllm_flags
 from posttrain.planner.sizing.engine import SERVING_SHARE
+from posttrain.planner.timing.serving_load import ServedRow
 from posttrain.serving.checkpoint import Checkpoint
+from posttrain.serving.expected import expected_speed
 from posttrain.serving.fit import Size, choose_size
 from posttrain.serving.notes import notes_of
 from posttrain.serving.wish import Wish, check_wish
@@ -72,6 +74,7 @@ class Launch:
         files: Name -> content, of what has to lie where an engine is started.
         notes: What is to be known before.
         size: Of one engine.
+        expected: How fast it is; empty where that is not predicted.
     """
 
     headline: str
@@ -79,6 +82,7 @@ class Launch:
     files: Mapping[str, Mapping[str, object]]
     notes: tuple[str, ...]
     size: Size
+    expected: tuple[ServedRow, ...] = ()
 
 
 def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()) -> Launch:
@@ -107,7 +111,8 @@ def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequ
     needed = f"{size.gib_per_gpu:.1f} GiB a GPU for weights and one request of 32,768 tokens"
     what = f"{checkpoint.place} in {checkpoint.precision} by {wish.engine}"
     headline = f"{what} on {gpus}{twice}, for {wish.goal}: {needed}"
-    return Launch(headline, processes, files, tuple(notes), size)
+    expected = expected_speed(wish, checkpoint.precision, config, size)
+    return Launch(headline, processes, files, tuple(notes), size, expected)
 
 
 def engine_config(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> Config:

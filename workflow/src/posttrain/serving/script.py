@@ -6,7 +6,7 @@ import difflib
 import json
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,6 +17,7 @@ from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import one_line
 from posttrain.planner.flags.flag import Flag
+from posttrain.planner.timing.serving_load import FITTED_TO, ServedRow
 from posttrain.serving.checkpoint import Checkpoint
 from posttrain.serving.launch import Launch, Process
 
@@ -46,6 +47,8 @@ def render(launch: Launch, checkpoint: Checkpoint, origins: Mapping[str, str]) -
         parts.append(patch_of(checkpoint))
     parts += [_process(process, len(launch.processes) > 1) for process in launch.processes]
     parts.append("\n".join(["# Why:", *_reasons(launch, origins)]))
+    if launch.expected:
+        parts.append("\n".join(_speed(launch.expected)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -88,6 +91,14 @@ def _reasons(launch: Launch, origins: Mapping[str, str]) -> Iterable[str]:
                 seen.add((item.name, item.value))
                 shown = item.name if item.value is True else f"{item.name} {one_line(str(item.value))}"
                 yield _comment(f"{shown}: {reason_of(item, origins)}", "#   ", "#       ")
+
+
+def _speed(expected: Sequence[ServedRow]) -> Iterable[str]:
+    yield _comment(f"Expected of requests of 2,048 and 512 tokens, without drafts; a roofline {FITTED_TO}:")
+    yield f"#   {'clients':>7} {'tokens/s':>9} {'to the first, s':>16} {'between two, ms':>16}"
+    for row in expected:
+        times = f"{row.ttft_ms / 1e3:>16.2f} {row.tpot_ms:>16.1f}"
+        yield f"#   {row.concurrency:>7} {row.output_tokens_per_second:>9,.0f} {times}"
 
 
 def reason_of(item: Flag, origins: Mapping[str, str]) -> str:

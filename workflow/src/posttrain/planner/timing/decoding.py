@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from posttrain.config.families import num_indexers
 from posttrain.config.schema import Architecture, Hardware
-from posttrain.planner.sizing.model_size import Weight, model_weights
+from posttrain.planner.sizing.model_size import model_weights
 from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.rates import COMPUTE_SHARE, LAYER_SECONDS, MEMORY_SHARE
 
@@ -42,7 +42,7 @@ class DecodingGpus:
         arch: The model it serves.
         hardware: What it runs on.
         num_gpus: W.
-        stored: "fp8", "bf16" or "fp32" weights.
+        stored: "nvfp4", "fp8", "bf16" or "fp32" weights.
         dp_attention: Each GPU attends for requests of its own.
         prefill_gpus: GPUs of other engines that prefill for this one; None: it prefills itself.
     """
@@ -58,7 +58,7 @@ class DecodingGpus:
         """Return the bytes on one GPU: (all but the experts, the experts)."""
         others = experts = 0.0
         for weight in model_weights(self.arch):
-            size = _stored_bytes(weight, self.stored)
+            size = weight.bytes_in(self.stored)
             if weight.split == "expert":
                 experts += size / self.num_gpus
             elif weight.split == "tensor" and not self.dp_attention:
@@ -144,9 +144,3 @@ def _step_seconds(engine: DecodingGpus, others: float, experts: float, num_reque
     on_gpu = num_requests / engine.num_gpus if engine.dp_attention else num_requests
     read = others + experts * awake + on_gpu * engine.cache_bytes(context)
     return arch.num_hidden_layers * LAYER_SECONDS + read / bandwidth
-
-
-def _stored_bytes(weight: Weight, stored: str) -> float:
-    if stored == "fp8":
-        return weight.fp8_bytes
-    return weight.bf16_bytes if stored == "bf16" else 4.0 * weight.num_elements

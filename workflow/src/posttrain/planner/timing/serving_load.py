@@ -28,11 +28,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from posttrain.config.schema import Architecture, Hardware
 from posttrain.planner.timing.decoding import DecodingGpus
 from posttrain.planner.timing.flops import sequence_flops
 
 PUBLISHED_FILE = Path(__file__).parent / "published_serving.csv"
 PUBLISHED_CONCURRENCIES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+# What is shown of an engine.
+SHOWN_CONCURRENCIES = (1, 16, 64, 256)
+FITTED_TO = "fitted to GLM-5 in FP8 by vLLM 0.16 on eight B200"
 # vLLM, vllm/engine/arg_utils.py: tokens of a step of a server on a GPU of 70 GiB or more.
 TOKEN_BUDGET = 8192
 
@@ -71,6 +75,11 @@ class Load:
     input_tokens: int = 2048
     output_tokens: int = 512
     requests_per_client: int = 5
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a request at its end."""
+        return self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,18 @@ def predict_serving(
         ValueError: The cache has no room for one request.
     """
     load = load or Load()
-    if pool_tokens < load.input_tokens + load.output_tokens:
+    if pool_tokens < load.tokens:
         raise ValueError(f"{pool_tokens} tokens of cache: no room for {load.input_tokens} + {load.output_tokens}")
     roofline = _Roofline(engine, rates, load.input_tokens)
     return [_Serving(roofline, load, clients, pool_tokens).run() for clients in concurrencies]
+
+
+def is_predicted(arch: Architecture, hardware: Hardware, pool_tokens: int) -> bool:
+    """Tell whether the fitted constants say something of a model: it has sparse attention, on GPUs, and room.
+
+    A dense model of one GPU prefills with several times the share of the peak that GLM-5 does.
+    """
+    return arch.index_n_heads > 0 and hardware.device == "cuda" and pool_tokens >= Load().tokens
 
 
 class _Roofline:
