@@ -124,6 +124,19 @@ def test_benchmark_serving(finished: WorkflowFolder) -> None:
     assert shard.name in asked_twice(finished, "benchmark_serving", lambda: flip_a_byte(shard), code=1)[1]
 
 
+def test_compare_precisions(finished: WorkflowFolder) -> None:
+    def change() -> None:
+        told = json.loads((finished.run_folder / "evaluation" / "precisions.json").read_text())
+        assert [row["precision"] for row in told["precisions"]] == ["original", "fp8"]
+        assert told["precisions"][1]["divergence"]["num_tokens"] > 0
+        flip_a_byte(shard)
+
+    shard = sorted((finished.run_folder / "hf").glob("*.safetensors"))[0]
+    before, after = asked_twice(finished, "compare_precisions", change, code=1)
+    assert re.search("^deploy (original|fp8): ", before, re.MULTILINE)
+    assert shard.name in after
+
+
 def test_check(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -73,6 +73,16 @@ def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
     assert find_refusals(config, {"plan", "finalize_export_hf"}) == []
 
 
+def test_precisions_are_compared_where_one_node_holds_each() -> None:
+    asked = {"model": "glm5", "site": SLURM}
+    (found,) = find_refusals(resolve(asked, CONFIG_DIR).config, {"compare_precisions"})
+    assert (found.key, found.value) == ("compare_precisions", "2 nodes in source")
+    assert "evaluation.addresses" in found.remedy
+    assert (
+        find_refusals(resolve({"model": "glm4.5_air", "site": SLURM}, CONFIG_DIR).config, {"compare_precisions"}) == []
+    )
+
+
 def test_what_no_number_of_nodes_holds_is_not_evaluated() -> None:
     asked = {"model": "glm5", "site": SLURM, "set": "engine.mem_fraction_static=0.1"}
     (found,) = find_refusals(resolve(asked, CONFIG_DIR).config, {"evaluate"})

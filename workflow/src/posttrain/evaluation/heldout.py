@@ -113,17 +113,46 @@ def evaluate_checkpoint(
     Raises:
         RuntimeError: When an engine does not start or fails.
     """
+    answered = answer_exams(config, checkpoint, exams, log_folder)
+    return {
+        name: {**summarize(one.graded), "tokens_per_second": one.tokens_per_second} for name, one in answered.items()
+    }
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An exam that an engine has taken; a request, a result and a graded response for each sample.
+
+    Args:
+        requests: What was asked.
+        results: What was answered.
+        graded: What graders say of it.
+        seconds: That sampling took once engines were ready.
+    """
+
+    requests: Sequence[GenerateRequest]
+    results: Sequence[GenerateResult]
+    graded: Sequence[GradedResponse]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per second of sampling."""
+        return sum(response.num_tokens for response in self.graded) / self.seconds
+
+
+def answer_exams(config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path) -> dict[str, Answered]:
+    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`."""
     with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
         sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
-    results = {}
+    found = {}
     with GraderPool.of(config) as graders:
-        for exam, (answers, seconds) in zip(exams, sampled, strict=True):
+        for exam, (requests, answers, seconds) in zip(exams, sampled, strict=True):
             graded = asyncio.run(grade_responses(exam, tokenizer, graders, answers))
-            num_tokens = sum(response.num_tokens for response in graded)
-            results[exam.name] = {**summarize(graded), "tokens_per_second": num_tokens / seconds}
-    return results
+            found[exam.name] = Answered(requests, answers, graded, seconds)
+    return found
 
 
 def requests_of(exam: Exam, tokenizer: ChatTokenizer) -> list[GenerateRequest]:
@@ -241,15 +270,15 @@ async def sample_responses(
 
 async def _sample_all(
     config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam]
-) -> list[tuple[list[GenerateResult], float]]:
-    """Return the results of each exam, one per request, and the seconds that sampling took once engines were ready."""
+) -> list[tuple[list[GenerateRequest], list[GenerateResult], float]]:
+    """Return of each exam what was asked, a result per request, and the seconds that sampling took."""
     asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
     sampled = []
     async with client_of(config, engines) as client:
         for of_exam, requests in asked:
             started = time.perf_counter()
             results = await sample_responses(of_exam, client, requests)
-            sampled.append((results, time.perf_counter() - started))
+            sampled.append((requests, results, time.perf_counter() - started))
     return sampled
 
 

@@ -23,7 +23,7 @@ MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 # Rules whose jobs use GPUs; all others work with files.
-TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving")
+TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "compare_precisions")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,19 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
         return JobNeeds(config.nodes, config.nodes * per_node)
     nodes = nodes_with_spares(config)
     return JobNeeds(nodes, nodes * per_node, config.site.slurm.time_limit)
+
+
+def check_compared(config: Config) -> Iterator[Problem]:
+    """Yield the precisions whose engines take more than the one node on which all of them are compared in turn."""
+    if config.evaluation.addresses:
+        return
+    for precision in ("source", "fp8"):
+        asked = dataclasses.replace(config.evaluation, precision=precision)
+        nodes = evaluation_nodes(dataclasses.replace(config, evaluation=asked))
+        if nodes != 1:
+            found = f"{counted(nodes, 'node')} in {precision}" if nodes else f"no number of nodes in {precision}"
+            remedy = "start engines yourself and name them in evaluation.addresses, or hardware with more memory"
+            yield Problem("compare_precisions", found, "1: both precisions are served on the same node in turn", remedy)
 
 
 def check_served(config: Config) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from posttrain.config.rules import check_convertible, check_trainable
 from posttrain.config.schema import Config
 from posttrain.config.suites import check_pinned
 from posttrain.errors import ConfigError, Problem, raise_if_any
-from posttrain.planner.job_needs import SERVING, check_served
+from posttrain.planner.job_needs import SERVING, check_compared, check_served
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
 from posttrain.preflight.lm_eval import find_lm_eval_problems
@@ -51,6 +51,8 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
         found += check_pinned(config)
     if any(rule.endswith(SERVING) for rule in rules):
         found += [*check_served(config), *_check_secret(config)]
+    if any(rule.endswith("compare_precisions") for rule in rules):
+        found += check_compared(config)
     if any(rule.endswith("lm_eval") for rule in rules):
         found += find_lm_eval_problems(config)
     if any(rule.endswith(GRADING) for rule in rules):

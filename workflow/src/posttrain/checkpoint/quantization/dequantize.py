@@ -107,6 +107,13 @@ class QuantizedCheckpoint:
             return dequantize(codes, scale.float(), self._side)
         return decompress(self._config, parts)
 
+    def tensor(self, hf_name: str) -> torch.Tensor:
+        """Return all of a weight: float32 where it is held as codes, else as it is."""
+        shape = self.shape(hf_name)
+        if len(shape) != 2:
+            return self.reader.tensor(self._stored[hf_name])
+        return torch.cat([self.rows(hf_name, rows) for rows in row_ranges(shape, ROW_MULTIPLE)])
+
     def full_scale(self, hf_name: str, rows: slice) -> torch.Tensor:
         """Return, for each element of some rows, the largest magnitude that codes under its scale stand for.
 

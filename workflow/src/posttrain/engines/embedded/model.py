@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.fp8 import SCALE_SUFFIXES
 from posttrain.config.families import FAMILIES, modelling_module
 from posttrain.data.chat import stop_token_ids
@@ -54,7 +55,7 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
     """Build the model of `folder` and load its weights.
 
     Args:
-        folder: config.json, shards in BF16, FP32 or FP8, and optionally
+        folder: config.json, shards in BF16, FP32 or a format of `QuantizedCheckpoint`, and optionally
             generation_config.json.
         dtype: What weights and activations are computed in.
         has_weights: Off, nothing but config.json and generation_config.json is read, and the first update, which must
@@ -63,12 +64,8 @@ def load_model(folder: Path, dtype: torch.dtype, has_weights: bool = True) -> Lo
     Raises:
         CheckpointError: When the architecture is not served, or the weights do not fit it.
     """
-    config_file = folder / "config.json"
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config_file}: cannot be read ({error})") from error
-    model = _build(config_file, config, dtype)
+    config = _config_of(folder)
+    model = build_model(folder, dtype)
     num_mtp_layers = int(config.get("num_nextn_predict_layers") or 0)
     weights = ServedWeights(model, config["num_hidden_layers"], num_mtp_layers)
     if has_weights:
@@ -96,7 +93,8 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
         CheckpointError: Naming the folder and the tensor that does not fit.
     """
     try:
-        for bundle in _weights_with_scales(folder):
+        bundles = _weights_with_scales(folder) if _is_sent_alike(folder) else _numbers(folder)
+        for bundle in bundles:
             update.add(bundle)
         update.require_complete()
     except WeightError as error:
@@ -104,8 +102,21 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
     log.info("loaded %s, %d tensors left out (MTP layers, copies)", folder, update.num_skipped)
 
 
-def _build(config_file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    model_type = config.get("model_type")
+def _config_of(folder: Path) -> dict[str, Any]:
+    config_file = folder / "config.json"
+    try:
+        return dict(json.loads(config_file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file}: cannot be read ({error})") from error
+
+
+def build_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a folder's config.json, in evaluation mode, with whatever its memory holds as weights.
+
+    Raises:
+        CheckpointError: When the architecture is not served.
+    """
+    config_file, model_type = folder / "config.json", _config_of(folder).get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise CheckpointError(f"{config_file}: model_type {model_type!r}; the embedded engine serves {known}")
@@ -136,6 +147,19 @@ def _keep_in_float32(model: Any) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(part in name for part in names):
             tensor.data = tensor.data.float()
+
+
+def _is_sent_alike(folder: Path) -> bool:
+    """Tell whether updates bring weights in the same form: plain, or FP8 codes with scales."""
+    declared = _config_of(folder).get("quantization_config") or {}
+    return declared.get("quant_method", "fp8") == "fp8" or declared.get("format") == "float-quantized"
+
+
+def _numbers(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Read what codes of any other format stand for: NVFP4, MXFP8, INT4."""
+    checkpoint = QuantizedCheckpoint(folder)
+    for name in checkpoint.names:
+        yield [(name, checkpoint.tensor(name))]
 
 
 def _weights_with_scales(folder: Path) -> Iterator[list[tuple[str, torch.Tensor]]]:

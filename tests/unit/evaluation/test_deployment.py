@@ -1,0 +1,76 @@
+"""Which precision is deployed, and by which number."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from posttrain.config.deployment import Deployment
+from posttrain.evaluation.deployment import ORIGINAL, Measured, lost_points, table_of, verdict
+from posttrain.evaluation.divergence import Divergence
+
+FAR = Divergence(mean=0.004, p99=0.05, largest=0.2, same_first=0.98, num_tokens=1000)
+BF16 = Measured(ORIGINAL, 0.8, 0.0, 0.2, None, 160.0, 1000.0)
+FP8 = Measured("fp8", 0.797, 0.3, 0.8, FAR, 80.0, 1500.0)
+NVFP4 = Measured("nvfp4", 0.79, 1.0, 2.4, replace(FAR, mean=0.015), 45.0, 1600.0)
+BOUNDS = Deployment()
+
+
+def test_the_cost_is_memory_by_time():
+    """160 GiB for 1,000 seconds, in hours."""
+    assert pytest.approx(160 / 3.6) == BF16.gib_hours_per_million_tokens
+
+
+def test_the_cheapest_within_both_bounds_is_deployed():
+    best, said = verdict([BF16, FP8, NVFP4], BOUNDS)
+    assert best == "fp8"
+    assert said == (
+        "deploy fp8: 14.8 GiB-hours per million tokens (original 44.4; nvfp4 7.81 but loses 1.0 points, and up to 2.4 "
+        "(95 %), allowed are less than 1)"
+    )
+    assert verdict([BF16, FP8, NVFP4], replace(BOUNDS, max_loss_points=2.5))[0] == "nvfp4"
+
+
+def test_too_far_from_the_original_is_not_deployed_however_it_scores():
+    far = replace(FP8, loss_points=-1.0, loss_points_at_most=-0.2, divergence=replace(FAR, mean=0.02))
+    best, said = verdict([BF16, far], BOUNDS)
+    assert best == ORIGINAL
+    assert "fp8 14.8 but KL 0.0200 nats, allowed is less than 0.02" in said
+
+
+def test_slow_is_expensive():
+    assert verdict([BF16, replace(FP8, tokens_per_second=100.0)], BOUNDS)[0] == ORIGINAL
+
+
+def graded(*passes):
+    """Samples of prompts, each a tuple."""
+    return [
+        SimpleNamespace(prompt=SimpleNamespace(prompt_id=number), passes=bool(ok))
+        for number, samples in enumerate(passes)
+        for ok in samples
+    ]
+
+
+def test_losses_are_counted_prompt_by_prompt():
+    """Lost: half of one prompt and a whole one; won: half of another. 1.0 of four, net."""
+    before = {"heldout": graded((1, 1), (1, 1), (0, 0)), "suite": graded((1, 1))}
+    after = {"heldout": graded((1, 0), (0, 0), (1, 0)), "suite": graded((1, 1))}
+    loss, at_most = lost_points(before, after)
+    assert loss == pytest.approx(25.0)
+    assert at_most > 50
+    with pytest.raises(ValueError, match="4 and 3 prompts"):
+        lost_points(before, {"heldout": after["heldout"]})
+
+
+def test_no_difference_among_few_is_no_proof():
+    same = {"heldout": graded(*[(1,)] * 100)}
+    assert lost_points(same, same) == (0.0, pytest.approx(3.7, abs=0.01))
+    many = {"heldout": graded(*[(1,)] * 400)}
+    assert lost_points(many, many)[1] < 1
+
+
+def test_the_table_has_a_cell_for_each_number():
+    head, rows = table_of([BF16, FP8])
+    assert {len(head)} == {len(row) for row in rows}
+    assert rows[0][2:7] == ("",) * 5
+    assert rows[1] == ("fp8", "79.7%", "0.30", "0.80", "0.00400", "0.0500", "98.0%", "80", "1,500", "14.81")

@@ -1,0 +1,164 @@
+"""How far quantised weights are from those they were made of: KL over the whole vocabulary, in FP32.
+
+    KL(p || q) = sum_v p(v) (log p(v) - log q(v))     p of the original's weights, q of the quantised ones
+
+at every token of responses that the original gave. Codes are read as the numbers they stand for, and activations stay
+in FP32, so that this is the weights' share alone: an engine that quantises activations as well adds to it.
+
+One decoder layer is in memory at a time, through which all sequences go before the next is read: GLM-5's largest takes
+39 GB in FP32, where the whole model would take 3 TB.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
+from posttrain.engines.embedded.model import build_model
+from posttrain.engines.embedded.stable_topk import make_indexers_stable
+from posttrain.engines.embedded.weights import views_by_hub_name
+from posttrain.errors import CheckpointError
+from posttrain.observability.progress import ProgressBar
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Rows of logits at a time; GLM-5's 154,880 tokens make 160 MB of them.
+ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its response.
+
+    Args:
+        tokens: Token ids of both.
+        num_prompt_tokens: How many of them are the prompt's.
+    """
+
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What quantising did to what is said next.
+
+    Args:
+        mean: KL per token of the responses, in nats.
+        p99: 99 % of the tokens have no more.
+        largest: The same of all.
+        same_first: Share of the tokens where both find the same one likeliest.
+        num_tokens: How many were compared.
+    """
+
+    mean: float
+    p99: float
+    largest: float
+    same_first: float
+    num_tokens: int
+
+
+class Spoken:
+    """What a checkpoint makes of sequences, before its output matrix.
+
+    Args:
+        folder: Checkpoint in Hub layout, in BF16, FP32 or a format of `QuantizedCheckpoint`.
+        sequences: Of any lengths.
+        device: Where layers are computed.
+
+    Raises:
+        CheckpointError: A weight is missing, or of another shape.
+    """
+
+    def __init__(self, folder: Path, sequences: Sequence[Sample], device: str = "cpu"):
+        self._weights, self._device = QuantizedCheckpoint(folder), device
+        with torch.device("meta"):
+            model = build_model(folder, torch.float32)
+        make_indexers_stable(model)
+        self.head = self._tensor(HEAD if HEAD in self._weights.names else EMBEDDING)
+        self.hidden = self._forward(model, sequences)
+
+    def logprobs(self, rows: slice) -> torch.Tensor:
+        """Return log-probabilities of all tokens after some places, [R, V] float32."""
+        return torch.log_softmax(self.hidden[rows].to(self._device) @ self.head.T, dim=-1)
+
+    @torch.inference_mode()
+    def _forward(self, model: Any, sequences: Sequence[Sample]) -> torch.Tensor:
+        """Return the hidden states that predict tokens of responses, [N, H] float32 on the host."""
+        inner = model.model
+        inner.rotary_emb = type(inner.rotary_emb)(config=model.config).to(self._device)
+        for name in ("embed_tokens", "norm"):
+            self._fill(getattr(inner, name), f"model.{name}.")
+        longest = max(len(one.tokens) for one in sequences)
+        # What stands behind a sequence is not looked at by what stands before it.
+        padded = torch.tensor([[*one.tokens, *(0,) * (longest - len(one.tokens))] for one in sequences])
+        with ProgressBar("layers in FP32", len(inner.layers), "layers") as progress:
+            for number, layer in enumerate(inner.layers):
+                layer.forward = functools.partial(self._through, layer, layer.forward, number, progress.advance)
+            found = inner(input_ids=padded.to(self._device), use_cache=False).last_hidden_state
+        told = [
+            found[place, one.num_prompt_tokens - 1 : len(one.tokens) - 1].cpu() for place, one in enumerate(sequences)
+        ]
+        return torch.cat(told)
+
+    def _through(
+        self,
+        layer: Any,
+        forward: Callable[..., Any],
+        number: int,
+        advance: Callable[[], None],
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        """Fill a layer, send each sequence through it by itself, and give its memory back."""
+        self._fill(layer, f"model.layers.{number}.")
+        count = given[0].shape[0]
+        answers = [forward(*_row(given, row, count), **_row(named, row, count)) for row in range(count)]
+        layer.to("meta")
+        advance()
+        return pytree.tree_map(lambda *rows: torch.cat(rows) if rows[0] is not None else None, *answers)
+
+    def _fill(self, module: Any, prefix: str) -> None:
+        module.to_empty(device=self._device)
+        named = {prefix + name: tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+        for name, view in views_by_hub_name(named).items():
+            view.copy_(self._tensor(name, tuple(view.shape)))
+
+    def _tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        if name not in self._weights.names:
+            raise CheckpointError(f"{self._weights.reader.folder}: {name} is missing")
+        found = self._weights.shape(name)
+        if shape is not None and found != shape:
+            raise CheckpointError(f"{self._weights.reader.folder}: {name} has shape {found}, the model's is {shape}")
+        return self._weights.tensor(name).float().to(self._device)
+
+
+@torch.inference_mode()
+def divergence(original: Spoken, other: Spoken) -> Divergence:
+    """Compare two checkpoints token by token; both have read the same sequences."""
+    found, same = [], 0
+    for start in range(0, len(original.hidden), ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        ours, theirs = original.logprobs(rows), other.logprobs(rows)
+        # Rounding may take a sum of what cancels below zero.
+        found.append((ours.exp() * (ours - theirs)).sum(dim=-1).clamp_min(0).double())
+        same += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
+    nats = torch.cat(found)
+    p99 = float(nats.sort().values[max(-(-99 * len(nats) // 100) - 1, 0)])
+    return Divergence(float(nats.mean()), p99, float(nats.max()), same / len(nats), len(nats))
+
+
+def _row(given: Any, row: int, count: int) -> Any:
+    """Return what belongs to one sequence of a batch."""
+    return pytree.tree_map(
+        lambda value: (
+            value[row : row + 1] if isinstance(value, torch.Tensor) and value.shape[:1] == (count,) else value
+        ),
+        given,
+    )
