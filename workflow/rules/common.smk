@@ -15,11 +15,25 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of, suite_folders
+from posttrain.artifacts import (
+    FORMAT_VERSIONS,
+    Paths,
+    part_receipt_of,
+    pass_folders,
+    read_receipt,
+    receipt_of,
+    suite_folders,
+)
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
-from posttrain.config.derived import engines_load, recoding_settings
+from posttrain.config.derived import (
+    calibrating,
+    calibration_settings,
+    engines_load,
+    is_calibrated_here,
+    recoding_settings,
+)
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds, job_needs
@@ -27,7 +41,13 @@ from posttrain.errors import CheckpointError, ConfigError, Problem, explain, rai
 from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
-from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.launch.slurm_job import (
+    resources_of_all_jobs,
+    resources_of_calibration,
+    resources_of_serving,
+    resources_of_training,
+)
+from posttrain.preflight.nvfp4 import refuse_unservable
 from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.readable import counted
@@ -113,6 +133,14 @@ def may_look_at_nodes():
     with told():
         raise_if_any(list(check_preflight(CFG)))
     return may_run()
+
+
+def may_serve(quantized):
+    """Return no files, or refuse to quantise for serving what should not be, when a folder of that name is needed."""
+    if quantized == PATHS.serving.name and workflow.is_main_process:
+        with told():
+            refuse_unservable(PATHS)
+    return []
 
 
 def refused():
@@ -223,3 +251,4 @@ wildcard_constraints:
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
     suite=r"[0-9a-f]{8}(-v[0-9.]+)?",
+    rows=r"[0-9a-f]{8}(-v[0-9.]+)?",

@@ -11,9 +11,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,11 @@ from safetensors.torch import save
 from posttrain.artifacts import write_atomic, write_json
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
-from posttrain.checkpoint.quantization.expert_maxima import ExpertMaxima, PassState, coverage, describe_coverage
-from posttrain.config.calibration import CalibrationPass
-from posttrain.config.derived import calibration_passes, data_parallel_size, micro_batch_multiple, token_budget
+from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, coverage, describe_coverage
+from posttrain.checkpoint.quantization.expert_maxima import STATE_FOLDER, ExpertMaxima, PassState
+from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset import load_prompts
-from posttrain.data.dataset_files import CONVERSATIONS
-from posttrain.errors import ConfigError, Problem
 from posttrain.megatron_backend.checkpoint import load_weights
 from posttrain.megatron_backend.expert_inputs import ExpertInputs
 from posttrain.megatron_backend.initialize import joined_ranks
@@ -38,26 +35,10 @@ from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.ranks import data_parallel_rank
 from posttrain.megatron_backend.train_step import compute_logprobs
 from posttrain.training.batch import row_multiples, sample_costs
+from posttrain.training.calibration_samples import Read, read_passes
 from posttrain.types import Sample
 
 log = logging.getLogger(__name__)
-
-COVERAGE_NAME = "coverage.json"
-# Inside the folder in the making.
-STATE_FOLDER = "state"
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a pass reads.
-
-    Args:
-        samples: Tokens of each conversation.
-        num_short: Conversations that were passed over because they are too short.
-    """
-
-    samples: list[tuple[int, ...]]
-    num_short: int
 
 
 def calibrate(
@@ -79,45 +60,18 @@ def calibrate(
         folder: Gets `{pass}.safetensors` for each pass, and `coverage.json`.
 
     Raises:
-        ConfigError: A pass has no conversation that is long enough.
+        ConfigError: See `read_pass`.
         CheckpointError: The weights do not fit, or an activation is not finite.
     """
     tokenizer = ChatTokenizer(model_folder, config.data.chat_template_kwargs)
-    wanted = calibration_passes(config)
-    read = {name: read_pass(config, name, wanted[name], tokenizer, conversations[name]) for name in wanted}
+    read = read_passes(config, tokenizer, conversations)
     with joined_ranks(config):
         policy = build_for_passes(config)
         load_weights(policy.chunks, torch_dist)
         inputs = ExpertInputs(policy)
-        seen = {name: _run_pass(policy, inputs, name, read[name], made_from, folder) for name in wanted}
+        seen = {name: _run_pass(policy, inputs, name, read[name], made_from, folder) for name in read}
         if dist.get_rank() == 0:
             write_results(config, folder, read, seen)
-
-
-def read_pass(config: Config, name: str, wanted: CalibrationPass, tokenizer: ChatTokenizer, folder: Path) -> Read:
-    """Return the conversations of a pass as tokens: the first that are long enough, cut where they are too long.
-
-    Raises:
-        ConfigError: None is long enough.
-    """
-    samples: list[tuple[int, ...]] = []
-    num_short = longest = 0
-    limit = min(wanted.max_tokens, config.model.architecture.max_position_embeddings)
-    for prompt in load_prompts(folder / CONVERSATIONS):
-        is_answered = prompt.messages[-1]["role"] == "assistant"
-        tokens = tokenizer.render(prompt.messages, prompt.tools, generation_prompt=not is_answered)
-        longest = max(longest, len(tokens))
-        if len(tokens) >= max(wanted.min_tokens, 2):
-            samples.append(tokens[:limit])
-        else:
-            num_short += 1
-        if len(samples) == wanted.num_samples:
-            break
-    if not samples:
-        allowed = f"at most {longest}, the longest of {num_short} conversations in {folder}"
-        remedy = "lower it, or give longer conversations"
-        raise ConfigError([Problem(f"serving.passes.{name}.min_tokens", str(wanted.min_tokens), allowed, remedy)])
-    return Read(samples, num_short)
 
 
 def _run_pass(
@@ -183,10 +137,10 @@ def write_results(config: Config, folder: Path, read: Mapping[str, Read], seen: 
     passes: dict[str, Any] = {}
     for name, found in seen.items():
         content = save(found.by_module())
-        write_atomic(folder / f"{name}.safetensors", lambda file, content=content: file.write(content))
+        write_atomic(folder / f"{name}.safetensors", partial(_put, content))
         tokens = sum(map(len, read[name].samples))
         counts = {"conversations": len(read[name].samples), "too_short": read[name].num_short, "tokens": tokens}
-        passes[name] = {**counts, **coverage(found.counts, first)}
+        passes[name] = {**counts, **coverage(found.counts.tolist(), first)}
         log.info(
             "%s: %d conversations, %d tokens; %s",
             name,
@@ -194,6 +148,10 @@ def write_results(config: Config, folder: Path, read: Mapping[str, Read], seen: 
             tokens,
             describe_coverage(passes[name]),
         )
-    together = coverage(sum((found.counts for found in seen.values()), torch.zeros_like(found.counts)), first)
+    together = coverage(torch.stack([found.counts for found in seen.values()]).sum(0).tolist(), first)
     log.info("all passes: %s", describe_coverage(together))
     write_json(folder / COVERAGE_NAME, {"all": together, "passes": passes})
+
+
+def _put(content: bytes, file: BinaryIO) -> None:
+    file.write(content)

@@ -10,10 +10,8 @@ Shapes: L decoder layers, E routed experts; dense layers have rows of zeros.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -26,6 +24,8 @@ from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+# Inside the folder in the making.
+STATE_FOLDER = "state"
 # Places in `ExpertMaxima.amax`: the input of gate and up, which is one, and that of down.
 GATE_UP, DOWN = 0, 1
 _PROJECTIONS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN}
@@ -109,42 +109,3 @@ class PassState:
 
 def _hash_of(seen: ExpertMaxima) -> str:
     return xxhash.xxh3_128_hexdigest(seen.amax.numpy().tobytes() + seen.counts.numpy().tobytes())
-
-
-def coverage(counts: torch.Tensor, first_layer: int) -> dict[str, Any]:
-    """Return how many tokens each expert was given.
-
-    Args:
-        counts: [L, E] int64.
-        first_layer: The first with experts.
-
-    Returns:
-        "never": how many experts were given nothing; their scales come from the largest magnitude of their layer.
-        "layers": number of the layer -> "min", "median" and "max" tokens, "never" (numbers of experts), "tokens" (of
-        each expert).
-    """
-    layers = {str(layer): _of_layer(counts[layer]) for layer in range(first_layer, len(counts))}
-    return {"never": sum(len(row["never"]) for row in layers.values()), "layers": layers}
-
-
-def _of_layer(counts: torch.Tensor) -> dict[str, Any]:
-    return {
-        "min": int(counts.min()),
-        "median": float(counts.double().quantile(0.5)),
-        "max": int(counts.max()),
-        "never": (counts == 0).nonzero().squeeze(1).tolist(),
-        "tokens": counts.tolist(),
-    }
-
-
-def describe_coverage(found: Mapping[str, Any]) -> str:
-    """Return what `coverage` has found as one line."""
-    layers = found["layers"]
-    least = min(layers, key=lambda layer: layers[layer]["min"])
-    medians = [row["median"] for row in layers.values()]
-    never = [f"layer {layer}: {', '.join(map(str, row['never']))}" for layer, row in layers.items() if row["never"]]
-    told = f"; never reached, and scaled as the largest of their layer: {found['never']} ({'; '.join(never[:5])})"
-    return (
-        f"tokens per expert: median {min(medians):,.0f} to {max(medians):,.0f} over layers, least "
-        f"{layers[least]['min']:,} (layer {least}){told if never else ''}"
-    )
