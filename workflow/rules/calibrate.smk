@@ -66,7 +66,7 @@ rule calibrate:
         weights=CALIBRATED["weights"],
         folder=PATHS.calibration,
     message:
-        f"calibrate {CFG.model.name}: {describe_calibration(CFG)}{NEEDS.message('calibrate')}"
+        f"calibrate {CFG.model.name} on {describe_calibration(CFG)}{NEEDS.message('calibrate')}"
     shell:
         runs(
             "calibrate",

@@ -74,7 +74,7 @@ def _check_passes(config: Config) -> Iterator[Problem]:
 
 
 def _check_source(paths: Paths) -> Iterator[Problem]:
-    """Yield that the weights are quantised already, by their config where it is there, by their name where it is not."""
+    """Yield that the weights are quantised already, by their config where it is there, or else by their name."""
     config = paths.resolved.config
     source = config.model.source
     remedy = "give the BF16 release that it was made from: model.source.repo_id, or model.source.kind=folder"

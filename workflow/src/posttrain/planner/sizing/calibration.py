@@ -28,5 +28,5 @@ def calibration_gib(config: Config) -> float:
 def describe_calibration(config: Config) -> str:
     """Return what is read, and what a rank needs, in words."""
     passes = calibration_passes(config)
-    read = ", ".join(f"{wanted.num_samples} of {name}" for name, wanted in passes.items())
-    return f"conversations: {read or 'none'}; {calibration_gib(config):.1f} GiB per rank"
+    read = " + ".join(f"{wanted.num_samples} {name}" for name, wanted in passes.items())
+    return f"{read or 'no'} conversations, {calibration_gib(config):.1f} GiB per rank"
