@@ -62,6 +62,7 @@ def main() -> None:
         }
         start(args.resolved, [str(word) for key, words in command.items() for word in (key, *words)], args.log_folder)
         names = [*(f"{name}.safetensors" for name in calibration_passes(config)), COVERAGE_NAME]
+        shutil.rmtree(partial / STATE_FOLDER, ignore_errors=True)
         clear(partial, names)
         return record_files(partial, names)
 

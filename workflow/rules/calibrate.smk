@@ -1,5 +1,8 @@
 # The largest activations of experts, for weights in four bits: passes over conversations by the trainer's own model.
+from posttrain.artifacts import pass_folders
 from posttrain.config.calibration import pass_data
+from posttrain.config.derived import calibrating, calibration_settings
+from posttrain.launch.slurm_job import resources_of_calibration
 from posttrain.planner.sizing.calibration import describe_calibration
 
 PASS_FOLDERS = pass_folders(CFG)
@@ -10,7 +13,6 @@ if CFG.serving.weights == "trained":
     CALIBRATED = {"source": PATHS.hf_export, "weights": PATHS.train, "receipt": PATHS.train_done}
 CALIBRATING_NODES = calibrating(CFG).nodes
 CALIBRATED_ON_PODS = f"{ON_PODS} --num-nodes {CALIBRATING_NODES} -- " if HAS_PODS else ""
-CALIBRATION_LOG = PATHS.store_log("calibrate", f".{PATHS.calibration.name}")
 
 
 rule download_pass:
@@ -52,9 +54,9 @@ rule calibrate:
     output:
         update(receipt_of(PATHS.calibration)),
     log:
-        CALIBRATION_LOG,
+        PATHS.store_log("calibrate", f".{PATHS.calibration.name}"),
     benchmark:
-        CALIBRATION_LOG.with_suffix(".benchmark.tsv")
+        PATHS.store_log("calibrate", f".{PATHS.calibration.name}").with_suffix(".benchmark.tsv")
     threads: workflow.cores if CFG.site.launcher == "local" else CFG.site.slurm.cpus_per_node
     resources:
         # As training's: a change of topology is no reason to calibrate again.
@@ -74,7 +76,7 @@ rule calibrate:
             "--source {params.source:q} --source-receipt {input.source:q}",
             "--weights {params.weights:q} --weights-receipt {input.weights:q}",
             "--folder {params.folder:q} --log-folder",
-            literal(CALIBRATION_LOG.with_suffix("")),
+            literal(PATHS.store_log("calibrate", f".{PATHS.calibration.name}").with_suffix("")),
             "--receipt {output:q}",
             where=CALIBRATED_ON_PODS,
         )

@@ -15,25 +15,11 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import (
-    FORMAT_VERSIONS,
-    Paths,
-    part_receipt_of,
-    pass_folders,
-    read_receipt,
-    receipt_of,
-    suite_folders,
-)
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
-from posttrain.config.derived import (
-    calibrating,
-    calibration_settings,
-    engines_load,
-    is_calibrated_here,
-    recoding_settings,
-)
+from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds, job_needs
@@ -41,12 +27,7 @@ from posttrain.errors import CheckpointError, ConfigError, Problem, explain, rai
 from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
-from posttrain.launch.slurm_job import (
-    resources_of_all_jobs,
-    resources_of_calibration,
-    resources_of_serving,
-    resources_of_training,
-)
+from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
 from posttrain.preflight.nvfp4 import refuse_unservable
 from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable

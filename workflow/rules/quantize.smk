@@ -3,7 +3,12 @@ from collections import UserString
 from types import SimpleNamespace
 
 from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
+from posttrain.config.derived import is_calibrated_here
 
+# What has to be there before a format takes scales of activations: our receipt, or the user's files.
+CALIBRATED_BY = {
+    PATHS.serving.name: [receipt_of(PATHS.calibration)] if is_calibrated_here(CFG) else CFG.serving.calibration
+}
 IS_TRAINED_SERVED = CFG.serving.weights == "trained"
 # What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
 # BF16 before the format was one of them is not cast again.
@@ -70,17 +75,11 @@ wildcard_constraints:
     quantized="|".join(QUANTIZED),
 
 
-def calibration_of(quantized):
-    """Return what has to be there before a format takes scales of activations: the user's files, or our receipt."""
-    files = QUANTIZED[quantized].calibration
-    return [receipt_of(PATHS.calibration)] if files and is_calibrated_here(CFG) else files
-
-
 rule quantize:
     """Brings one part of the weights into another number format."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
-        calibration=lambda wildcards: calibration_of(wildcards.quantized),
+        calibration=lambda wildcards: CALIBRATED_BY.get(wildcards.quantized, []),
         allowed=lambda wildcards: may_serve(wildcards.quantized),
     output:
         update(part_receipt_of(QUANTIZED_FOLDER, "{part}")),
@@ -120,7 +119,7 @@ rule finalize_quantized:
             part_receipt_of(PATHS.model_root / wildcards.quantized, part)
             for part in QUANTIZED[wildcards.quantized].parts
         ],
-        calibration=lambda wildcards: calibration_of(wildcards.quantized),
+        calibration=lambda wildcards: CALIBRATED_BY.get(wildcards.quantized, []),
         allowed=lambda wildcards: may_serve(wildcards.quantized),
     output:
         update(receipt_of(QUANTIZED_FOLDER)),
