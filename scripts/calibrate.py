@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 from posttrain.artifacts import (
@@ -26,7 +27,7 @@ from posttrain.artifacts import (
 )
 from posttrain.checkpoint.parts.filling import clear
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, describe_coverage
+from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, describe_coverage
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
 from posttrain.config.load import Resolved, dump_resolved

@@ -22,8 +22,8 @@ from safetensors.torch import save
 from posttrain.artifacts import write_atomic, write_json
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, coverage, describe_coverage
-from posttrain.checkpoint.quantization.expert_maxima import STATE_FOLDER, ExpertMaxima, PassState
+from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, coverage, describe_coverage
+from posttrain.checkpoint.quantization.expert_maxima import ExpertMaxima, PassState
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer

@@ -24,8 +24,6 @@ from posttrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# Inside the folder in the making.
-STATE_FOLDER = "state"
 # Places in `ExpertMaxima.amax`: the input of gate and up, which is one, and that of down.
 GATE_UP, DOWN = 0, 1
 _PROJECTIONS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN}
