@@ -114,6 +114,7 @@ def test_many_killed_heads_leave_the_bytes_of_none(tmp_path: Path, faults: Fault
     faults.equal = True
 
 
+@pytest.mark.faults("slow")
 def test_a_length_that_no_conversation_has_is_told_by_the_head(tmp_path: Path) -> None:
     code, output = Step(tmp_path, min_tokens=10**6).run()
     assert code == 1

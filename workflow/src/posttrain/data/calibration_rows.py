@@ -3,7 +3,7 @@
 They are small stand-ins for what a model is served with, of three kinds:
 
     coding   several turns with tools, their calls and results, system prompts in English and Chinese
-    broad    questions and answers on many topics in eight languages
+    broad    questions and answers on many topics in nine languages
     deep     a question about a long context: modules, logs and minutes, some 70,000 characters
 
 Whoever has conversations of real users gives those (`serving.passes`).
