@@ -24,7 +24,9 @@ from posttrain.types import Sample
 TP, EP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "expert_model", "pipeline_model", "context"))
 ONE = {"one": (1, {})}
 TWO = {"experts": (2, {EP: 2}), "tensors": (2, {TP: 2})}
+CUT = {TP: 2, "expert_tensor_parallel_size": 2}
 OTHERS = {
+    "experts_cut": (2, CUT),
     "context": (2, {CP: 2}),
     "stages": (2, {PP: 2}),
     "tensors_experts": (4, {TP: 2, EP: 4}),

@@ -175,7 +175,7 @@ def _broad(draw: random.Random) -> Row:
 
 def _deep(draw: random.Random) -> Row:
     kinds: Sequence[Callable[[random.Random], str]] = (_module, _log, _minutes, _table)
-    parts, length = [], 0
+    parts, length = list[str](), 0
     while length < DEEP_CHARACTERS:
         parts.append(f"# Document {len(parts) + 1}\n\n{draw.choice(kinds)(draw)}")
         length += len(parts[-1])
