@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
-from posttrain.checkpoint.parts.steps import JOIN, SOURCE, join_parts, source_of
+from posttrain.checkpoint.parts.steps import CALIBRATION, JOIN, SOURCE, join_parts, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import recoding_settings
@@ -18,8 +18,9 @@ def main() -> None:
         **JOIN,
         resolved=RESOLVED,
         step=(str, "of the parts: what the format is for"),
+        calibration=CALIBRATION,
     )
-    settings = recoding_settings(args.resolved.config, args.step)
+    settings = {**recoding_settings(args.resolved.config, args.step), "calibration": args.calibration}
     recoding = recoding_of(args.step)
     inputs = source_of(args, recoding.source)
     making = RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source])

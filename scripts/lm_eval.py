@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import Receipt, receipt_of, record_files, write_json, write_receipt
-from posttrain.artifacts.paths import building, partial_of
+from posttrain.artifacts import Receipt, building, partial_of, receipt_of, record_files, write_json, write_receipt
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.errors import raise_if_any

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from posttrain.artifacts.recodings import recoding_of
 from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
-from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
+from posttrain.checkpoint.parts.steps import CALIBRATION, PART, SOURCE, make_part, source_of
 from posttrain.checkpoint.quantization.quantize import open_recoding
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import recoding_settings
@@ -20,17 +18,17 @@ def main() -> None:
         **PART,
         resolved=RESOLVED,
         step=(str, "of the parts: what the format is for"),
+        calibration=CALIBRATION,
     )
-    settings = recoding_settings(args.resolved.config, args.step)
+    settings = {**recoding_settings(args.resolved.config, args.step), "calibration": args.calibration}
     recoding = recoding_of(args.step)
     inputs = source_of(args, recoding.source)
-    calibration = [Path(file) for file in settings.get("calibration", ())]
     make_part(
         recoding.step,
         args,
         inputs,
         lambda: RecodedFolder(open_recoding(args.source, settings), inputs[recoding.source]),
-        calibration,
+        args.calibration,
     )
 
 

@@ -23,7 +23,7 @@ ORDER = (
 PROGRAMS = {
     "__main__.py",
     *("engines/embedded/__main__.py", "launch/node.py", "launch/trainer_rank.py", "launch/on_kubernetes.py"),
-    "launch/beside_engines.py",
+    *("launch/beside_engines.py", "launch/calibration_rank.py"),
     *("launch/requeue_watchdog.py", "launch/spare_node.py"),
 }
 MODULES = {path.relative_to(LIBRARY).as_posix(): ast.parse(path.read_text()) for path in LIBRARY.rglob("*.py")}

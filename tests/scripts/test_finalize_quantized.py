@@ -98,7 +98,7 @@ def test_a_changed_calibration_file_writes_the_shards_again(tmp_path):
 
     def input_scales(amax):
         calibration.write_text(json.dumps({f"{module}.input_quantizer._amax": amax for module in modules}))
-        calibrated = words_with(serving={"calibration": [str(calibration)]})
+        calibrated = [*words_with(serving={"calibration": [str(calibration)]}), "--calibration", calibration]
         for part in range(NUM_PARTS):
             run_here("quantize", [*store.part("serving", part), *calibrated])
         run_here("finalize_quantized", [*store.finalize("serving"), *calibrated])

@@ -42,7 +42,7 @@ def test_two_drivers_on_a_fresh_store_build_everything_once(tmp_path: Path, stor
     builds = builds_of(tmp_path / "store")
     assert set(builds.values()) == {1}, builds
     # Other tests have asked the session's store for more: other datasets, weights for serving, a start without any.
-    for_others = ("/nvfp4-", "/rollout_start-")
+    for_others = ("/nvfp4-", "/calibration-", "/rollout_start-")
     assert builds.keys() == {
         name
         for name in builds_of(store)

@@ -14,7 +14,7 @@ from tests.support.workflow_runs import WorkflowFolder
 from tests.workflow.test_answers import ANSWERS
 from tests.workflow.test_rules import RULES
 
-from posttrain.artifacts import Paths, manifest_of, part_receipt_of, receipt_of
+from posttrain.artifacts import Paths, manifest_of, part_receipt_of, pass_folders, receipt_of
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.planner.resolve import resolve
 
@@ -63,6 +63,8 @@ STORE: dict[str, Callable[[Paths], Path]] = {
     "finalize_torch_dist": lambda paths: receipt_of(paths.torch_dist),
     "quantize rollout_fp8": lambda paths: part_receipt_of(paths.rollout_fp8, 0),
     "finalize_quantized rollout_fp8": lambda paths: receipt_of(paths.rollout_fp8),
+    "download_pass": lambda paths: receipt_of(pass_folders(paths.resolved.config)["deep"]),
+    "calibrate": lambda paths: receipt_of(paths.calibration),
     "quantize serving": lambda paths: part_receipt_of(paths.serving, 0),
     "finalize_quantized serving": lambda paths: receipt_of(paths.serving),
     "quantize bf16": lambda paths: part_receipt_of(paths.bf16, 0),

@@ -28,6 +28,7 @@ from posttrain.processes import name_driver
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.preflight.nvfp4 import refuse_unservable
 from posttrain.preflight.refusals import refusal, refuse_unfit
 from posttrain.preflight.storage import require_writable
 from posttrain.readable import counted
@@ -113,6 +114,14 @@ def may_look_at_nodes():
     with told():
         raise_if_any(list(check_preflight(CFG)))
     return may_run()
+
+
+def may_serve(quantized):
+    """Return no files, or refuse to quantise for serving what should not be, when a folder of that name is needed."""
+    if quantized == PATHS.serving.name and workflow.is_main_process:
+        with told():
+            refuse_unservable(PATHS)
+    return []
 
 
 def refused():
@@ -223,3 +232,4 @@ wildcard_constraints:
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
     suite=r"[0-9a-f]{8}(-v[0-9.]+)?",
+    rows=r"[0-9a-f]{8}(-v[0-9.]+)?",

@@ -2,6 +2,8 @@
 
 # What the export is compared with, and where that lies.
 COMPARED = {"fp8": PATHS.export_fp8}
+if CFG.serving.weights == "trained":
+    COMPARED[CFG.serving.format] = PATHS.serving
 
 
 rule compare_precisions:

@@ -2,8 +2,14 @@
 from collections import UserString
 from types import SimpleNamespace
 
-from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, SERVING, START
+from posttrain.artifacts.recodings import BF16, ENGINES, EXPORT, EXPORT_SERVING, SERVING, START
+from posttrain.config.derived import is_calibrated_here
 
+# What has to be there before a format takes scales of activations: our receipt, or the user's files.
+CALIBRATED_BY = {
+    PATHS.serving.name: [receipt_of(PATHS.calibration)] if is_calibrated_here(CFG) else CFG.serving.calibration
+}
+IS_TRAINED_SERVED = CFG.serving.weights == "trained"
 # What each folder is made from and how, by its name. Snakemake compares params of built-in types alone: what was cast to
 # BF16 before the format was one of them is not cast again.
 QUANTIZED = {
@@ -45,10 +51,10 @@ QUANTIZED = {
     ),
     PATHS.serving.name: SimpleNamespace(
         parts=parts_of(PATHS.serving, CFG.convert.num_parts),
-        steps=SERVING,
-        source=PATHS.hf_patched,
+        steps=EXPORT_SERVING if IS_TRAINED_SERVED else SERVING,
+        source=PATHS.hf_export if IS_TRAINED_SERVED else PATHS.hf_patched,
         settings=json.dumps(recoding_settings(CFG, SERVING.step)),
-        calibration=CFG.serving.calibration,
+        calibration=PATHS.calibration_files,
         title=CFG.serving.format,
         more={"quantize": "", "finalize_quantized": ""},
     ),
@@ -73,7 +79,8 @@ rule quantize:
     """Brings one part of the weights into another number format."""
     input:
         source=lambda wildcards: receipt_of(QUANTIZED[wildcards.quantized].source),
-        calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
+        calibration=lambda wildcards: CALIBRATED_BY.get(wildcards.quantized, []),
+        allowed=lambda wildcards: may_serve(wildcards.quantized),
     output:
         update(part_receipt_of(QUANTIZED_FOLDER, "{part}")),
     log:
@@ -87,6 +94,7 @@ rule quantize:
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
         num_parts=lambda wildcards: len(QUANTIZED[wildcards.quantized].parts),
         # What depends on the input is no reason to run again.
+        calibration=lambda wildcards, input: QUANTIZED[wildcards.quantized].calibration,
         step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
         more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["quantize"],
@@ -96,7 +104,7 @@ rule quantize:
         runs(
             "quantize",
             FROM_CONFIG,
-            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--source {params.source:q} --source-receipt {input.source:q} --calibration {params.calibration:q}",
             "--step {params.step} --folder {params.folder:q} --part {wildcards.part} --num-parts {params.num_parts}",
             "--threads {threads} --receipt {output:q}",
             where=IN_IMAGE,
@@ -111,7 +119,8 @@ rule finalize_quantized:
             part_receipt_of(PATHS.model_root / wildcards.quantized, part)
             for part in QUANTIZED[wildcards.quantized].parts
         ],
-        calibration=lambda wildcards: QUANTIZED[wildcards.quantized].calibration,
+        calibration=lambda wildcards: CALIBRATED_BY.get(wildcards.quantized, []),
+        allowed=lambda wildcards: may_serve(wildcards.quantized),
     output:
         update(receipt_of(QUANTIZED_FOLDER)),
     log:
@@ -123,6 +132,7 @@ rule finalize_quantized:
         source=lambda wildcards: QUANTIZED[wildcards.quantized].source,
         folder=lambda wildcards: PATHS.model_root / wildcards.quantized,
         settings=lambda wildcards: QUANTIZED[wildcards.quantized].settings,
+        calibration=lambda wildcards, input: QUANTIZED[wildcards.quantized].calibration,
         step=lambda wildcards, input: QUANTIZED[wildcards.quantized].steps.step,
         title=lambda wildcards, input: QUANTIZED[wildcards.quantized].title,
         more=lambda wildcards, input: QUANTIZED[wildcards.quantized].more["finalize_quantized"],
@@ -132,7 +142,7 @@ rule finalize_quantized:
         runs(
             "finalize_quantized",
             FROM_CONFIG,
-            "--source {params.source:q} --source-receipt {input.source:q}",
+            "--source {params.source:q} --source-receipt {input.source:q} --calibration {params.calibration:q}",
             "--step {params.step} --folder {params.folder:q} --part-receipts {input.parts:q} --receipt {output:q}",
             where=IN_IMAGE,
         )

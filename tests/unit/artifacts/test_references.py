@@ -104,8 +104,8 @@ def test_what_a_run_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert found.artefacts[0].startswith("made/tiny-")
     assert [name.split("/")[-1].split("-")[0] for name in found.artefacts] == [
-        *("tiny", "sort_digits", "hf", "hf_patched", "torch_dist"),
-        *("rollout_fp8", "rollout_start", "nvfp4", "bf16", "export_fp8"),
+        *("tiny", "sort_digits", "pass", "pass", "pass", "hf", "hf_patched", "torch_dist"),
+        *("rollout_fp8", "rollout_start", "calibration", "nvfp4", "bf16", "export_fp8"),
     ]
     register_run(paths)
     assert len(read_references(paths.store)) == 1

@@ -78,9 +78,11 @@ def test_precisions_are_compared_where_one_node_holds_each() -> None:
     (found,) = find_refusals(resolve(asked, CONFIG_DIR).config, {"compare_precisions"})
     assert (found.key, found.value) == ("compare_precisions", "2 nodes in source")
     assert "evaluation.addresses" in found.remedy
-    assert (
-        find_refusals(resolve({"model": "glm4.5_air", "site": SLURM}, CONFIG_DIR).config, {"compare_precisions"}) == []
-    )
+    smaller = {"model": "glm4.5_air", "site": SLURM}
+    assert find_refusals(resolve(smaller, CONFIG_DIR).config, {"compare_precisions"}) == []
+    in_four_bits = resolve({**smaller, "set": "serving.weights=trained"}, CONFIG_DIR).config
+    (found,) = find_refusals(in_four_bits, {"compare_precisions"})
+    assert found.value == "sglang with nvfp4 weights"
 
 
 def test_what_no_number_of_nodes_holds_is_not_evaluated() -> None:

@@ -120,3 +120,66 @@ def test_nvfp4_of_zeros_has_a_scale():
     _, their_scale, their_scale_2 = theirs_nvfp4(torch.zeros(1, 16))
     assert their_scale.float().isnan().all()
     assert their_scale_2.item() == 0
+
+
+def model_optimizers_expert(weights_of, inputs):
+    """Calibrate a gated MLP with Model Optimizer and export it; returns its maxima and what it makes of each matrix."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export.quant_utils import get_weight_scaling_factor, get_weight_scaling_factor_2
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    class Expert(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, weight in weights_of.items():
+                linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                linear.weight.data = weight.clone()
+                setattr(self, name, linear)
+
+        def forward(self, x):
+            return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    expert = mtq.quantize(Expert(), mtq.NVFP4_DEFAULT_CFG, lambda model: [model(x) for x in inputs])
+    made = {}
+    for name in weights_of:
+        module = getattr(expert, name)
+        scale_2 = get_weight_scaling_factor_2(module)
+        scale = get_weight_scaling_factor(module)
+        codes = NVFP4QTensor.quantize(module.weight.detach(), 16, scale, scale_2)[0]._quantized_data
+        made[name] = codes, scale, scale_2, NVFP4QTensor.get_activation_scaling_factor(module.input_quantizer)
+    amax = {name: value for name, value in expert.state_dict().items() if name.endswith("_quantizer._amax")}
+    return amax, made
+
+
+def test_an_expert_that_was_calibrated_equals_model_optimizers_export(tmp_path):
+    """Codes, scales and `input_scale`, of the same weights and maxima: gate and up share what engines join."""
+    from safetensors.torch import save_file
+
+    from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+    from posttrain.checkpoint.quantization.calibration import Calibration
+    from posttrain.checkpoint.quantization.quantized_names import Selection
+
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    weights_of = {name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in shapes.items()}
+    # Of joined matrices Model Optimizer exports the larger amax: here both have the same.
+    largest = max(float(weights_of[name].abs().max()) for name in ("gate_proj", "up_proj"))
+    for name in ("gate_proj", "up_proj"):
+        weights_of[name][0, 0] = largest
+    inputs = [3 * torch.randn(7, 64, generator=generator) for _ in range(3)]
+    amax, theirs = model_optimizers_expert(weights_of, inputs)
+    module = "model.layers.1.mlp.experts.0."
+    save_file({module + name: value.float() for name, value in amax.items()}, tmp_path / "pass.safetensors")
+    names = {f"{module}{name}.weight": TensorSpec(shape, "BF16") for name, shape in shapes.items()}
+    calibration = Calibration([tmp_path / "pass.safetensors"])
+    calibration.check(names)
+    served = nvfp4.Nvfp4Format(Selection(("experts",), num_layers=2, mtp=False), calibration, tuple(names))
+    for name, weight in weights_of.items():
+        hf_name = f"{module}{name}.weight"
+        given = fp8.largest_magnitude(weight)
+        made = served.quantize(hf_name, weight, given)
+        for ours, their in zip(made.values(), theirs[name], strict=True):
+            assert torch.equal(ours.reshape(-1).view(torch.uint8), their.reshape(-1).view(torch.uint8)), name
+        specs = served.served_specs(hf_name, names[hf_name])
+        assert [tuple(tensor.shape) for tensor in made.values()] == [spec.shape for spec in specs.values()]
+        assert made[f"{module}{name}.input_scale"] not in (0, 1)

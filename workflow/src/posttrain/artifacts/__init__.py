@@ -9,6 +9,8 @@ name when it is complete. A receipt is deterministic: it names files with sizes 
 receipts it was made from, and the settings that matter. Times, host and attempts go into a log file beside it.
 """
 
+from posttrain.artifacts.building import building
+from posttrain.artifacts.data_folders import pass_folders, suite_folders
 from posttrain.artifacts.durable import (
     HASH_CHUNK_BYTES,
     append_json_line,
@@ -26,13 +28,11 @@ from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import (
     MANIFEST_NAME,
     Paths,
-    building,
     manifest_of,
     part_receipt_of,
     partial_of,
     receipt_of,
     records_of,
-    suite_folders,
 )
 from posttrain.artifacts.plain_json import parse_json, read_json
 from posttrain.artifacts.receipts import (
@@ -69,6 +69,7 @@ __all__ = [
     "parse_json",
     "part_receipt_of",
     "partial_of",
+    "pass_folders",
     "place_atomic",
     "read_json",
     "read_receipt",

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.artifacts import build_lock
-from posttrain.artifacts.durable import sync_folder, sync_tree
+from posttrain.artifacts.data_folders import pass_folders, suite_folders, versioned
 from posttrain.artifacts.format_versions import FORMAT_VERSIONS
 from posttrain.artifacts.plain_json import read_json
 from posttrain.artifacts.recodings import EXPORT_FOLDER, START_FOLDER
 from posttrain.config.data import task_of
-from posttrain.config.derived import engines_load, fp8_settings, serving_settings, start_settings
+from posttrain.config.derived import (
+    calibration_passes,
+    calibration_settings,
+    engines_load,
+    fp8_settings,
+    is_calibrated_here,
+    serving_settings,
+    start_settings,
+)
 from posttrain.config.families import dimensions
 from posttrain.config.load import Resolved, digest8
-from posttrain.config.schema import Config
-from posttrain.config.suites import rows_of
-
-log = logging.getLogger(__name__)
 
 # In a checkpoint of training: its files and their hashes.
 MANIFEST_NAME = "manifest.json"
@@ -62,7 +63,7 @@ class Paths:
     @property
     def model_root(self) -> Path:
         """All checkpoint states of one model revision."""
-        revision = _versioned(self.revision12, "download_hf_checkpoint", "finalize_hf_checkpoint")
+        revision = versioned(self.revision12, "download_hf_checkpoint", "finalize_hf_checkpoint")
         return self.store / self.resolved.config.model.name / revision
 
     @property
@@ -123,9 +124,29 @@ class Paths:
 
     @property
     def serving(self) -> Path:
-        """Weights in another format, for serving."""
+        """Weights in another format, for serving; of what was trained they are the run's, as `export_fp8`."""
         settings = serving_settings(self.resolved.config)
-        return self.model_root / f"{settings['format']}-{digest8(self._quantize_settings('serving', settings))}"
+        if self.resolved.config.serving.weights == "model":
+            return self.model_root / f"{settings['format']}-{digest8(self._quantize_settings('serving', settings))}"
+        made_of = [os.path.abspath(self.hf_export), self._quantize_settings("export_serving", settings)]
+        return self.model_root / f"export_{settings['format']}-{digest8(made_of)}"
+
+    @property
+    def calibration(self) -> Path:
+        """The largest activations that passes over these weights have seen, a file for each pass."""
+        config = self.resolved.config
+        settings = [FORMAT_VERSIONS["calibrate"], self._convert_settings(), calibration_settings(config)]
+        if config.serving.weights == "trained":
+            settings.append(os.path.abspath(self.hf_export))
+        return self.model_root / f"calibration-{digest8(settings)}"
+
+    @property
+    def calibration_files(self) -> list[Path]:
+        """What the checkpoint for serving takes scales of activations from: the user's files, or one for each pass."""
+        config = self.resolved.config
+        if not is_calibrated_here(config):
+            return [Path(file) for file in config.serving.calibration]
+        return [self.calibration / f"{name}.safetensors" for name in calibration_passes(config)]
 
     @property
     def bf16(self) -> Path:
@@ -153,7 +174,7 @@ class Paths:
     def dataset(self) -> Path:
         """Prompts, one JSON line each, in `train.jsonl` and `heldout.jsonl`."""
         data = self.resolved.experiment["data"]
-        return self.store / "datasets" / _versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
+        return self.store / "datasets" / versioned(f"{data['kind']}-{digest8(data)}", "download_dataset")
 
     @property
     def store_artefacts(self) -> dict[str, Path]:
@@ -162,11 +183,13 @@ class Paths:
             "made model": self.made_model,
             "dataset": self.dataset,
             **{f"suite {name}": folder for name, folder in suite_folders(self.resolved.config).items()},
+            **{f"pass {name}": folder for name, folder in pass_folders(self.resolved.config).items()},
             "hf": self.hf,
             "hf_patched": self.hf_patched,
             "torch_dist": self.torch_dist,
             "rollout_fp8": self.rollout_fp8,
             "rollout_start": self.rollout_start,
+            "calibration": self.calibration,
             "serving": self.serving,
             "bf16": self.bf16,
         }
@@ -330,20 +353,6 @@ class Paths:
         return {"format": versions, "patched": self._patch_settings(), "settings": settings}
 
 
-def suite_folders(config: Config) -> dict[str, Path]:
-    """Return the folders of the store with the prompts of evaluation suites, in `heldout.jsonl`, by name."""
-    return {
-        name: Path(config.site.store) / "datasets" / _versioned(f"suite-{digest8(rows_of(suite))}", "download_suite")
-        for name, suite in config.evaluation.suites.items()
-    }
-
-
-def _versioned(name: str, *steps: str) -> str:
-    """Return a name that later formats do not share: users of one store may have different versions of us."""
-    versions = [str(FORMAT_VERSIONS[step]) for step in steps]
-    return f"{name}-v{'.'.join(versions)}" if set(versions) != {"1"} else name
-
-
 def receipt_of(folder: Path) -> Path:
     """Return the receipt that stands beside a folder: `hf` -> `hf.receipt.json`."""
     return folder.with_name(folder.name + ".receipt.json")
@@ -367,33 +376,3 @@ def part_receipt_of(folder: Path, part: int | str) -> Path:
 def partial_of(folder: Path) -> Path:
     """Return the name under which a folder is built."""
     return folder.with_name(folder.name + ".partial")
-
-
-@contextlib.contextmanager
-def building(folder: Path) -> Iterator[Path]:
-    """Build `folder` under its `.partial` name; it gets its own name when the block ends without an error.
-
-    What an earlier attempt left there is kept for the step to check and use. A finished folder without a receipt (its
-    step must run again) becomes the partial one. No attempt leaves both; where two writers did, the finished folder is
-    the better start.
-
-    Raises:
-        RuntimeError: When somebody else finished the folder meanwhile; theirs stays.
-    """
-    partial = partial_of(folder)
-    if folder.exists():
-        if partial.exists():
-            log.warning("removing %s: %s is complete, and only a second writer can have left both", partial, folder)
-            shutil.rmtree(partial)
-        folder.rename(partial)
-    partial.mkdir(parents=True, exist_ok=True)
-    yield partial
-    sync_tree(partial)
-    build_lock.confirm(receipt_of(folder))
-    try:
-        partial.rename(folder)
-    except OSError as error:
-        raise RuntimeError(
-            f"{folder}: another process finished it while this one did; run again to check it"
-        ) from error
-    sync_folder(folder.parent)

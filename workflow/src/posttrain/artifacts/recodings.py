@@ -31,8 +31,10 @@ ENGINES = Recoding("quantize_rollout_fp8", "finalize_rollout_fp8", "hf_patched")
 START = Recoding("quantize_rollout_start", "finalize_rollout_start", "hf_patched")
 EXPORT = Recoding("quantize_export_fp8", "finalize_export_fp8", "hf_export")
 SERVING = Recoding("quantize_serving", "finalize_serving", "hf_patched")
+# The same of what was trained.
+EXPORT_SERVING = Recoding("quantize_export_serving", "finalize_export_serving", "hf_export")
 BF16 = Recoding("cast_to_bf16", "finalize_bf16", "hf")
-RECODINGS = (ENGINES, START, EXPORT, SERVING, BF16)
+RECODINGS = (ENGINES, START, EXPORT, SERVING, EXPORT_SERVING, BF16)
 # How the picture of the rules calls what `quantize` makes besides all of the model as it came.
 OTHER_QUANTISED = {"start": (START, START_FOLDER), "after": (EXPORT, EXPORT_FOLDER)}
 _RULES = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from posttrain.config.calibration import CalibrationPass
 from posttrain.config.schema import Config
 
 # What a rank sends in one round from shard to shard. Rounds go through host memory, two at a time, on every rank.
@@ -193,7 +195,35 @@ def start_settings(config: Config) -> dict[str, Any]:
 
 def serving_settings(config: Config) -> dict[str, Any]:
     """Return what decides the bytes of the checkpoint for serving, besides the source."""
-    return {"format": config.serving.format, "calibration": list(config.serving.calibration), **_kept(config)}
+    serving = config.serving
+    calibrated = {"passes": calibration_settings(config)} if is_calibrated_here(config) else {}
+    return {"format": serving.format, "calibration": list(serving.calibration), **calibrated, **_kept(config)}
+
+
+def is_calibrated_here(config: Config) -> bool:
+    """Tell whether the checkpoint for serving needs magnitudes that the rule `calibrate` finds."""
+    serving = config.serving
+    return serving.format == "nvfp4" and not serving.calibration and not serving.uncalibrated
+
+
+def calibration_passes(config: Config) -> dict[str, CalibrationPass]:
+    """Return the passes that are read, by name."""
+    return {name: wanted for name, wanted in config.serving.passes.items() if wanted.num_samples}
+
+
+def calibration_settings(config: Config) -> dict[str, Any]:
+    """Return what decides the magnitudes that a calibration finds, besides weights and layout."""
+    passes = {name: dataclasses.asdict(wanted) for name, wanted in calibration_passes(config).items()}
+    return {"passes": passes, "chat_template_kwargs": list(config.data.chat_template_kwargs)}
+
+
+def calibrating(config: Config) -> Config:
+    """Return the configuration of the ranks that calibrate: training's layout, on nodes without engines or spares."""
+    slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
+    engine = dataclasses.replace(config.engine, own_nodes=0)
+    site = dataclasses.replace(config.site, slurm=slurm)
+    algorithm = dataclasses.replace(config.algorithm, routing_replay=False)
+    return dataclasses.replace(config, nodes=trainer_nodes(config), engine=engine, site=site, algorithm=algorithm)
 
 
 def recoding_settings(config: Config, step: str) -> dict[str, Any]:
@@ -203,6 +233,7 @@ def recoding_settings(config: Config, step: str) -> dict[str, Any]:
         "quantize_rollout_start": start_settings,
         "quantize_export_fp8": fp8_settings,
         "quantize_serving": serving_settings,
+        "quantize_export_serving": serving_settings,
     }
     return of_step[step](config) if step in of_step else {"format": "bf16"}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from posttrain.config.calibration import CalibrationPass
 from posttrain.document import _doc
 
 # A side of the blocks that share a scale in the Hub's FP8 checkpoints (`weight_block_size`).
@@ -37,9 +38,24 @@ class Serving:
         "nvfp4",
         choices=("nvfp4", "mxfp8", "int4"),
     )
+    weights: str = _doc(
+        "model: the model as it came; trained: what the run has exported, for which it is trained if it is not yet",
+        "model",
+        choices=("model", "trained"),
+    )
+    passes: dict[str, CalibrationPass] = field(
+        default_factory=dict,
+        metadata={"doc": "What the model reads to find the largest activations (nvfp4), by names of your own"},
+    )
+    samples_per_shard: int = _doc(
+        "Conversations after which a calibration has a durable state, from which it goes on after a kill", 32, minimum=1
+    )
     calibration: list[str] = _doc(
-        "Files of largest magnitudes, one per calibration pass, merged by maximum; none: from weights alone (nvfp4)",
+        "Files of largest magnitudes, one per calibration pass, merged by maximum, in the place of `passes` (nvfp4)",
         [],
+    )
+    uncalibrated: bool = _doc(
+        "Activations are quantised by an `input_scale` of 1 that nobody has measured: no pass is read (nvfp4)", False
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, RelativeName, record_files, write_text
@@ -17,9 +17,11 @@ from posttrain.checkpoint.hub.client import FetchOptions, download
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
+from posttrain.config.calibration import MADE, CalibrationPass, pass_data
 from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.config.evaluation import Suite
 from posttrain.config.suites import suite_data
+from posttrain.data.calibration_rows import make_conversations
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
@@ -32,6 +34,8 @@ from posttrain.types import Prompt
 
 log = logging.getLogger(__name__)
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
+# Of a calibration pass.
+CONVERSATIONS = "conversations.jsonl"
 # What a Hub repository gave, as it gave it.
 SOURCE_FOLDER = "source"
 
@@ -114,6 +118,46 @@ def make_suite(suite: Suite, folder: Path, manifest: Path, rule: RetryRule | Non
         raise ConfigError([Problem("evaluation.suites: num_prompts", str(suite.num_prompts), allowed, remedy)])
     write_prompts(folder / HELDOUT, _prompts(rows[: suite.num_prompts or None], "", 0))
     return (*record_files(folder, (HELDOUT,)), *fetched)
+
+
+def make_pass(
+    wanted: CalibrationPass, folder: Path, manifest: Path, rule: RetryRule | None = None
+) -> tuple[FileRecord, ...]:
+    """Fill `folder` with the conversations of a calibration pass; answers that rows end with belong to them.
+
+    Args:
+        wanted: Its configuration.
+        folder: The partial folder.
+        manifest: Where the Hub's list of files is kept (kind hub).
+        rule: How often the Hub is asked again.
+
+    Returns:
+        One record per file, sorted by path.
+
+    Raises:
+        ConfigError: A source is missing, has no conversations, or its lines are wrong.
+        RuntimeError: The Hub cannot be reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_half_written(folder)
+    fetched: tuple[FileRecord, ...] = ()
+    if wanted.kind == MADE:
+        rows = make_conversations(wanted.made, wanted.num_samples)
+    else:
+        data = pass_data(wanted)
+        (side, _), fetched = _sides(data, folder, SOURCE_FOLDER, manifest, rule)
+        raise_if_any([] if side.paths else [Problem("serving.passes", side.name, "files of rows", "check the pattern")])
+        read = read_rows(side.name, side.paths, replace(reading_of(data), needs_label=False, unlabeled="drop"))
+        raise_if_any([] if read.is_right else [describe_bad_rows(read)])
+        rows = [_answered(row) for row in read.rows] if read.form.is_dialogue else read.rows
+    write_prompts(folder / CONVERSATIONS, _prompts(rows, "", 0))
+    return (*record_files(folder, (CONVERSATIONS,)), *fetched)
+
+
+def _answered(row: Row) -> Row:
+    """Return the row of a dialogue with the answer that was taken for its label."""
+    answer = row.label if isinstance(row.label, list) else [{"role": "assistant", "content": row.label}]
+    return replace(row, messages=(*row.messages, *answer))
 
 
 def _rows_of(

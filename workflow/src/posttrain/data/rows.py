@@ -170,12 +170,14 @@ def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> F
     has_prompt, has_label = (
         given or _mostly(rows, own) for given, own in ((reading.prompt_key, OWN.prompt), (reading.label_key, OWN.label))
     )
-    if rows and known is None and not (has_prompt and has_label):
+    needs_label = bool(reading.needs_label or has_label)
+    if rows and known is None and not (has_prompt and (has_label or not needs_label)):
         columns = ", ".join(dict.fromkeys(column for row in rows for column in row)) or "none"
         allowed = f"columns of a known form: {', '.join(form.name for form in FORMS)}"
         remedy = "set data.prompt_key and data.label_key"
         raise ConfigError([Problem(name, f"columns {columns}", allowed, remedy)])
-    form = _with_keys(known or OWN, rows, reading)
+    own = OWN if needs_label else dataclasses.replace(OWN, label="")
+    form = _with_keys(known or own, rows, reading)
     if reading.needs_label and not form.label and not form.is_dialogue:
         remedy = "set data.label_key"
         raise ConfigError([Problem(name, f"{form.name}, a form without labels", "a column with the label", remedy)])

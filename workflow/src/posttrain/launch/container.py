@@ -115,6 +115,7 @@ def _sources(config: Config) -> Iterator[str]:
     folders = (config.download.torch_dist_folder, config.export.checkpoint_folder)
     yield from filter(None, (*folders, config.evaluation.lm_eval.task_folder))
     yield from config.serving.calibration
+    yield from (_fixed_part(wanted.file) for wanted in config.serving.passes.values() if wanted.kind == "files")
 
 
 def _fixed_part(pattern: str) -> str:

@@ -1,8 +1,8 @@
 """The supervisor of one node: `python -m posttrain.launch.node`, started by the head of the gang.
 
 It answers the preflight's questions, makes sure that the node's own copy is right, starts the node's engines and
-trainer ranks, or the engines of an evaluation alone, tells the head when anything of them ends, and alone ends them:
-when the head says so, and when the head is gone. Its life is one attempt.
+trainer ranks, the engines of an evaluation alone or the ranks of a calibration, tells the head when anything of them
+ends, and alone ends them: when the head says so, and when the head is gone. Its life is one attempt.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from posttrain.config.schema import Config
 from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.process import EngineProcess, started_engines
 from posttrain.errors import CheckpointError, ConfigError, explain
+from posttrain.launch.calibrating import run_ranks
 from posttrain.launch.channel import POLL_SECONDS
 from posttrain.launch.flight_recorder import ANSWER_SECONDS
 from posttrain.launch.greeting import SECRET_VARIABLE, join
@@ -50,6 +51,8 @@ from posttrain.training import early_end
 
 log = logging.getLogger(__name__)
 
+# What a node can be asked to be part of.
+ASSIGNMENTS = ("assign", "serve", "calibrate")
 # Of an engine in a step.
 MOST_RESTARTS = 3
 # That ranks have begun a rollout is known here by then: they tell their node, that the head, and that this one.
@@ -268,11 +271,13 @@ def main() -> None:
         with told_to(head):
             own_address, folder = channel.own_address, arguments.log_folder
             inspection = NodeInspection(arguments.name, own_address, folder, head.next_message, secret)
-            while (message := head.next_message(POLL_SECONDS)) is None or message["kind"] not in ("assign", "serve"):
+            while (message := head.next_message(POLL_SECONDS)) is None or message["kind"] not in ASSIGNMENTS:
                 if message:
                     head.tell(message["kind"], **inspection.answer(message))
             if message["kind"] == "serve":
                 serve(head, message, secret)
+            if message["kind"] == "calibrate":
+                run_ranks(head, message)
             NodeSupervisor(head, message, secret).run()
     except EndedByHead:
         channel.close()

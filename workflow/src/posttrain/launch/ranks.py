@@ -30,6 +30,7 @@ from posttrain.processes import end_processes, start_child
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.training.early_end import SAVED_EXIT_CODE
 
+TRAINER = "posttrain.launch.trainer_rank"
 # `faulthandler` writes from the signal's handler, whatever the interpreter does: at once, or never.
 STACK_SECONDS = 2.0
 # The end of a traceback, which others print behind the cause.
@@ -216,8 +217,9 @@ def running_ranks(
     rendezvous: Rendezvous,
     folder: Path,
     engine_secret: str,
+    program: str = TRAINER,
 ) -> Iterator[list[RankProcess]]:
-    """Start the trainer ranks of one node and end them with the block.
+    """Start the trainer ranks of one node, or those of another program, and end them with the block.
 
     Args:
         config: The resolved configuration.
@@ -226,6 +228,7 @@ def running_ranks(
         rendezvous: Where all ranks meet.
         folder: Gets `trainer{rank}.log`.
         engine_secret: What the engines want to be shown.
+        program: What each rank runs: a module.
     """
     per_node = config.hardware.gpus_per_node
     ranks: list[RankProcess] = []
@@ -243,7 +246,9 @@ def running_ranks(
                 progress_path = Path(own_folder) / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), LOG_VARIABLE: str(log_path)}
                 own |= {PROGRESS_VARIABLE: str(progress_path), **recorder_environment(config, Path(own_folder), folder)}
-                process = _start(command, started_with(os.environ, environment | own), log_path, to_terminal=rank == 0)
+                process = _start(
+                    [program, *command], started_with(os.environ, environment | own), log_path, to_terminal=rank == 0
+                )
                 ranks.append(RankProcess(rank, process, log_path, progress_path))
             yield ranks
         finally:
@@ -253,7 +258,7 @@ def running_ranks(
 def _start(command: Sequence[str], environment: dict[str, str], log_path: Path, to_terminal: bool) -> psutil.Popen:
     """Start one rank; what rank 0 writes to stderr goes to ours, where its progress bar is seen."""
     with open(log_path, "ab") as sink:
-        argv = [sys.executable, "-m", "posttrain.launch.trainer_rank", *command]
+        argv = [sys.executable, "-m", *command]
         return start_child(argv, env=environment, stdout=sink, stderr=None if to_terminal else sink)
 
 

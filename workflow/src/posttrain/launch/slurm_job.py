@@ -52,8 +52,18 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 
 
 def resources_of_serving(config: Config) -> dict[str, Any]:
-    """Return what a job asks for that serves a model: nodes with all their GPUs. One CPU node is like any other job."""
-    slurm, needs = config.site.slurm, job_needs(config, "evaluate")
+    """Return what a job asks for that serves a model."""
+    return _resources_of_nodes(config, "evaluate")
+
+
+def resources_of_calibration(config: Config) -> dict[str, Any]:
+    """Return what a job asks for that calibrates."""
+    return _resources_of_nodes(config, "calibrate")
+
+
+def _resources_of_nodes(config: Config, rule: str) -> dict[str, Any]:
+    """Return what a job of a rule asks for: nodes with all their GPUs. One CPU node is like any other job."""
+    slurm, needs = config.site.slurm, job_needs(config, rule)
     if config.site.launcher != "slurm" or (not needs.gpus and needs.nodes == 1):
         return needs.resources
     return {

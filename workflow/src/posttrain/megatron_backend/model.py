@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -146,6 +146,15 @@ def build_policy(config: Config) -> Policy:
     optimizer = get_megatron_optimizer(optimizer_config(config), wrapped)
     replay = RoutingReplay(config, wrapped) if config.algorithm.routing_replay else None
     return Policy(config, chunks, wrapped, optimizer, ExpertLoad(chunks), replay)
+
+
+def build_for_passes(config: Config) -> Policy:
+    """Return the model of this rank for forward passes alone: no gradients, no optimizer."""
+    chunks = build_model(config)
+    settings = chunks[0].config
+    wrapped = [Float16Module(settings, chunk) if settings.bf16 else chunk for chunk in chunks]
+    # The schedules ask no more of a module than to be called.
+    return Policy(config, chunks, cast(list[DistributedDataParallel], wrapped), None, ExpertLoad(chunks))
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def find_artefacts(paths: Paths) -> list[Artefact]:
 
 def find_store_artefacts(paths: Paths) -> list[Artefact]:
     """Return the artefacts that do not depend on a run; of unfinished ones the finished parts."""
-    folders = list(paths.store_artefacts.items())
+    folders = [(name, folder) for name, folder in paths.store_artefacts.items() if name not in _of_the_run(paths)]
     if (source := paths.resolved.config.model.source).kind == "run":
         folders.insert(0, (f"run {source.run}: hf", paths.source_export))
     return [artefact for name, folder in folders for artefact in _artefacts_of(name, folder)]
@@ -91,6 +91,8 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
     if not receipt_of(paths.hf_export).exists():
         found += _artefacts_of("run: hf", paths.hf_export)
     found += _artefacts_of("export_fp8", paths.export_fp8)
+    for name, folder in _of_the_run(paths).items():
+        found += _artefacts_of(name, folder)
     kept = sorted(paths.checkpoints.glob(f"step_*[0-9]/{MANIFEST_NAME}"))
     found += [_kept_checkpoint(path) for path in kept if path.parent not in finals]
     for receipt_path in sorted(paths.run.rglob("*.receipt.json")):
@@ -103,6 +105,12 @@ def _find_run_artefacts(paths: Paths) -> list[Artefact]:
         found.append(_load(name, folder if whole else receipt_path.parent, receipt_path, whole))
     copies = _find_copies(paths, find_store_artefacts(paths))
     return [*found, *copies, *_find_evaluations(paths)]
+
+
+def _of_the_run(paths: Paths) -> dict[str, Path]:
+    """Return what is made of trained weights for serving: the run's, although it lies in the store."""
+    is_trained = paths.resolved.config.serving.weights == "trained"
+    return {"calibration": paths.calibration, "serving": paths.serving} if is_trained else {}
 
 
 def _kept_checkpoint(manifest: Path) -> Artefact:

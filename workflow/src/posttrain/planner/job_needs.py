@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.derived import nodes_with_spares
+from posttrain.config.derived import nodes_with_spares, trainer_nodes
 from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.rule_chain import RuleNode, rule_chain
@@ -24,6 +24,8 @@ MINUTE = 60
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 # Rules whose jobs use GPUs; all others work with files.
 TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "compare_precisions")
+# On the nodes of training that have ranks, without engines and spare nodes.
+CALIBRATING = "calibrate"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
             return JobNeeds()
         nodes = evaluation_nodes(config) or 1  # what nothing holds is refused
         return JobNeeds(nodes, nodes * per_node)
+    if rule == CALIBRATING:
+        return JobNeeds(trainer_nodes(config), trainer_nodes(config) * per_node)
     if rule not in TRAINING:
         return JobNeeds()
     if config.site.launcher != "slurm":
@@ -71,6 +75,10 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
 
 def check_compared(config: Config) -> Iterator[Problem]:
     """Yield the precisions whose engines take more than the one node on which all of them are compared in turn."""
+    if config.serving.weights == "trained" and config.engine.kind != "embedded":
+        known = "embedded, which reads their codes as numbers; SGLang is compared in the source's precision and in FP8"
+        remedy = "set serving.weights=model, or engine.kind=embedded where one GPU holds the model"
+        yield Problem("engine.kind", f"{config.engine.kind} with {config.serving.format} weights", known, remedy)
     if config.evaluation.addresses:
         return
     for precision in ("source", "fp8"):

@@ -15,6 +15,7 @@ from posttrain.config.load import Resolved, load_resolved, merge
 from posttrain.config.schema import Architecture, Config
 from posttrain.errors import ConfigError, Problem, one_line
 from posttrain.foreign.model_names import known_models, plain_name
+from posttrain.serving.scales_of_activations import check_scales
 
 CONFIG_FILE, RESOLVED_FILE = "config.json", "config.resolved.yaml"
 # The same weights in other precisions, as the seeds of this project name them: `sglang-glm5-cookbook.txt`,
@@ -102,6 +103,8 @@ def _of_folder(folder: Path) -> Checkpoint:
     name = folder.resolve().name.lower()
     architecture, precision = architecture_of(content, where), precision_of(content, where)
     method = str((content.get("quantization_config") or {}).get("quant_method", ""))
+    if precision == "nvfp4":
+        check_scales(folder)
     return Checkpoint(str(folder.absolute()), name, architecture, precision, is_folder=True, method=method)
 
 

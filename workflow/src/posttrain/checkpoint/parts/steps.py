@@ -50,6 +50,9 @@ JOIN: dict[str, Any] = {
     "part_receipts": {"type": Path, "nargs": "*", "required": True, "help": "receipts of all parts"},
 }
 
+# Of those that recode one.
+CALIBRATION: dict[str, Any] = {"type": Path, "nargs": "*", "default": [], "help": "files of largest magnitudes"}
+
 
 class Making(Protocol):
     """What a folder consists of, and how it is made."""

@@ -11,7 +11,7 @@ and keeping those entries. Which passes there were does not matter, nor their or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from posttrain.artifacts import read_json
 from posttrain.errors import CheckpointError
 
-_INPUT, _WEIGHT = ".input_quantizer._amax", ".weight_quantizer._amax"
+INPUT_AMAX, WEIGHT_AMAX = ".input_quantizer._amax", ".weight_quantizer._amax"
 
 
 class Calibration:
@@ -36,6 +36,7 @@ class Calibration:
     """
 
     def __init__(self, files: Sequence[Path] = ()):
+        self._files = tuple(files)
         self._amax: dict[str, torch.Tensor] = {}
         for file in files:
             self._merge(file, _read(file))
@@ -51,15 +52,32 @@ class Calibration:
                 raise CheckpointError(f"{file}: {name} has shape {shapes}")
             self._amax[name] = amax if before is None else torch.maximum(before, amax)
 
+    def check(self, names: Container[str]) -> None:
+        """Refuse magnitudes of another model.
+
+        Args:
+            names: All tensors of the checkpoint that is quantised.
+
+        Raises:
+            CheckpointError: Naming a module that the checkpoint has not.
+        """
+        modules = (name.removesuffix(INPUT_AMAX).removesuffix(WEIGHT_AMAX) for name in self._amax)
+        if strange := [module for module in modules if f"{module}.weight" not in names]:
+            files = ", ".join(map(str, self._files))
+            raise CheckpointError(
+                f"{files}: a calibration of another model: {len(strange)} of its modules are not in the checkpoint, "
+                f"such as {strange[0]}"
+            )
+
     def weight_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
         """Return the largest magnitude given for some weights, [] float32; None when any of them has none."""
-        found = [self._scalar(name.removesuffix(".weight") + _WEIGHT) for name in hf_names]
+        found = [self._scalar(name.removesuffix(".weight") + WEIGHT_AMAX) for name in hf_names]
         known = [amax for amax in found if amax is not None]
         return torch.stack(known).amax() if known and len(known) == len(found) else None
 
     def input_amax(self, hf_names: Iterable[str]) -> torch.Tensor | None:
         """Return the largest magnitude that any of some modules was given, [] float32; None when none is known."""
-        found = [self._scalar(name.removesuffix(".weight") + _INPUT) for name in hf_names]
+        found = [self._scalar(name.removesuffix(".weight") + INPUT_AMAX) for name in hf_names]
         known = [amax for amax in found if amax is not None and amax > 0]
         return torch.stack(known).amax() if known else None
 
@@ -79,8 +97,8 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
             seen = {name: tensor.float() for name, tensor in load_file(file).items()}
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{file}: not a file of magnitudes ({error})") from error
-    if unknown := [name for name in seen if not name.endswith((_INPUT, _WEIGHT))]:
-        raise CheckpointError(f"{file}: {unknown[0]} is neither ...{_INPUT} nor ...{_WEIGHT}")
+    if unknown := [name for name in seen if not name.endswith((INPUT_AMAX, WEIGHT_AMAX))]:
+        raise CheckpointError(f"{file}: {unknown[0]} is neither ...{INPUT_AMAX} nor ...{WEIGHT_AMAX}")
     if wrong := [name for name, amax in seen.items() if not (torch.isfinite(amax) & (amax >= 0)).all()]:
         raise CheckpointError(f"{file}: {wrong[0]} is not a magnitude: {seen[wrong[0]]}")
     return {name: amax.reshape(()) if amax.numel() == 1 else amax for name, amax in seen.items()}

@@ -151,6 +151,7 @@ def make_format(
         return make_fp8(settings, num_layers)
     if name == "nvfp4":
         calibration = Calibration([Path(file) for file in settings.get("calibration", ())])
+        calibration.check(specs)
         return Nvfp4Format(selection, calibration, tuple(specs))
     from posttrain.checkpoint.formats.library_formats import LibraryFormat
 

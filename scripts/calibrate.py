@@ -1,0 +1,100 @@
+"""Finds the largest activations of experts: passes over conversations by the trainer's own model, for NVFP4.
+
+In a pod that is not the first of its gang: do what the first one asks for. Elsewhere:
+
+1. Start ranks in training's layout on all nodes. Each pass goes on behind its last finished shard.
+2. Write the receipt of what they have seen: a file for each pass, and how many tokens each expert was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from posttrain.artifacts import (
+    FileRecord,
+    Receipt,
+    pass_folders,
+    read_json,
+    receipt_of,
+    record_files,
+    require_files,
+    write_text,
+)
+from posttrain.checkpoint.parts.filling import clear
+from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
+from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, describe_coverage
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
+from posttrain.config.load import Resolved, dump_resolved
+from posttrain.launch.calibrating import CalibrationGang
+from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.launch.waiting_pod import lend_this_pod
+
+
+def main() -> None:
+    """Calibrate, or find that it is done."""
+    args = parse_arguments()
+    if is_waiting_pod():
+        lend_this_pod(rendezvous_path(args.log_folder), args.receipt)
+        return
+    config = args.resolved.config
+    folders = pass_folders(config)
+    inputs = {f"pass {name}": require_files(folder, receipt_of(folder)).digest for name, folder in folders.items()}
+    inputs["tokenizer"] = require_files(args.source, args.source_receipt).digest
+    weights = require_files(args.weights, args.weights_receipt)
+    inputs["weights"] = weights.digest
+    # Of training it is the run's folder.
+    torch_dist = args.weights / str(weights.settings.get("final_checkpoint", ""))
+    wanted = Receipt("calibrate", (), inputs, calibration_settings(config))
+
+    def make(partial: Path) -> tuple[FileRecord, ...]:
+        made_from = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        command = {
+            "--torch-dist": [torch_dist],
+            "--model-folder": [args.source],
+            "--conversations": list(folders.values()),
+            "--made-from": [made_from],
+            "--folder": [partial],
+        }
+        start(args.resolved, [str(word) for key, words in command.items() for word in (key, *words)], args.log_folder)
+        names = [*(f"{name}.safetensors" for name in calibration_passes(config)), COVERAGE_NAME]
+        shutil.rmtree(partial / STATE_FOLDER, ignore_errors=True)
+        clear(partial, names)
+        return record_files(partial, names)
+
+    make_folder(args, wanted, make)
+    told = args.folder / COVERAGE_NAME
+    print(f"{describe_coverage(read_json(told)['all'])} ({told})")
+
+
+def start(resolved: Resolved, command: list[str], folder: Path) -> None:
+    """Run the ranks of all nodes to their end."""
+    config = calibrating(resolved.config)
+    config_path = folder / "config.resolved.yaml"
+    write_text(config_path, dump_resolved(dataclasses.replace(resolved, config=config)))
+    nodes = find_nodes(config, folder)
+    names = nodes.choose(config.nodes)
+    with CalibrationGang(config, nodes, names, folder, config_path, ["--config", str(config_path), *command]) as gang:
+        gang.run()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return what the rule gives."""
+    return command_line(
+        __doc__,
+        **SOURCE,
+        **FOLDER,
+        resolved=RESOLVED,
+        weights=(Path, "torch_dist checkpoint, or train/ of a run"),
+        weights_receipt=(Path, "its receipt"),
+        log_folder=(Path, "of this job alone; gets the ranks' logs"),
+    )
+
+
+if __name__ == "__main__":
+    run(main)

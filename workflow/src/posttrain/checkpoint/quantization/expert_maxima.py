@@ -1,0 +1,109 @@
+"""What experts were given in calibration passes: largest magnitudes and tokens, kept shard by shard.
+
+A maximum of maxima does not depend on how samples are cut into shards, nor on how often one of them is seen. So the
+state after each shard is what all shards until then have seen, in one file that one rename replaces, and a pass that
+was killed goes on behind it with the bits of an undisturbed one.
+
+Shapes: L decoder layers, E routed experts; dense layers have rows of zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from posttrain.artifacts import write_atomic
+from posttrain.checkpoint.quantization.calibration import INPUT_AMAX
+from posttrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# Places in `ExpertMaxima.amax`: the input of gate and up, which is one, and that of down.
+GATE_UP, DOWN = 0, 1
+_PROJECTIONS = {"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN}
+
+
+@dataclass(frozen=True)
+class ExpertMaxima:
+    """What some samples have shown.
+
+    Args:
+        amax: [L, E, 2] float32, largest magnitude of the inputs of gate and up, and of down.
+        counts: [L, E] int64, tokens that each expert was given.
+    """
+
+    amax: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def nothing(num_layers: int, num_experts: int) -> ExpertMaxima:
+        """Return what no samples have shown."""
+        counts = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+        return ExpertMaxima(torch.zeros(num_layers, num_experts, 2), counts)
+
+    def merged(self, other: ExpertMaxima) -> ExpertMaxima:
+        """Return what both have seen, of different samples."""
+        return ExpertMaxima(torch.maximum(self.amax, other.amax), self.counts + other.counts)
+
+    def check_finite(self) -> None:
+        """Raise where an activation was NaN or infinite.
+
+        Raises:
+            CheckpointError: Naming the first expert that was given such.
+        """
+        if len(wrong := (~torch.isfinite(self.amax)).nonzero()):
+            layer, expert, _ = wrong[0].tolist()
+            raise CheckpointError(f"layer {layer}, expert {expert}: its input is NaN or infinite; the model is damaged")
+
+    def by_module(self) -> dict[str, torch.Tensor]:
+        """Return name -> [] float32 under Model Optimizer's names; an expert that was given nothing has none."""
+        return {
+            f"model.layers.{layer}.mlp.experts.{expert}.{projection}{INPUT_AMAX}": self.amax[
+                layer, expert, place
+            ].clone()
+            for layer, expert in (self.counts > 0).nonzero().tolist()
+            for projection, place in _PROJECTIONS.items()
+        }
+
+
+class PassState:
+    """The durable state of one pass.
+
+    Args:
+        path: Its file.
+        key: Digest of all that decides the maxima; what another key has left is not believed.
+    """
+
+    def __init__(self, path: Path, key: str):
+        self._path, self._key = path, key
+
+    def read(self) -> tuple[int, ExpertMaxima | None]:
+        """Return how many shards are finished and what they have shown; (0, None) where nothing is to be believed."""
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                said, found = file.metadata() or {}, ExpertMaxima(file.get_tensor("amax"), file.get_tensor("counts"))
+        except FileNotFoundError:
+            return 0, None
+        except (SafetensorError, OSError) as error:
+            log.warning("%s cannot be read (%s): the pass begins anew", self._path, error)
+            return 0, None
+        if said.get("key") != self._key or said.get("hash") != _hash_of(found):
+            log.warning("%s is of other weights, conversations or another layout: the pass begins anew", self._path)
+            return 0, None
+        return int(said["finished"]), found
+
+    def write(self, finished: int, seen: ExpertMaxima) -> None:
+        """Keep what the first shards have shown, in the place of what was kept before."""
+        said = {"key": self._key, "finished": str(finished), "hash": _hash_of(seen)}
+        content = save({"amax": seen.amax, "counts": seen.counts}, said)
+        write_atomic(self._path, lambda file: file.write(content))
+
+
+def _hash_of(seen: ExpertMaxima) -> str:
+    return xxhash.xxh3_128_hexdigest(seen.amax.numpy().tobytes() + seen.counts.numpy().tobytes())

@@ -1,0 +1,35 @@
+"""Whether a folder in NVFP4 has scales of activations that somebody has measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
+from posttrain.errors import ConfigError, Problem
+
+# Set to 1 by whoever wants a folder served that nobody has calibrated.
+UNCALIBRATED_VARIABLE = "POSTTRAIN_SERVE_UNCALIBRATED"
+_SCALE = ".input_scale"
+
+
+def check_scales(folder: Path) -> None:
+    """Refuse a folder whose activations would be quantised by a scale of 1, which stands for no measurement.
+
+    Args:
+        folder: A checkpoint in NVFP4; one without any shard is not looked at.
+
+    Raises:
+        CheckpointError: A shard is missing or cut off; the text names it.
+        ConfigError: All of its `input_scale` are 1.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return
+    reader = CheckpointReader(folder)
+    names = [name for name in reader.names if name.endswith(_SCALE)]
+    is_measured = not names or any(float(reader.tensor(name)) != 1 for name in names)
+    if is_measured or os.environ.get(UNCALIBRATED_VARIABLE) == "1":
+        return
+    allowed = "scales that a calibration has measured: with 1, small activations are lost"
+    remedy = f"make it with `snakemake finalize_serving`, which calibrates, or set {UNCALIBRATED_VARIABLE}=1"
+    raise ConfigError([Problem("checkpoint", f"{folder}: all {len(names)} input_scale are 1", allowed, remedy)])
