@@ -21,12 +21,13 @@ from posttrain.planner.flags.serving_flags import (
     MTP_STEPS,
     PUBLISHED,
     index_cache,
+    ready_seconds,
     serving_environment,
     serving_flags,
 )
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embedded_flags
 from posttrain.planner.flags.trtllm_flags import YAML_FILE, trtllm_flags, trtllm_yaml
-from posttrain.planner.flags.vllm_flags import MEMORY_UTILIZATION, vllm_flags
+from posttrain.planner.flags.vllm_flags import MEMORY_UTILIZATION, compiled_at_start, vllm_flags
 from posttrain.planner.sizing.engine import SERVING_SHARE
 from posttrain.serving.checkpoint import Checkpoint
 from posttrain.serving.fit import Size, choose_size
@@ -72,6 +73,8 @@ class Launch:
         files: Name -> content, of what has to lie where an engine is started.
         notes: What is to be known before.
         size: Of one engine.
+        ready_seconds: Within which it has to be healthy.
+        compiles: What an engine compiles at its first start, with a compiler of this machine; empty: nothing.
     """
 
     headline: str
@@ -79,6 +82,8 @@ class Launch:
     files: Mapping[str, Mapping[str, object]]
     notes: tuple[str, ...]
     size: Size
+    ready_seconds: float
+    compiles: str
 
 
 def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()) -> Launch:
@@ -107,7 +112,15 @@ def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequ
     needed = f"{size.gib_per_gpu:.1f} GiB a GPU for weights and one request of 32,768 tokens"
     what = f"{checkpoint.place} in {checkpoint.precision} by {wish.engine}"
     headline = f"{what} on {gpus}{twice}, for {wish.goal}: {needed}"
-    return Launch(headline, processes, files, tuple(notes), size)
+    compiled = compiled_at_start(config, wish.engine, checkpoint.precision)
+    seconds = ready_seconds(config, bool(compiled))
+    return Launch(headline, processes, files, tuple(notes), size, seconds, compiled)
+
+
+def url_of(wish: Wish) -> str:
+    """Return where an engine on this machine answers who asks from here."""
+    host = "127.0.0.1" if wish.host in ("0.0.0.0", "::", "localhost") else wish.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{wish.port}"
 
 
 def engine_config(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> Config:
