@@ -34,8 +34,11 @@ QUESTIONS = ("3141", "2718", "1618", "1414")
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
-    """Weights of a dense model: keys that are chosen by a hair are another matter."""
-    return engines.strong_tensors("qwen3", seed=0)
+    """Weights of a dense model, half as strong as other tests': chance has no margins that roundings could spare."""
+    strong = engines.strong_tensors("qwen3", seed=0)
+    return {
+        name: (tensor.float() / 2).to(tensor.dtype) if tensor.dim() == 2 else tensor for name, tensor in strong.items()
+    }
 
 
 @pytest.fixture(scope="module")
