@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "dest": "checks",
             "help": "hold a running server against the export's canary",
         },
+        "--stop": {"action": "store_true", "dest": "stops", "help": "end the server of that name, or the only one"},
         "--engine": {"choices": ("sglang", "vllm", "trtllm", "embedded"), "default": "sglang"},
         "--hardware": {"default": "", "help": "a file of config/hardware; by default what the model's file names"},
         "--nodes": {"type": int, "help": "by default as few as are needed"},

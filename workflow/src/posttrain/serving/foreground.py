@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,7 +38,6 @@ def serve_in_foreground(
     folder: Path | None,
     precision: str,
     ready_seconds: float,
-    more: Mapping[str, str] = {},
 ) -> int:
     """Start an engine, hold it against its checkpoint's canary, and wait for its end; returns its exit code.
 
@@ -48,36 +47,32 @@ def serve_in_foreground(
         folder: The checkpoint; None where it is not on this machine.
         precision: Of its weights.
         ready_seconds: It must be healthy within this.
-        more: Further variables of its environment.
 
     Raises:
         ConfigError: It serves something else than what was exported; it has been ended.
         RuntimeError: It did not become healthy in time, or cannot be asked; the same.
         CheckpointError: The canary cannot be read.
-        ToldToEndError: This process was told to end; so was the engine.
     """
     canary = read_canary(folder) if folder else None
     secret = os.environ.get(SECRET_VARIABLE, "") if process.is_ours else ""
     argv, told_by = ended_with_family(process.argv)
-    with _told_to_end():
-        environment = started_with(os.environ, {**as_environment(process.environment), **more})
-        child = start_child(argv, told_by, env=environment)
-        try:
+    child = start_child(argv, told_by, env=started_with(os.environ, as_environment(process.environment)))
 
-            def check_process() -> None:
-                if child.poll() is not None:
-                    raise EngineError(f"the engine ended with exit code {child.returncode} before it was ready")
+    def check_process() -> None:
+        if child.poll() is not None:
+            raise EngineError(f"the engine ended with exit code {child.returncode} before it was ready")
 
-            if url and canary:
-                held = asyncio.run(hold(url, secret, canary, precision, ready_seconds, check_process))
-                log.info("ready at %s: %s", url, told(held, precision))
-            elif url:
-                asyncio.run(wait_healthy(url, secret, ready_seconds, check_process))
-                where = folder or "its repository"
-                log.warning("healthy at %s; what it serves was not compared: %s has no canary", url, where)
-            return _wait(child)
-        finally:
-            end_processes([child])
+    try:
+        if url and canary:
+            held = asyncio.run(hold(url, secret, canary, precision, ready_seconds, check_process))
+            log.info("ready at %s: %s", url, told(held, precision))
+        elif url:
+            asyncio.run(wait_healthy(url, secret, ready_seconds, check_process))
+            where = folder or "its repository"
+            log.warning("healthy at %s; what it serves was not compared: %s has no canary", url, where)
+        return _wait(child)
+    finally:
+        end_processes([child])
 
 
 def _wait(child: psutil.Popen) -> int:
@@ -86,7 +81,7 @@ def _wait(child: psutil.Popen) -> int:
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
+def told_to_end() -> Iterator[None]:
     """Raise where a signal asks to end, once: what follows is the end itself."""
 
     def end(number: int, _: FrameType | None) -> None:
@@ -94,7 +89,9 @@ def _told_to_end() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise ToldToEndError(128 + number)
 
-    before = {one: signal.signal(one, end) for one in ENDING}
+    # Whom a shell has told to ignore one, with nohup or `&`, goes on ignoring it.
+    heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, end) for one in heard}
     try:
         yield
     finally:

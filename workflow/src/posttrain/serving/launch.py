@@ -32,7 +32,7 @@ from posttrain.planner.sizing.engine import SERVING_SHARE
 from posttrain.serving.checkpoint import Checkpoint
 from posttrain.serving.fit import Size, choose_size
 from posttrain.serving.notes import notes_of
-from posttrain.serving.wish import Wish, check_wish
+from posttrain.serving.wish import LOCAL, Wish, check_wish
 
 # Where nodes of one engine meet, and engines that prefill those that decode; below the ports of outgoing connections.
 MEETING_PORT, BOOTSTRAP_PORT = 20000, 8998
@@ -163,7 +163,7 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> l
     for role in roles:
         flags = serving_flags(config, checkpoint.precision, wish.goal, role, checkpoint.method)
         for rank in range(size.nodes):
-            first = f"{_host_of(role, 0)}:{MEETING_PORT}"
+            first = f"{wish.first_node or _host_of(role, 0)}:{MEETING_PORT}"
             place = [flag("--node-rank", rank, reason=PLACE), flag("--dist-init-addr", first, reason="where they meet")]
             own = [
                 flag("--model-path", checkpoint.place, reason="the checkpoint"),
@@ -196,7 +196,7 @@ def _vllm(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> lis
     for rank in range(size.nodes):
         place = [
             flag("--node-rank", rank, reason=PLACE),
-            flag("--master-addr", _host_of(UNIFIED, 0), reason="where they meet"),
+            flag("--master-addr", wish.first_node or _host_of(UNIFIED, 0), reason="where they meet"),
             *([flag("--headless", True, reason="the first node alone answers")] if rank else []),
         ]
         flags = (
@@ -240,7 +240,7 @@ def _trusted(checkpoint: Checkpoint) -> list[Flag]:
 
 
 def _address(wish: Wish, role: str) -> list[Flag]:
-    is_local = wish.host in ("127.0.0.1", "localhost")
+    is_local = wish.host in LOCAL
     # The router comes from another node: this engine's own address, and no other of its node's.
     host = _host_of(role, 0) if role != UNIFIED and is_local else wish.host
     reason = "asked for: who reaches it may ask"
