@@ -41,8 +41,11 @@ def record_canary(config: Config, policy: Policy, groups: Sequence[SampleGroup])
     chosen = choose_samples(groups)
     batches, _ = pack_samples(config, [sample for _, sample in chosen], data_parallel_rank())
     own: list[tuple[int, list[float]]] = []
+    # Servers are asked for the model's own words, whatever temperature rollouts had.
+    with policy.at_temperature(1.0):
+        rows = compute_logprobs(policy, batches)
     # Earlier stages of a pipeline have none; a tensor-parallel rank has what its neighbours have.
-    for batch, row in zip(batches, compute_logprobs(policy, batches), strict=False):
+    for batch, row in zip(batches, rows, strict=False):
         own += [(index, values.tolist()) for index, values in batch.response_values(row.cpu()).items()]
     found = {index: values for of_rank in gather_plain(own) for index, values in of_rank}
     if not all(math.isfinite(value) for values in found.values() for value in values):
