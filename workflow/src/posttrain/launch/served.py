@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from posttrain.artifacts.lease import Holder
 from posttrain.config.schema import Config
@@ -124,8 +125,15 @@ def _end(server: Server, holder: Holder) -> None:
         remedy = f"run it on {server.host}"
         raise ConfigError([Problem("--stop", str(server), f"a server of {this_machine()}, or a job", remedy)])
     try:
-        os.kill(holder.pid, signal.SIGTERM)
-    except ProcessLookupError:
+        process = psutil.Process(holder.pid)
+        # Whoever may write into the results folder could name any process of who stops.
+        if "serve" not in process.cmdline():
+            allowed = "a process of `posttrain serve`"
+            raise ConfigError(
+                [Problem("--stop", f"{server}, by {holder}", allowed, "end it yourself, if it is that one")]
+            )
+        process.terminate()
+    except psutil.NoSuchProcess:
         pass
-    except PermissionError as error:
+    except psutil.AccessDenied as error:
         raise ConfigError([Problem("--stop", f"{server}, by {holder}", "a server of yours", "ask its user")]) from error

@@ -126,8 +126,8 @@ def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, i
         ConfigError: Somebody alive has the port or a GPU; with who.
     """
     for path, other in read_servers(results):
-        is_gone = other.host == server.host and holder_of(results, other, job_is_alive) is None
-        if is_gone and other.job != server.job:
+        # A job that waits has no machine yet.
+        if other.host == server.host and holder_of(results, other, job_is_alive) is None:
             log.warning("%s was killed: its lease is stale, and taken away", other)
             path.unlink(missing_ok=True)
     with ExitStack() as stack:
