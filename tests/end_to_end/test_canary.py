@@ -122,6 +122,7 @@ def test_one_that_serves_noise_is_ended(undisturbed: WorkflowFolder, tmp_path: P
     assert f"{CANARY_NAME} = not in" in serve(tmp_path, noise, "--check", f"127.0.0.1:{port}", code=1)
 
 
+@pytest.mark.faults("slow")
 def test_a_server_that_was_killed_leaves_a_stale_lease(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
     with serving(tmp_path, export, *EMBEDDED, "--port", port, until="loaded") as process:
