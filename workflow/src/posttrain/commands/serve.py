@@ -28,7 +28,15 @@ from posttrain.serving.checkpoint import Checkpoint, find_checkpoint, of_run
 from posttrain.serving.foreground import serve_in_foreground, told_to_end
 from posttrain.serving.launch import Launch, Process, plan_launch, url_of
 from posttrain.serving.script import render
-from posttrain.serving.servers import Server, digest_of, serving, this_machine, visible_gpus, write_server
+from posttrain.serving.servers import (
+    Server,
+    digest_of,
+    server_file,
+    serving,
+    this_machine,
+    visible_gpus,
+    write_server,
+)
 from posttrain.serving.wish import LOCAL, Wish
 
 # What `site=` and `configs=` say of where files are; any other word describes the run whose export is served.
@@ -150,7 +158,8 @@ def _submit(launch: Launch, wish: Wish, config: Config, results: Path, server: S
         found.append(Problem("site.container.runtime", config.site.container.runtime, allowed, "--print shows it"))
     raise_if_any(found)
     job, log = submit(config, results, words, wish.name or Path(server.name).name, launch.size.nodes)
-    write_server(results, replace(server, job=job))
+    if not server_file(results, in_job := replace(server, job=job)).exists():  # it may run already
+        write_server(results, in_job)
     print(f"job {job} serves {server.checkpoint} on {launch.size.nodes} nodes of {config.hardware.name}; log: {log}")
     print(f"posttrain serve {job.partition(':')[2]} --stop ends it")
 

@@ -53,11 +53,6 @@ class Server:
     gpus: tuple[str, ...] = ()
     job: str = ""
 
-    @property
-    def file_name(self) -> str:
-        """Its file's name: a job has one from the moment that it waits."""
-        return f"{_plain(self.job) if self.job else f'{_plain(self.host)}-{self.port}'}.json"
-
     def __str__(self) -> str:
         where = f"{self.host}:{self.port}" if self.host else "nowhere yet"
         return one_line(f"{self.name} ({self.checkpoint}) at {where}{f' in {self.job}' if self.job else ''}")
@@ -79,9 +74,15 @@ def visible_gpus(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
+def server_file(results: Path, server: Server) -> Path:
+    """Return where a server's file lies: that of a job is named after it, since it has one before it has a machine."""
+    name = server.job or f"{server.host}-{server.port}"
+    return results / FOLDER / f"{_plain(name)}.json"
+
+
 def write_server(results: Path, server: Server) -> Path:
     """Write a server's file and return where it is."""
-    path = results / FOLDER / server.file_name
+    path = server_file(results, server)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(server))
     return path
