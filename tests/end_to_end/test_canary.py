@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.checkpoint.canary import CANARY_NAME, read_canary
@@ -133,40 +132,3 @@ def test_a_server_that_was_killed_leaves_a_stale_lease(undisturbed: WorkflowFold
         process.kill()
         process.wait()
         assert "its lease was stale, and is gone" in serve(tmp_path, "--stop")
-
-
-@pytest.mark.sglang
-@pytest.mark.faults("slow")
-def test_sglang_serves_what_a_qwen3_has_learned_and_no_dummy(tmp_path: Path) -> None:
-    """SGLang on a CPU cannot serve sparse attention."""
-    require_sglang()
-    workflow = WorkflowFolder(tmp_path / "run", tmp_path / "store", {"training.num_steps": 2})
-    workflow.run("finalize_export_hf", config={"model": "tiny_qwen3"})
-    export, (port,) = workflow.run_folder / "hf", choose_free_ports(1)
-    words = (export, "--engine", "sglang", "--hardware", "cpu", "--python", PYTHON, "--port", port)
-    with serving(tmp_path, *words):
-        assert "of 0.05" not in serve(tmp_path, export, "--check", f"127.0.0.1:{port}")
-        other = copied(export, tmp_path / "other")
-        (other / CANARY_NAME).write_text((export / CANARY_NAME).read_text())
-    shown = serve(tmp_path, *words, "--print").replace("--model-path", "--load-format dummy --model-path")
-    with (tmp_path / "dummy.log").open("wb") as output:
-        dummy = subprocess.Popen(["bash", "-c", shown], env=environment(), stdout=output, stderr=output)
-    family = psutil.Process(dummy.pid)
-    try:
-        refused = checked_when_healthy(tmp_path, export, port)
-    finally:
-        children = family.children(recursive=True)
-        for one in [*children, family]:
-            one.kill()
-        psutil.wait_procs([*children, family], timeout=30)
-    assert "dummy weights" in refused
-
-
-def checked_when_healthy(folder: Path, export: Path, port: int) -> str:
-    """Return what is said of a server once it answers."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        said = serve(folder, export, "--check", f"127.0.0.1:{port}", code=1)
-        if "is not ready" not in said:
-            return said
-    raise AssertionError(said)

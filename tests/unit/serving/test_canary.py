@@ -7,11 +7,14 @@ import dataclasses
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.end_to_end.test_canary import environment, serve, serving
+from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import write_shards
 from tests.unit.engines import conftest as engines
 from tests.unit.engines.embedded.test_generation import reference, topk_by_sorting_places
@@ -23,8 +26,10 @@ from posttrain.checkpoint.quantization.fp8 import quantize_named
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
 from posttrain.engines.calls import EngineError
+from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.processes import end_processes, start_child
 from posttrain.serving.canary import BOUNDS, Held, compare, hold, problems_of
 
 SECRET = "of the attempt"
@@ -234,3 +239,26 @@ def test_what_is_read_is_looked_at(tmp_path: Path) -> None:
 def canary_of_json(canary: Canary) -> Canary:
     """Return what JSON makes of its tuples."""
     return Canary.from_dict(json.loads(json.dumps(dataclasses.asdict(canary))))
+
+
+@pytest.mark.sglang
+@pytest.mark.faults("slow")
+def test_sglang_is_asked_in_its_own_words(folder: Path, tmp_path: Path) -> None:
+    """Right weights are let in, and what it calls dummy ones are refused."""
+    require_sglang()
+    (port,) = choose_free_ports(1)
+    words = (folder, "--engine", "sglang", "--hardware", "cpu", "--python", PYTHON, "--port", port)
+    with serving(tmp_path, *words):
+        shutil.copy(tmp_path / "server.log", tmp_path / "right.log")
+    assert "renders prompts as the trainer did" in (tmp_path / "right.log").read_text()
+    shown = serve(tmp_path, *words, "--print").replace("--model-path", "--load-format dummy --model-path")
+    with (tmp_path / "dummy.log").open("wb") as output:
+        dummy = start_child(["bash", "-c", shown], env=environment(), stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 300
+        while "is not ready" in (said := serve(tmp_path, folder, "--check", f"127.0.0.1:{port}", code=1)):
+            assert time.monotonic() < deadline, (tmp_path / "dummy.log").read_text()[-2000:]
+    finally:
+        end_processes([dummy])
+    assert "dummy weights" in said
+    assert "chat" not in said
