@@ -12,7 +12,9 @@ from tests.support.checkpoint_store import (
 from tests.support.killing import run_killed
 
 from posttrain.artifacts import part_receipt_of, read_receipt, receipt_of
+from posttrain.checkpoint.canary import CANARY_NAME, Canary, CanaryPrompt, read_canary, write_canary
 from posttrain.checkpoint.export import final_weights_sha256
+from posttrain.data.chat import stop_token_ids
 from posttrain.errors import CheckpointError
 
 
@@ -55,3 +57,25 @@ def test_a_missing_part_is_refused(store):
     with pytest.raises(CheckpointError, match="no such receipt"):
         run_here("finalize_export_hf", store.finalize_export())
     assert not store.folder("hf").exists()
+
+
+def test_the_trainers_canary_goes_with_the_weights_and_the_origins_stays(tmp_path):
+    store = make_store(tmp_path / "store")
+    make_torch_dist(store)
+    of_origin, of_trainer = (Canary("bf16", {}, [CanaryPrompt([], None, [token], [3], [-1.0])]) for token in (1, 2))
+    write_canary(store.source, of_origin)
+    make_export(store, "without")
+    assert read_canary(store.folder("without")) is None, "the origin's is of other weights"
+    write_canary(store.folder("torch_dist"), of_trainer)
+    make_export(store)
+    assert read_canary(store.folder("hf")) == of_trainer
+    assert CANARY_NAME in {record.path for record in read_receipt(receipt_of(store.folder("hf"))).files}
+
+
+def test_what_ends_a_response_is_the_origins(store):
+    run_here("finalize_export_hf", store.finalize_export())
+    others = {path.name for path in store.source.iterdir() if ".safetensors" not in path.name}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json"} <= others
+    for name in others:
+        assert (store.folder("hf") / name).read_bytes() == (store.source / name).read_bytes()
+    assert stop_token_ids(store.folder("hf")) == stop_token_ids(store.source) != frozenset()

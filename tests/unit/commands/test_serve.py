@@ -103,6 +103,66 @@ def test_without_a_secret_and_with_a_port_in_use_nothing_starts(folder: Path, tm
     assert f"{port}: Address already in use" in done.stderr
 
 
+# What stands for vLLM on a machine without GPUs: it notes which it was given.
+STAND_IN = """#!{python}
+import http.server, os, sys
+with open({seen!r}, "a") as file:
+    print(os.environ["CUDA_VISIBLE_DEVICES"], file=file)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A folder for PATH; beside it lies `seen`, a line for each that was started."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "vllm").write_text(STAND_IN.format(python=sys.executable, seen=str(tmp_path / "seen")))
+    (programs / "vllm").chmod(0o755)
+    return programs
+
+
+def test_of_two_servers_on_one_gpu_the_second_never_sees_it(stand_in: Path, tmp_path: Path) -> None:
+    first, second = choose_free_ports(2)
+    words = ("qwen3_0.6b", "--hardware", "h100", "--engine", "vllm")
+    env = {"PATH": f"{stand_in}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "3"}
+    command = [sys.executable, "-m", "posttrain", "serve", *words, "--port", str(first)]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | env, stdout=output, stderr=output)
+    try:
+        while "healthy at" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        refused = serve(tmp_path, *words, "--port", second, code=1, **env).stderr
+        assert f"GPU 3 = has process {process.pid}" in refused
+        assert "`posttrain serve qwen3_0.6b --stop` ends it, or CUDA_VISIBLE_DEVICES gives others" in refused
+        assert (tmp_path / "seen").read_text() == "3\n"
+    finally:
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert list((tmp_path / "results/serving").glob("*.json")) == []
+
+
+def test_an_engine_that_compiles_needs_a_compiler(folder: Path, stand_in: Path, tmp_path: Path) -> None:
+    made = tmp_path / "fp8"
+    made.mkdir()
+    for path in folder.iterdir():
+        (made / path.name).write_bytes(path.read_bytes())
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (made / "config.json").write_text(json.dumps(config))
+    words = (made, "--hardware", "h100", "--engine", "vllm")
+    done = serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin")
+    assert "nvcc = not on PATH" in done.stderr
+    assert "2,259 kernels" in done.stderr
+    assert not (tmp_path / "seen").exists()
+
+
 def ask(port: int, secret: str) -> str:
     body = json.dumps(GREEDY).encode()
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}

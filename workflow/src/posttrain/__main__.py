@@ -58,6 +58,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     SERVES: {
         "--print": {"action": "store_true", "dest": "shows", "help": "show commands, files and reasons; start nothing"},
+        "--check": {
+            "metavar": "ADDRESS",
+            "dest": "checks",
+            "help": "hold a running server against the export's canary",
+        },
+        "--stop": {"action": "store_true", "dest": "stops", "help": "end the server of that name, or the only one"},
         "--engine": {"choices": ("sglang", "vllm", "trtllm", "embedded"), "default": "sglang"},
         "--hardware": {"default": "", "help": "a file of config/hardware; by default what the model's file names"},
         "--nodes": {"type": int, "help": "by default as few as are needed"},

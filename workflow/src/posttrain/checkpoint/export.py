@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from posttrain.artifacts import Receipt, RelativeName, hash_file, read_receipt, receipt_of
+from posttrain.checkpoint.canary import CANARY_NAME, Canary, read_canary, write_canary
 from posttrain.checkpoint.formats.safetensors_io import (
     INDEX_NAME,
     CheckpointReader,
@@ -67,11 +68,13 @@ class TrainedModel:
         trained: The trainer's checkpoint.
         origin: The checkpoint that training began with.
         placements: Hub name -> place in the trainer's checkpoint, of every tensor that it holds.
+        canary: What the trainer's model says of a few prompts; None where the checkpoint tells nothing of it.
     """
 
     trained: TorchDistReader
     origin: CheckpointReader
     placements: Mapping[str, Placement]
+    canary: Canary | None = None
 
 
 def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedModel:
@@ -101,7 +104,7 @@ def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedM
         raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
     num_kept = len(reader) - len(placements)
     log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
-    return TrainedModel(trained, reader, placements)
+    return TrainedModel(trained, reader, placements, read_canary(trained.folder))
 
 
 def _wrong_shapes(trained: TorchDistReader, placements: Mapping[str, Placement]) -> list[str]:
@@ -165,7 +168,9 @@ class HubExport(Written):
         assert self._trained, "a part was given what it writes"
         names = self._origin.index.files
         share = split_evenly([(self._origin.folder / name).stat().st_size for name in names], num_parts)[part]
-        return [_output_file(self._trained, self._made_from, names[i]) for i in share]
+        # The last step opens no trained model: what belongs to none of the shards comes to it with the first.
+        notes = {names[0]: {"canary": self._trained.canary.as_dict()}} if self._trained.canary else {}
+        return [_output_file(self._trained, self._made_from, names[i], notes.get(names[i], {})) for i in share]
 
     def settings(self, parts: Mapping[str, Description]) -> Mapping[str, Any]:
         """Return `final_weights_sha256` of what the parts wrote, from the hashes that they took while writing."""
@@ -173,10 +178,15 @@ class HubExport(Written):
         return {"final_weights_sha256": hashlib.sha256("".join(lines[n] for n in sorted(lines)).encode()).hexdigest()}
 
     def complete(self, partial: Path, parts: Mapping[str, Description]) -> list[str]:
-        """Write the index, and copy config, tokenizer and the like."""
+        """Write the index and the canary, and copy config, tokenizer and the like.
+
+        The origin's own canary, if it has one, is of other weights.
+        """
         specs = {name: info.spec for name, info in self._origin.infos.items()}
         write_index(partial, self._origin.index.weight_map, specs)
-        return [INDEX_NAME, *copy_other_files(self._origin.folder, partial)]
+        told = [part.notes["canary"] for part in parts.values() if "canary" in part.notes]
+        own = [write_canary(partial, Canary.from_dict(content)) for content in told]
+        return [INDEX_NAME, *own, *copy_other_files(self._origin.folder, partial, skip=[CANARY_NAME])]
 
 
 def refuse_foreign_folder(folder: Path) -> None:
@@ -193,19 +203,19 @@ def refuse_foreign_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: exists, and was not made by {STEP}; move it away, or export elsewhere")
 
 
-def _output_file(model: TrainedModel, made_from: Mapping[str, str], name: str) -> OutputFile:
+def _output_file(model: TrainedModel, made_from: Mapping[str, str], name: str, notes: Notes) -> OutputFile:
     header = read_header(model.origin.folder / name)
     held = {tensor: info for tensor, info in header.items() if model.origin.index.weight_map.get(tensor) == name}
     return OutputFile(
         path=name,
         size_bytes=sum(info.size_bytes for info in held.values()),
         made_from={**made_from, "tensors": list(held)},
-        write=functools.partial(_write_shard, model, held, read_metadata(model.origin.folder / name)),
+        write=functools.partial(_write_shard, model, held, read_metadata(model.origin.folder / name), notes),
     )
 
 
 def _write_shard(
-    model: TrainedModel, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], file: HashingFile
+    model: TrainedModel, held: Mapping[str, TensorInfo], metadata: Mapping[str, str], notes: Notes, file: HashingFile
 ) -> Notes:
     hashes = {}
 
@@ -217,7 +227,7 @@ def _write_shard(
         hashes[name] = _hash_line(name, model.origin.info(name).spec, state.hexdigest())
 
     write_shard(file, {name: info.spec for name, info in held.items()}, read, metadata)
-    return {"tensors": hashes}
+    return {"tensors": hashes, **notes}
 
 
 def _read_trained(model: TrainedModel, name: str) -> Iterator[torch.Tensor]:

@@ -41,7 +41,7 @@ CHOSEN = ("model", "hardware", "site")
 # A run's name becomes a folder's.
 RUN_NAME = r"[A-Za-z][A-Za-z0-9._-]{0,99}"
 # A folder beside the runs'.
-RESERVED_NAMES = ("plans",)
+RESERVED_NAMES = ("plans", "serving")
 # A run and how many of its steps stay: a step that has a checkpoint.
 FORK = rf"{RUN_NAME}@[1-9][0-9]*"
 

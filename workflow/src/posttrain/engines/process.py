@@ -36,6 +36,14 @@ NUM_LOG_LINES = 20
 EMBEDDED = "posttrain.engines.embedded"
 
 
+def ended_with_family(argv: Sequence[str]) -> tuple[list[str], signal.Signals]:
+    """Return how an engine is started that ends with who starts it, and which signal tells it so."""
+    if EMBEDDED in argv:
+        return [*argv], signal.SIGKILL
+    # A vendor's server, with children of its own.
+    return [sys.executable, "-m", "posttrain.processes", *argv], signal.SIGTERM
+
+
 class EngineProcess:
     """One engine on this machine.
 
@@ -64,9 +72,7 @@ class EngineProcess:
     def start(self) -> None:
         """Start it; it is not ready yet."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        argv, told_by = list(self._command.argv), signal.SIGKILL
-        if EMBEDDED not in argv:  # a vendor's server, with children of its own
-            argv, told_by = [sys.executable, "-m", "posttrain.processes", *argv], signal.SIGTERM
+        argv, told_by = ended_with_family(self._command.argv)
         # Short names: a path of a socket has at most 107 bytes.
         private = {name: tempfile.mkdtemp(prefix="engine-") for name in self._command.private_folders}
         self._private_folders += private.values()

@@ -82,16 +82,23 @@ def options_of_spare(config: Config, excluded: Collection[str]) -> list[str]:
         config: The resolved configuration.
         excluded: Nodes that it should not be.
     """
-    slurm, word = config.site.slurm, "--exclude="
+    word = "--exclude="
+    options = options_of_nodes(config, 1)
     # Of two such options, sbatch takes the last one alone.
-    out = [option[len(word) :] for option in slurm.extra_options if option.startswith(word)]
+    out = [option[len(word) :] for option in options if option.startswith(word)]
+    kept = [option for option in options if not option.startswith(word)]
+    return [*kept, f"{word}{','.join([*out, *sorted(excluded)])}"]
+
+
+def options_of_nodes(config: Config, count: int) -> list[str]:
+    """Return the options of sbatch for nodes like those of training, with a task on each."""
+    slurm = config.site.slurm
     asked = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
     return [
-        *("--nodes=1", "--ntasks=1", f"--cpus-per-task={slurm.cpus_per_node}", "--no-requeue"),
+        *(f"--nodes={count}", f"--ntasks={count}", f"--cpus-per-task={slurm.cpus_per_node}", "--no-requeue"),
         *(f"--{name}={value}" for name, value in asked.items() if value),
-        *(option for option in slurm.extra_options if not option.startswith(word)),
+        *slurm.extra_options,
         *_whole_nodes(config),
-        f"{word}{','.join([*out, *sorted(excluded)])}",
     ]
 
 

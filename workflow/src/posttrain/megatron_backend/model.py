@@ -72,6 +72,18 @@ class Policy:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Have log-probabilities of another temperature than the rollout's, within the block."""
+        before = [chunk.temperature for chunk in self.chunks]
+        try:
+            for chunk in self.chunks:
+                chunk.temperature = temperature
+            yield
+        finally:
+            for chunk, own in zip(self.chunks, before, strict=True):
+                chunk.temperature = own
+
 
 def build_model(config: Config) -> list[LogprobModel]:
     """Return this rank's chunks of the model; weights are not initialised, they come from a checkpoint."""

@@ -21,19 +21,20 @@ from posttrain.planner.flags.serving_flags import (
     MTP_STEPS,
     PUBLISHED,
     index_cache,
+    ready_seconds,
     serving_environment,
     serving_flags,
 )
 from posttrain.planner.flags.sglang_flags import DECODE, PREFILL, UNIFIED, embedded_flags
 from posttrain.planner.flags.trtllm_flags import YAML_FILE, trtllm_flags, trtllm_yaml
-from posttrain.planner.flags.vllm_flags import MEMORY_UTILIZATION, vllm_flags
+from posttrain.planner.flags.vllm_flags import MEMORY_UTILIZATION, compiled_at_start, vllm_flags
 from posttrain.planner.sizing.engine import SERVING_SHARE
 from posttrain.planner.timing.serving_load import ServedRow
 from posttrain.serving.checkpoint import Checkpoint
 from posttrain.serving.expected import expected_speed
 from posttrain.serving.fit import Size, choose_size
 from posttrain.serving.notes import notes_of
-from posttrain.serving.wish import Wish, check_wish
+from posttrain.serving.wish import LOCAL, Wish, check_wish
 
 # Where nodes of one engine meet, and engines that prefill those that decode; below the ports of outgoing connections.
 MEETING_PORT, BOOTSTRAP_PORT = 20000, 8998
@@ -75,6 +76,8 @@ class Launch:
         notes: What is to be known before.
         size: Of one engine.
         expected: How fast it is; empty where that is not predicted.
+        ready_seconds: Within which it has to be healthy.
+        compiles: What an engine compiles at its first start, with a compiler of this machine; empty: nothing.
     """
 
     headline: str
@@ -82,7 +85,9 @@ class Launch:
     files: Mapping[str, Mapping[str, object]]
     notes: tuple[str, ...]
     size: Size
-    expected: tuple[ServedRow, ...] = ()
+    expected: tuple[ServedRow, ...]
+    ready_seconds: float
+    compiles: str
 
 
 def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequence[Hardware] = ()) -> Launch:
@@ -112,7 +117,15 @@ def plan_launch(wish: Wish, checkpoint: Checkpoint, config: Config, others: Sequ
     what = f"{checkpoint.place} in {checkpoint.precision} by {wish.engine}"
     headline = f"{what} on {gpus}{twice}, for {wish.goal}: {needed}"
     expected = expected_speed(wish, checkpoint.precision, config, size)
-    return Launch(headline, processes, files, tuple(notes), size, expected)
+    compiled = compiled_at_start(config, wish.engine, checkpoint.precision)
+    seconds = ready_seconds(config, bool(compiled))
+    return Launch(headline, processes, files, tuple(notes), size, expected, seconds, compiled)
+
+
+def url_of(wish: Wish) -> str:
+    """Return where an engine on this machine answers who asks from here."""
+    host = "127.0.0.1" if wish.host in ("0.0.0.0", "::", "localhost") else wish.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{wish.port}"
 
 
 def engine_config(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> Config:
@@ -155,7 +168,7 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> l
     for role in roles:
         flags = serving_flags(config, checkpoint.precision, wish.goal, role, checkpoint.method)
         for rank in range(size.nodes):
-            first = f"{_host_of(role, 0)}:{MEETING_PORT}"
+            first = f"{wish.first_node or _host_of(role, 0)}:{MEETING_PORT}"
             place = [flag("--node-rank", rank, reason=PLACE), flag("--dist-init-addr", first, reason="where they meet")]
             own = [
                 flag("--model-path", checkpoint.place, reason="the checkpoint"),
@@ -188,7 +201,7 @@ def _vllm(wish: Wish, checkpoint: Checkpoint, config: Config, size: Size) -> lis
     for rank in range(size.nodes):
         place = [
             flag("--node-rank", rank, reason=PLACE),
-            flag("--master-addr", _host_of(UNIFIED, 0), reason="where they meet"),
+            flag("--master-addr", wish.first_node or _host_of(UNIFIED, 0), reason="where they meet"),
             *([flag("--headless", True, reason="the first node alone answers")] if rank else []),
         ]
         flags = (
@@ -232,7 +245,7 @@ def _trusted(checkpoint: Checkpoint) -> list[Flag]:
 
 
 def _address(wish: Wish, role: str) -> list[Flag]:
-    is_local = wish.host in ("127.0.0.1", "localhost")
+    is_local = wish.host in LOCAL
     # The router comes from another node: this engine's own address, and no other of its node's.
     host = _host_of(role, 0) if role != UNIFIED and is_local else wish.host
     reason = "asked for: who reaches it may ask"

@@ -42,7 +42,7 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config) -> list[str]:
     if arch.model_type not in PARSERS and config.hardware.device == "cuda":
         found.append(f"no parser of thinking and tool calls is known here for {arch.model_type}")
     if config.hardware.device == "cuda":
-        found.append("flags are spelled as SGLang 0.5.23 parses them")
+        found.append("flags are spelled as SGLang 0.5.23 parses them, which names transformers 5.19.0")
     if wish.prefill_apart:
         found.append("no request reaches engines that prefill or decode but through the router (pip: sglang-router)")
     return found
@@ -50,6 +50,7 @@ def _sglang(wish: Wish, checkpoint: Checkpoint, config: Config) -> list[str]:
 
 def _vllm(wish: Wish, checkpoint: Checkpoint, config: Config) -> list[str]:
     found = [f"--goal {wish.goal}: the guide has one command for both"]
+    found.append("flags are spelled as vLLM 0.32.0 parses them")
     if checkpoint.architecture.index_n_heads:
         needs = f"vLLM {OLDEST} or newer, with transformers {OLDEST_TRANSFORMERS} or newer"
         found.append(f"{needs}: older ones do not know the architecture ({VLLM_GUIDE})")

@@ -10,6 +10,8 @@ from posttrain.config.schema import Config, Hardware
 from posttrain.errors import Problem
 
 ENGINES = ("sglang", "vllm", "trtllm", "embedded")
+# Addresses that nobody else reaches.
+LOCAL = ("127.0.0.1", "localhost")
 PRECISIONS = ("bf16", "fp8", "nvfp4")
 GOALS = ("latency", "throughput")
 # Of TensorRT-LLM's guide and of our embedded engine: the formats that they are started with.
@@ -37,6 +39,7 @@ class Wish:
         prefill_apart: Engines that only prefill, beside others that decode.
         index_cache: GLM-5's layers take over the choice of keys of layers before.
         python: Interpreter of SGLang's environment; empty: the first on PATH.
+        first_node: Where the nodes of an engine meet; empty: a name that stands for it.
     """
 
     engine: str = "sglang"
@@ -49,6 +52,7 @@ class Wish:
     prefill_apart: bool = False
     index_cache: bool = False
     python: str = ""
+    first_node: str = ""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Wish:

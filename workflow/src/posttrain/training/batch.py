@@ -97,15 +97,10 @@ def make_updates(config: Config, objective: Objective, groups: Sequence[SampleGr
 def _make_update(
     config: Config, objective: Objective, samples: list[Sample], advantages: torch.Tensor, dp_rank: int
 ) -> Update:
-    multiple, sequence_multiple = row_multiples(config)
-    lengths = [-(-sample.num_tokens // sequence_multiple) * sequence_multiple for sample in samples]
-    # Rounded down, so that a padded row keeps the budget too.
-    budget = token_budget(config) // multiple * multiple
-    costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
-    plan = pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
+    batches, plan = pack_samples(config, samples, dp_rank)
     return Update(
         samples=tuple(samples),
-        batches=tuple(build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]),
+        batches=tuple(batches),
         num_micro_batches=sum(len(batches) for batches in plan),
         advantages=advantages,
         weights=objective.token_weights(
@@ -113,6 +108,28 @@ def _make_update(
             [indices for micro_batches in plan for indices in micro_batches if indices],
         ),
     )
+
+
+def pack_samples(
+    config: Config, samples: Sequence[Sample], dp_rank: int
+) -> tuple[list[PackedBatch], list[list[list[int]]]]:
+    """Pack samples into micro-batches, as many on every data-parallel rank.
+
+    Args:
+        config: The resolved configuration.
+        samples: Any.
+        dp_rank: The rank that the micro-batches are for.
+
+    Returns:
+        Those, and the plan: the places of the samples in each micro-batch of each rank.
+    """
+    multiple, sequence_multiple = row_multiples(config)
+    lengths = [-(-sample.num_tokens // sequence_multiple) * sequence_multiple for sample in samples]
+    # Rounded down, so that a padded row keeps the budget too.
+    budget = token_budget(config) // multiple * multiple
+    costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
+    plan = pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
+    return [build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
 
 
 def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from posttrain.artifacts import FileRecord
 from posttrain.artifacts.durable import naming
+from posttrain.checkpoint.canary import Canary, write_canary
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.plain_data import gather_plain
@@ -62,8 +63,13 @@ class CheckpointWriter:
         """A checkpoint was begun and is not finished."""
         return self._written is not None
 
-    def begin(self, finished: int) -> None:
-        """Begin to write the state after `finished` steps; their metrics are on disk by now."""
+    def begin(self, finished: int, canary: Canary | None = None) -> None:
+        """Begin to write the state after `finished` steps; their metrics are on disk by now.
+
+        Args:
+            finished: Steps.
+            canary: Of these weights, which lies beside them.
+        """
         assert self._written is None, "one checkpoint at a time"
         started = time.perf_counter()
         partial_folder = self._folder.partial(finished)
@@ -72,7 +78,7 @@ class CheckpointWriter:
                 self._folder.begin(finished)
             checkpoint.barrier()
             write = checkpoint.prepare_save(self._policy, finished, partial_folder, self._group, self._trainer)
-        self._written = in_thread(partial(self._write_and_commit, finished, write, started))
+        self._written = in_thread(partial(self._write_and_commit, finished, write, canary, started))
 
     def finish(self) -> None:
         """Return when the checkpoint is committed.
@@ -85,9 +91,13 @@ class CheckpointWriter:
         self._written.result()
         self._written = None
 
-    def _write_and_commit(self, finished: int, write: Callable[[], None], started: float) -> None:
+    def _write_and_commit(
+        self, finished: int, write: Callable[[], None], canary: Canary | None, started: float
+    ) -> None:
         with naming(self._folder.partial(finished), needed_bytes=self._needed_bytes):
             write()
+            if canary and self._is_rank0:
+                write_canary(self._folder.partial(finished), canary)
             records = self._gather(self._folder.record_share(finished, dist.get_rank()))
             if self._is_rank0:
                 self._folder.write_manifest(finished, records)

@@ -60,7 +60,8 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
         served = run.compare_served(step, updates)
     with clock.phase("train"):
         statistics, own = run.train_on(step, updates, served)
-    finished = step + 1
+        finished = step + 1
+        canary = run.canary_of(finished, rollout)
     with clock.phase("weight_sync"):
         if finished < run.config.training.num_steps:
             run.publish(finished)
@@ -68,7 +69,7 @@ def train_step(run: TrainingRun, step: int) -> dict[str, float]:
     metrics = run.log_step(step, rollout, updates, statistics, (own, served), evaluated, clock)
     if is_due:
         report_progress(step, BEGIN_SAVE)
-        run.state.begin_save(finished)
+        run.state.begin_save(finished, canary)
     return metrics
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.objective import Objective
+from posttrain.checkpoint.canary import Canary
 from posttrain.config.schema import Config
 from posttrain.config.suites import evaluation_is_due
 from posttrain.megatron_backend import checkpoint, train_step
@@ -30,6 +31,7 @@ from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.source import RolloutSource
 from posttrain.training import early_end
 from posttrain.training.batch import Update, make_updates
+from posttrain.training.canary import record_canary
 from posttrain.training.metrics import step_metrics
 from posttrain.training.mismatch import EngineComparison, share_of_limit
 from posttrain.training.phases import PhaseClock
@@ -222,6 +224,11 @@ class TrainingRun:
         statistics = train_step.update(self.policy, self.objective, micro_batches, lr, has_signal, look, is_last)
         self._num_non_finite += statistics.outcome == train_step.NON_FINITE
         return statistics
+
+    def canary_of(self, finished: int, rollout: RolloutResult) -> Canary | None:
+        """Return what servers of the weights after a run's last step are held against; collective. None before."""
+        is_last = finished == self.config.training.num_steps
+        return record_canary(self.config, self.policy, rollout.groups) if is_last else None
 
     def checkpoint_is_due(self, finished: int) -> bool:
         """Tell whether the state after `finished` steps is to be kept; collective."""

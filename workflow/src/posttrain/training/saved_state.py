@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from posttrain.checkpoint.canary import Canary
 from posttrain.megatron_backend import checkpoint
 from posttrain.megatron_backend.model import Policy
 from posttrain.training.checkpoint_writer import CheckpointWriter, in_thread
@@ -86,9 +87,9 @@ class SavedState:
         """Delete what dead attempts left; rank 0 does, when it has become the run's only writer."""
         self._checkpoints.remove_leftovers()
 
-    def begin_save(self, finished: int) -> None:
+    def begin_save(self, finished: int, canary: Canary | None = None) -> None:
         """Begin to write the state after `finished` steps, while the next rollout leaves it alone."""
-        self._writer.begin(finished)
+        self._writer.begin(finished, canary)
 
     def finish_save(self, clock: PhaseClock) -> None:
         """Wait until the checkpoint that is being written, if any, is committed: what follows changes the state."""

@@ -49,6 +49,10 @@ QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4"}
 # One letter a layer of GLM-5: F chooses its keys, S takes over the choice before it.
 INDEX_CACHE = "FFSFSSSFSSFFFSSSFFFSFSSSSSSFFSFFSFFSSFFFFFFSFFFFFSFFSSSSSSFSFFFSFSSSFSFFSFFSSS"
 MTP_STEPS = 3
+# What the cookbook gives AMD's GPUs to load GLM-5, the one published number; others load no slower.
+LOADING_SECONDS = 1200
+# Twice the time that vLLM's guide tells of a cold start on a B200: about 5 minutes.
+COMPILING_SECONDS = 600
 DRAFTS = f"{COOKBOOK}: drafts cut latency; their numbers are those of training's recipe"
 FEWEST = "the fewest GPUs that hold the weights and one request of 32,768 tokens, or all of the nodes asked for"
 WHOLE, CUT = "experts are spread whole, as in training's recipe", "each GPU has a part of every expert"
@@ -140,6 +144,17 @@ def _memory(config: Config, precision: str, goal: str) -> list[Flag]:
         flags.append(flag("--max-running-requests", published[1], "engine.max_running_requests", reason=published[2]))
     kv, why = ("fp8_e4m3", CARD) if precision == "nvfp4" else ("bf16", "attention as the trainer computes it")
     return [*flags, flag("--kv-cache-dtype", kv, reason=why)]
+
+
+def ready_seconds(config: Config, compiles: bool) -> float:
+    """Return within which an engine has to be healthy.
+
+    Args:
+        config: With the hardware, whose file may tell how long loading takes there.
+        compiles: It compiles kernels at its first start.
+    """
+    loading = config.hardware.kernels.watchdog_seconds or LOADING_SECONDS
+    return float(loading + (COMPILING_SECONDS if compiles else 0))
 
 
 def _weights(precision: str, method: str) -> list[Flag]:

@@ -37,5 +37,12 @@ def vllm_flags(config: Config) -> list[Flag]:
     return [*flags, *([flag("--nnodes", nodes, "engine.gpus_per_engine")] if nodes > 1 else [])]
 
 
+def compiled_at_start(config: Config, engine: str, precision: str) -> str:
+    """Return what an engine compiles when it starts for the first time; empty where nothing that takes long."""
+    if engine != "vllm" or precision != "fp8" or config.hardware.device != "cuda":
+        return ""
+    return f"the first start compiles DeepGEMM, about {JIT_MINUTES} minutes for {JIT_KERNELS:,} kernels ({GUIDE})"
+
+
 def _of_memory(share: float) -> str:
     return GUIDE if share == MEMORY_UTILIZATION else "what weights and one long request need"

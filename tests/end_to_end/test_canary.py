@@ -1,0 +1,134 @@
+"""What a run has exported is served, and only that is called ready, by the trainer's own words: real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.workflow_runs import WorkflowFolder
+
+from posttrain.checkpoint.canary import CANARY_NAME, read_canary
+from posttrain.data.chat import ChatTokenizer, stop_token_ids
+from posttrain.engines.ports import choose_free_ports
+
+pytestmark = pytest.mark.slow
+SECRET = "of those who may ask"
+EMBEDDED = ("--engine", "embedded", "--hardware", "cpu")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "POSTTRAIN_ENGINE_SECRET": SECRET, **more}
+
+
+def serve(folder: Path, *words: object, code: int = 0) -> str:
+    command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def serving(folder: Path, *words: object, until: str = "ready at") -> Iterator[subprocess.Popen[bytes]]:
+    """A server in the foreground that says it is ready; ended hard where the block has left it, and nobody stays."""
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 300
+        while until not in log.read_text():
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def copied(export: Path, folder: Path) -> Path:
+    """Return a copy whose weights are noise."""
+    folder.mkdir()
+    for path in export.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        noise = {
+            name: (torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor.dtype)
+            for name, tensor in load_file(path).items()
+        }
+        save_file(noise, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_the_export_has_what_the_trainer_said_and_what_its_origin_renders(undisturbed: WorkflowFolder) -> None:
+    export = undisturbed.run_folder / "hf"
+    (origin,) = undisturbed.store.glob("tiny/*/hf")
+    canary = read_canary(export)
+    assert canary is not None
+    assert canary.trainer == "fp32"
+    assert len({prompt.prompt_tokens[-8] for prompt in canary.prompts} | {*map(str, canary.prompts)}) >= 4
+    tokenizer = ChatTokenizer(export)
+    for prompt in canary.prompts:
+        assert list(tokenizer.render(prompt.messages, prompt.tools)) == prompt.prompt_tokens
+    assert not (origin / CANARY_NAME).exists()
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        assert (export / name).read_bytes() == (origin / name).read_bytes()
+    assert stop_token_ids(export) == stop_token_ids(origin)
+
+
+def test_a_server_is_ready_checked_and_stopped(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
+    words = (export, *EMBEDDED, "--port", port)
+    with serving(tmp_path, *words) as process:
+        told = json.loads(next((tmp_path / "results/serving").glob("*.json")).read_text())
+        assert (told["port"], told["checkpoint"], told["gpus"]) == (port, str(export), [])
+        assert "renders prompts as the trainer did" in serve(tmp_path, export, "--check", f"127.0.0.1:{port}")
+        refused = serve(tmp_path, *words, code=1)
+        assert f"port {port} = has process {process.pid}" in refused
+        assert "--stop` ends it" in refused
+        assert "has ended" in serve(tmp_path, export, "--stop")
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert "nothing to end" in serve(tmp_path, export, "--stop")
+
+
+def test_one_that_serves_noise_is_ended(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
+    noise = copied(export, tmp_path / "noise")
+    refused = serve(tmp_path, noise, *EMBEDDED, "--port", port, code=1)
+    assert "nats from the trainer's" in refused
+    assert "dummy weights" in refused
+    assert "renders" not in refused
+    assert list((tmp_path / "results/serving").glob("*.json")) == []
+    (noise / CANARY_NAME).unlink()
+    assert f"{CANARY_NAME} = not in" in serve(tmp_path, noise, "--check", f"127.0.0.1:{port}", code=1)
+
+
+@pytest.mark.faults("slow")
+def test_a_server_that_was_killed_leaves_a_stale_lease(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+    export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
+    with serving(tmp_path, export, *EMBEDDED, "--port", port, until="loaded") as process:
+        process.kill()
+    assert list((tmp_path / "results/serving").glob("*.json"))
+    with serving(tmp_path, export, *EMBEDDED, "--port", port, until="loaded") as process:
+        assert "was killed: its lease is stale" in (tmp_path / "server.log").read_text()
+        process.kill()
+        process.wait()
+        assert "its lease was stale, and is gone" in serve(tmp_path, "--stop")

@@ -1,0 +1,183 @@
+"""Who serves what, and where: a file for each server in the results folder, and leases on ports and GPUs.
+
+    serving/{server}.json            what is served, at which address, in which job
+    serving/leases/{machine}/port-8000, gpu-0   held as long as the server lives (`artifacts.lease`)
+
+A server takes the leases before it takes a GPU, and its file goes with it. Where it was killed its file stays, and the
+leases tell that nobody holds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from posttrain.artifacts import hash_file, read_json, read_receipt, receipt_of, write_json
+from posttrain.artifacts.lease import Holder, JobIsAlive, Lease, LeaseHeldError, living_holder, unknown
+from posttrain.errors import CheckpointError, ConfigError, Problem, one_line
+
+log = logging.getLogger(__name__)
+
+FOLDER = "serving"
+# Which of a node's GPUs a process sees, in NVIDIA's words and in AMD's.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as its file tells of it.
+
+    Args:
+        name: What was asked to be served: a run, a model, a folder's name.
+        checkpoint: Its folder or repository.
+        digest: Of the checkpoint, see `digest_of`.
+        engine: What serves it.
+        host: The machine; empty for a job that waits in the queue.
+        port: Where it listens.
+        gpus: Of that machine; none on a CPU.
+        job: The scheduler's job, as leases call it; empty without one.
+    """
+
+    name: str
+    checkpoint: str
+    digest: str
+    engine: str
+    host: str
+    port: int
+    gpus: tuple[str, ...] = ()
+    job: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.host}:{self.port}" if self.host else "nowhere yet"
+        return one_line(f"{self.name} ({self.checkpoint}) at {where}{f' in {self.job}' if self.job else ''}")
+
+
+def digest_of(folder: Path) -> str:
+    """Return what tells a checkpoint from others: its receipt's digest, else its index's or its config's hash."""
+    if receipt_of(folder).is_file():
+        return read_receipt(receipt_of(folder)).digest
+    names = ("model.safetensors.index.json", "config.json")
+    return next((hash_file(folder / name) for name in names if (folder / name).is_file()), "")
+
+
+def visible_gpus(count: int) -> tuple[str, ...]:
+    """Return the GPUs of this machine that an engine takes: the first of those that it sees."""
+    for name in VISIBLE:
+        if os.environ.get(name):
+            return tuple(os.environ[name].split(",")[:count])
+    return tuple(map(str, range(count)))
+
+
+def server_file(results: Path, server: Server) -> Path:
+    """Return where a server's file lies: that of a job is named after it, since it has one before it has a machine."""
+    name = server.job or f"{server.host}-{server.port}"
+    return results / FOLDER / f"{_plain(name)}.json"
+
+
+def write_server(results: Path, server: Server) -> Path:
+    """Write a server's file and return where it is."""
+    path = server_file(results, server)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(server))
+    return path
+
+
+def read_servers(results: Path) -> list[tuple[Path, Server]]:
+    """Return all servers of a results folder that have not ended cleanly.
+
+    Raises:
+        CheckpointError: A file is none of a server.
+    """
+    found = []
+    for path in sorted((results / FOLDER).glob("*.json")):
+        try:
+            content = read_json(path)
+            server = Server(**{**content, "gpus": tuple(content["gpus"])})
+            str(server)
+        except FileNotFoundError:  # it has just ended
+            continue
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{path}: not of a server ({error})\n  remedy: delete it") from error
+        found.append((path, server))
+    return found
+
+
+def holder_of(results: Path, server: Server, job_is_alive: JobIsAlive = unknown) -> Holder | None:
+    """Return the process that serves; None where it has ended."""
+    return living_holder(_lease_folder(results, server.host, f"port-{server.port}"), job_is_alive)
+
+
+@contextmanager
+def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, is_first: bool = True) -> Iterator[None]:
+    """Hold a server's port and GPUs, and tell of it, as long as the block runs.
+
+    Args:
+        results: Where leases are.
+        server: On this machine.
+        job_is_alive: Asks the scheduler about the job of who holds a lease.
+        is_first: Of several nodes, it is the one that answers; the others have GPUs alone.
+
+    Raises:
+        ConfigError: Somebody alive has the port or a GPU; with who.
+    """
+    for path, other in read_servers(results):
+        # A job that waits has no machine yet.
+        if other.host == server.host and holder_of(results, other, job_is_alive) is None:
+            log.warning("%s was killed: its lease is stale, and taken away", other)
+            path.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        remedy = "--port gives another one"
+        wanted = [(f"port-{server.port}", f"port {server.port}", remedy)] if is_first else []
+        more = "CUDA_VISIBLE_DEVICES gives others"
+        wanted += [(f"gpu-{_plain(gpu)}", f"GPU {gpu}", more) for gpu in server.gpus]
+        for folder, what, remedy in wanted:
+            lease = Lease(
+                Path(what), _lease_folder(results, server.host, folder), job=server.job, job_is_alive=job_is_alive
+            )
+            try:
+                stack.enter_context(lease)
+            except LeaseHeldError as error:
+                raise ConfigError([_taken(results, server, folder, what, remedy, job_is_alive)]) from error
+        if is_first:
+            stack.callback(write_server(results, server).unlink, missing_ok=True)
+        yield
+
+
+def _taken(results: Path, server: Server, folder: str, what: str, remedy: str, job_is_alive: JobIsAlive) -> Problem:
+    holder = living_holder(_lease_folder(results, server.host, folder), job_is_alive)
+    known = [other for _, other in read_servers(results) if other.host == server.host]
+    serves = [other for other in known if f"port-{other.port}" == folder or folder[4:] in map(_plain, other.gpus)]
+    named = f", which serves {serves[0]}" if serves else ""
+    stop = f"`posttrain serve {serves[0].name} --stop` ends it, or " if serves else ""
+    return Problem(what, f"has {holder}{named}", f"a free one of {server.host}", stop + remedy)
+
+
+def _lease_folder(results: Path, host: str, name: str) -> Path:
+    return results / FOLDER / "leases" / _plain(host) / name
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.-]", "-", text)
+
+
+def this_machine() -> str:
+    """Return how leases call this machine."""
+    return socket.gethostname()
+
+
+def named(servers: Sequence[tuple[Path, Server]], name: str) -> list[tuple[Path, Server]]:
+    """Return the servers of a name: what was asked to be served, a folder, or a job's number; all without one."""
+    if not name:
+        return list(servers)
+    asked = str(Path(name).expanduser().absolute())
+
+    def is_meant(server: Server) -> bool:
+        return name in (server.name, server.job.partition(":")[2]) or server.checkpoint == asked
+
+    return [(path, server) for path, server in servers if is_meant(server)]
