@@ -91,6 +91,7 @@ def check(step: Step) -> None:
     assert sorted(path.name for path in step.folder.iterdir()) == names
 
 
+@pytest.mark.faults("slow")
 def test_a_step_whose_head_was_killed_goes_on(tmp_path: Path) -> None:
     step = Step(tmp_path)
     kill(step, shards=2)
