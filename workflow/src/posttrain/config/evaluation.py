@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from posttrain.config.lm_eval import LmEval
+from posttrain.config.serving_benchmark import ServingBenchmark
 from posttrain.document import _doc
 
 
@@ -66,6 +67,7 @@ class Evaluation:
         default_factory=dict, metadata={"doc": "Prompts to measure on besides the held-out ones, by names of your own"}
     )
     lm_eval: LmEval = field(default_factory=LmEval, metadata={"doc": "lm-eval's suites"})
+    serving: ServingBenchmark = field(default_factory=ServingBenchmark, metadata={"doc": "Speed by concurrency"})
     own_digests: list[str] = _doc(
         "Digests of your own functions, and of judges' prompts, that suites name; filled in when a configuration is "
         "resolved",
