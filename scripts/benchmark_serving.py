@@ -38,7 +38,7 @@ def main() -> None:
     name = f"{args.resolved.run}, {config.engine.kind}"
     question = {"checkpoint": checkpoint.digest, "engine": asdict(config.engine), **asdict(asked)}
     del question["beside"]
-    record = Record(args.output, name, question, asked.concurrency)
+    record = Record(args.output, name, question, asked.concurrencies)
     log_folder = args.output.parent / "benchmark_serving.engines"
     with engines_to_ask(config, args.checkpoint, log_folder, merge_requests=True) as engines:
         asyncio.run(measure(config, engines, args.checkpoint, prompts_of(config, args.checkpoint, args.dataset), record))

@@ -1,13 +1,14 @@
 """An OpenAI-compatible endpoint that sends its tokens at times of a script and remembers when it did.
 
 It is a process of its own over bare sockets, so that neither a web framework nor the client's interpreter moves its
-times. The model's name chooses the script. `GET /sent` tells when each request came and each chunk left, on the clock
+times. The model's name chooses the script. `GET /sent` tells when each request came for the first time and each chunk left, on the clock
 that all processes of this machine share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -55,7 +56,8 @@ SCRIPTS = {
     "busy": Script(refuses_first=503),
     "hangs-up": Script(refuses_first=1),
     "crowd": Script(gap_ms=250.0),
-    "dies": Script(dies_at=30),
+    "flood": Script(gap_ms=0.0),
+    "dies": Script(dies_at=20),
     "refuses": Script(error=500),
     "fails-inside": Script(error=200),
     "ends-early": Script(ends_early=True),
@@ -65,7 +67,7 @@ SCRIPTS = {
 class _Endpoint:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
-        self._seen: set[str] = set()
+        self._first_came: dict[str, float] = {}
         self._count = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,6 +91,7 @@ class _Endpoint:
             return _whole(writer, 200, self.sent)
         if path == "/forget":
             self.sent.clear()
+            self._first_came.clear()
             return _whole(writer, 200, {})
         if not path.endswith("/completions"):
             models = [{"id": name, "object": "model", "max_model_len": CONTEXT} for name in SCRIPTS]
@@ -96,15 +99,16 @@ class _Endpoint:
         if script is None:
             return _whole(writer, 404, {"error": {"message": f"no model {body.get('model')}", "code": 404}})
         key = json.dumps([body["model"], body.get("prompt"), body.get("messages"), body.get("seed")])
-        if script.refuses_first and key not in self._seen:
-            self._seen.add(key)
+        if script.refuses_first and key not in self._first_came:
+            self._first_came[key] = came
             if script.refuses_first == 1:
                 return False
             return _whole(writer, script.refuses_first, {"error": {"message": "busy"}})
         if script.error > 200:
             return _whole(writer, script.error, {"error": {"message": "out of order"}})
         self._count += 1
-        await self._stream(script, body, came, writer, "chat" in path, self._count)
+        record = {"came": self._first_came.get(key, came), "chunks": []}
+        await self._stream(script, body, came, record, writer, "chat" in path)
         return True
 
     async def _stream(
@@ -112,14 +116,14 @@ class _Endpoint:
         script: Script,
         body: dict[str, Any],
         came: float,
+        record: dict[str, Any],
         writer: asyncio.StreamWriter,
         is_chat: bool,
-        number: int,
     ) -> None:
         wanted = body.get("max_completion_tokens") or body["max_tokens"]
         total = wanted // 2 if script.ends_early else wanted
-        record: dict[str, Any] = {"came": came, "chunks": []}
         self.sent.append(record)
+        number = self._count
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         # Requests that come together do not beat together.
         due = came + (FIRST_MS + (number % 97) * script.gap_ms / 97 * (script.gap_ms > 100)) / 1e3
@@ -138,7 +142,7 @@ class _Endpoint:
             if script.has_empty:
                 _event(writer, _chunk(is_chat, ""))
             nth = place // script.tokens_per_chunk + 1
-            due += (script.gap_ms + (nth % LONG_EVERY == 0) * (LONG_GAP_MS - GAP_MS)) / 1e3
+            due += (script.gap_ms + (nth % LONG_EVERY == 0 and script.gap_ms > 0) * (LONG_GAP_MS - GAP_MS)) / 1e3
         prompt = body.get("prompt") or body.get("messages")
         usage = {"prompt_tokens": len(prompt), "completion_tokens": total, "total_tokens": len(prompt) + total}
         _event(writer, {**_chunk(is_chat, ""), "choices": [], "usage": usage})
@@ -176,10 +180,26 @@ async def _run() -> None:
 
 
 @contextmanager
+def on_time() -> Iterator[None]:
+    """Have this process, and what it starts, run before others where the system lets it, so that a busy machine waits."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
 def scripted_endpoint() -> Iterator[str]:
     """Run the endpoint in a process of its own; its address."""
     command = [sys.executable, "-m", "tests.support.scripted_endpoint"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with on_time():
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -191,6 +211,26 @@ def sent(address: str) -> list[dict[str, Any]]:
     """Return when each request came and its chunks left, as [seconds, tokens], in the order of coming."""
     with urllib.request.urlopen(f"{address}/sent") as answer:
         return json.load(answer)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What left the endpoint since it last forgot: milliseconds of each request or gap, counted by itself."""
+
+    ttft: list[float]
+    tpot: list[float]
+    gaps: list[float]
+
+
+def sent_times(address: str, leave_out: int) -> Sent:
+    """Return the times of all requests but the first ones."""
+    ttft, tpot, gaps = list[float](), list[float](), list[float]()
+    for record in sent(address)[leave_out:]:
+        times, counts = zip(*record["chunks"], strict=True)
+        ttft.append((times[0] - record["came"]) * 1e3)
+        tpot.append((times[-1] - times[0]) * 1e3 / (sum(counts) - 1))
+        gaps += [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(times)]
+    return Sent(ttft, tpot, gaps)
 
 
 def forget(address: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from posttrain.document import _doc
 
@@ -14,10 +14,7 @@ CONCURRENCIES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 class ServingBenchmark:
     """Speed by concurrency, when the rule `benchmark_serving` is asked for (docs/evaluation.md)."""
 
-    concurrency: list[int] = field(
-        default_factory=lambda: list(CONCURRENCIES),
-        metadata={"doc": "Requests in flight, a row of the table for each"},
-    )
+    concurrency: list[str] = _doc("Requests in flight, a row of the table for each", [*map(str, CONCURRENCIES)])
     prompts: str = _doc(
         "random: tokens drawn from the vocabulary; heldout: the held-out prompts, rendered as in training",
         "random",
@@ -31,3 +28,8 @@ class ServingBenchmark:
     beside: list[str] = _doc(
         "CSV files of other tables that are shown beside; `published`: GLM-5-FP8 with vLLM on B200", []
     )
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """The rows, as numbers."""
+        return [int(number) for number in self.concurrency]

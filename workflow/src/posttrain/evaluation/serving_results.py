@@ -136,7 +136,7 @@ async def measure_table(record: Record, endpoints: Sequence[Endpoint], prompt_of
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV with `COLUMNS`; a comment on its first line is its name, else the file's.
+    """Read a CSV with `COLUMNS`; the comment on its first line, up to a colon, is its name, else the file's.
 
     Raises:
         ConfigError: It is none, or a number of it is not above 0.
@@ -144,7 +144,7 @@ def read_table(path: Path) -> Table:
     allowed = f"CSV with the columns {', '.join(COLUMNS)}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        name = lines[0].lstrip("# ") if lines[0].startswith("#") else path.stem
+        name = lines[0].lstrip("# ").partition(": ")[0] if lines[0].startswith("#") else path.stem
         rows = [
             {key: _number(value) for key, value in row.items()}
             for row in csv.DictReader(line for line in lines if not line.startswith("#"))

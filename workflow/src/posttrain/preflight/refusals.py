@@ -61,11 +61,8 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
 
 
 def _check_benchmark(config: Config) -> Iterator[Problem]:
-    """Yield that a benchmark has no rows, or requests that the model has no room for."""
+    """Yield that a benchmark asks for what the model has no room for."""
     asked, room = config.evaluation.serving, config.model.architecture.max_position_embeddings
-    if not asked.concurrency or min(asked.concurrency) < 1:
-        allowed, remedy = "numbers from 1 on", "name the requests in flight, a row for each"
-        yield Problem("evaluation.serving.concurrency", str(asked.concurrency), allowed, remedy)
     length = asked.output_tokens + (asked.input_tokens if asked.prompts == "random" else 1)
     if length > room:
         keys = "evaluation.serving: input_tokens + output_tokens"
