@@ -173,8 +173,8 @@ def _whole(writer: asyncio.StreamWriter, status: int, content: Any) -> bool:
     return True
 
 
-async def _run() -> None:
-    server = await asyncio.start_server(_Endpoint().serve, "127.0.0.1", 0, limit=1 << 24, backlog=4096)
+async def _run(port: int) -> None:
+    server = await asyncio.start_server(_Endpoint().serve, "127.0.0.1", port, limit=1 << 24, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -194,9 +194,9 @@ def on_time() -> Iterator[None]:
 
 
 @contextmanager
-def scripted_endpoint() -> Iterator[str]:
-    """Run the endpoint in a process of its own; its address."""
-    command = [sys.executable, "-m", "tests.support.scripted_endpoint"]
+def scripted_endpoint(port: int = 0) -> Iterator[str]:
+    """Run the endpoint in a process of its own, on a free port if none is given; its address."""
+    command = [sys.executable, "-m", "tests.support.scripted_endpoint", str(port)]
     with on_time():
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
@@ -239,4 +239,4 @@ def forget(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_run())
+    asyncio.run(_run(int(sys.argv[1])))
