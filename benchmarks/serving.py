@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving            # needs `make env-sglang`
 
-A real SGLang serves a small random Qwen3 on this machine's CPU. By turns SGLang's own tool (`sglang.benchmark.serving`) and ours
-send the same load to /generate: random prompts, responses of a fixed length, the same number of requests in flight and in all. What is compared is
-the median, over pairs, of ours by theirs.
+A real SGLang serves a small random Qwen3 on this machine's CPU. By turns SGLang's own tool (`sglang.benchmark.serving`)
+and ours send the same load to /generate: random prompts, responses of a fixed length, the same number of requests in
+flight and in all. What is compared is the median, over pairs, of ours by theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from posttrain.evaluation.serving_prompts import random_prompts
 from posttrain.planner.resolve import resolve
 
 PAIRS, CONCURRENCIES = 7, (1, 8)
-INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 64, 128, 4
+INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 64, 64, 4
 ARCHITECTURE = dataclasses.replace(
     TINY_QWEN3, hidden_size=256, intermediate_size=768, num_hidden_layers=6, max_position_embeddings=1024
 )

@@ -41,7 +41,9 @@ def main() -> None:
     record = Record(args.output, name, question, asked.concurrencies)
     log_folder = args.output.parent / "benchmark_serving.engines"
     with engines_to_ask(config, args.checkpoint, log_folder, merge_requests=True) as engines:
-        asyncio.run(measure(config, engines, args.checkpoint, prompts_of(config, args.checkpoint, args.dataset), record))
+        asyncio.run(
+            measure(config, engines, args.checkpoint, prompts_of(config, args.checkpoint, args.dataset), record)
+        )
     tables = [record.table, *others]
     print(format_tables(tables))
     page = args.output.with_suffix(".html")
@@ -59,9 +61,7 @@ def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
     return given_prompts([tokenizer.render(prompt.messages, prompt.tools) for prompt in rows], asked.seed)
 
 
-async def measure(
-    config: Config, engines: AskedEngines, checkpoint: Path, prompts: PromptOf, record: Record
-) -> None:
+async def measure(config: Config, engines: AskedEngines, checkpoint: Path, prompts: PromptOf, record: Record) -> None:
     """Wait for the engines and measure what is missing."""
     asked, timeout = config.evaluation.serving, config.engine.request_timeout_seconds
     api = GENERATE if config.engine.kind == "embedded" else COMPLETIONS

@@ -4,7 +4,9 @@ import sys
 
 from tests.support.evaluation_inputs import ROOT, make_inputs
 
-ASKED = "evaluation.serving.concurrency=[1,4] evaluation.serving.output_tokens=5 evaluation.serving.requests_per_client=2"
+ASKED = (
+    "evaluation.serving.concurrency=[1,4] evaluation.serving.output_tokens=5 evaluation.serving.requests_per_client=2"
+)
 
 
 def test_the_table_has_a_row_per_concurrency(tmp_path):

@@ -1,8 +1,8 @@
 """An OpenAI-compatible endpoint that sends its tokens at times of a script and remembers when it did.
 
 It is a process of its own over bare sockets, so that neither a web framework nor the client's interpreter moves its
-times. The model's name chooses the script. `GET /sent` tells when each request came for the first time and each chunk left, on the clock
-that all processes of this machine share.
+times. The model's name chooses the script. `GET /sent` tells when each request came for the first time and when each
+chunk left, on the clock that all processes of this machine share.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def _run(port: int) -> None:
 
 @contextmanager
 def on_time() -> Iterator[None]:
-    """Have this process, and what it starts, run before others where the system lets it, so that a busy machine waits."""
+    """Have this process, and what it starts, run before others where the system lets it: a busy machine waits."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except PermissionError:

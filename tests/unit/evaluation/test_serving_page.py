@@ -1,3 +1,4 @@
+import itertools
 import re
 
 from posttrain.evaluation.serving_page import render_serving
@@ -14,7 +15,7 @@ def test_engines_stand_side_by_side_in_each_picture():
         assert len(re.findall('<path class="line', picture)) == 2
         # Every doubling is as wide as any other.
         xs = [float(x) for x, _ in re.findall(r"([\d.]+),([\d.]+)", re.findall(r' d="M([^"]*)"', picture)[1])]
-        steps = [later - earlier for earlier, later in zip(xs[2:], xs[3:], strict=False)]
+        steps = [later - earlier for earlier, later in itertools.pairwise(xs[2:])]
         assert max(steps) - min(steps) < 0.3
         assert ">1024<" in picture
     assert "&lt;mine&gt;" in page

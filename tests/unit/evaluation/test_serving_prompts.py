@@ -11,7 +11,7 @@ def test_random_prompts_are_of_their_seed_and_no_two_alike():
     prompts = random_prompts(16, 1000, seed=1)
     drawn = [tuple(prompts(row, number)) for row in (1, 8) for number in range(50)]
     assert len({*drawn}) == 100
-    assert all(len(prompt) == 16 and 0 <= min(prompt) and max(prompt) < 1000 for prompt in drawn)
+    assert all(len(prompt) == 16 and min(prompt) >= 0 and max(prompt) < 1000 for prompt in drawn)
     assert drawn[7] == tuple(random_prompts(16, 1000, seed=1)(1, 7))
     assert drawn[7] != tuple(random_prompts(16, 1000, seed=2)(1, 7))
 
@@ -38,7 +38,9 @@ def test_rows_become_prompts(tmp_path, rows, api, read):
     assert read_prompts(tmp_path / "a.jsonl", api) == read_prompts(tmp_path / "a.json", api) == read
 
 
-@pytest.mark.parametrize("text", ["", "no json", '{"question": "a"}', '{"conversations": []}', "[1]", '{"prompt": [{}, {}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "no json", '{"question": "a"}', '{"conversations": []}', "[1]", '{"prompt": [{}, {}]}']
+)
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "a").write_text(text)
     with pytest.raises(ConfigError, match="--dataset = "):

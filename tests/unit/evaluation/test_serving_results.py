@@ -5,7 +5,15 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.evaluation.serving import Level
-from posttrain.evaluation.serving_results import COLUMNS, Record, Table, format_tables, peak_of, read_table, tables_beside
+from posttrain.evaluation.serving_results import (
+    COLUMNS,
+    Record,
+    Table,
+    format_tables,
+    peak_of,
+    read_table,
+    tables_beside,
+)
 
 QUESTION = {"url": "http://x", "concurrency": (1, 8)}
 
@@ -87,8 +95,10 @@ def test_tables_stand_side_by_side():
     assert lines[-1].startswith("* the generator")
 
 
-@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", ",".join(COLUMNS) + "\n1,2,3,4,x\n", ",".join(COLUMNS) + "\n1,0,3,4,5\n"])
+@pytest.mark.parametrize(
+    "content", ["", "a,b\n1,2\n", ",".join(COLUMNS) + "\n1,2,3,4,x\n", ",".join(COLUMNS) + "\n1,0,3,4,5\n"]
+)
 def test_what_is_no_table_is_refused(tmp_path, content):
     (tmp_path / "x.csv").write_text(content)
-    with pytest.raises(ConfigError, match="beside = .*x.csv"):
+    with pytest.raises(ConfigError, match=r"beside = .*x\.csv"):
         read_table(tmp_path / "x.csv")

@@ -35,13 +35,13 @@ COMMANDS = {
     "verify-store": "prove where every byte of the checkpoints came from, before training",
     "gc": "what of the store no run needs",
     "serve": "how a run's export, or any checkpoint, is served on a machine; or serve it here",
-    "benchmark-serving": "how fast an endpoint answers, by requests in flight; the rule measures what a run trained",
+    "benchmark": "how fast an endpoint answers, by requests in flight; `snakemake benchmark_serving` measures a run",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
 # One makes a configuration, one serves whatever checkpoint, one measures whatever answers; they begin with none.
-MAKES, SERVES, MEASURES = "import-flags", "serve", "benchmark-serving"
+MAKES, SERVES, MEASURES = "import-flags", "serve", "benchmark"
 ALONE = (MAKES, SERVES, MEASURES)
 _SIZES_ONLY: dict[str, dict[str, Any]] = {
     "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
@@ -80,7 +80,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--input-tokens": {"type": int, "default": 2048, "help": "length of random prompts (2048)"},
         "--vocabulary": {"type": int, "default": 32000, "help": "random token ids are below this (32000)"},
         "--output-tokens": {"type": int, "default": 512, "help": "length of every response (512)"},
-        "--concurrency": {"type": int, "nargs": "+", "default": CONCURRENCIES, "help": "requests in flight (1 to 1024)"},
+        "--concurrency": {
+            "type": int,
+            "nargs": "+",
+            "default": CONCURRENCIES,
+            "help": "requests in flight (1 to 1024)",
+        },
         "--requests-per-client": {"type": int, "default": 4, "help": "one after the other (4)"},
         "--temperature": {"type": float, "default": 0.0, "help": "0, the default, takes the likeliest token"},
         "--seed": {"type": int, "default": 1, "help": "of prompts and sampling (1)"},
@@ -114,7 +119,7 @@ def _answer() -> None:
         return
     if options["command"] == MEASURES:
         del options["command"], options["config"]
-        importlib.import_module("posttrain.commands.benchmark_serving").main(**options)
+        importlib.import_module("posttrain.commands.benchmark").main(**options)
         return
     if options["command"] == SERVES:
         del options["command"]

@@ -120,9 +120,7 @@ async def stream(session: aiohttp.ClientSession, endpoint: Endpoint, request: St
     return timeline
 
 
-async def _try(
-    session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, timeline: Timeline
-) -> float | None:
+async def _try(session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, timeline: Timeline) -> float | None:
     """Send once and read the answer; seconds to wait where the request was turned away."""
     path = PATHS[endpoint.api]
     wait = RETRY_SECONDS * 2**timeline.retries if timeline.retries < NUM_CONNECTION_RETRIES else None

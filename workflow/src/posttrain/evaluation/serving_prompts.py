@@ -1,4 +1,4 @@
-"""Prompts of a serving benchmark: random tokens, or those of a file. No two of a table are alike while there are enough."""
+"""Prompts of a serving benchmark: random tokens, no two alike, or those of a file, in turn."""
 
 from __future__ import annotations
 

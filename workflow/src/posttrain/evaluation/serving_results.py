@@ -1,7 +1,8 @@
 """The table of a serving benchmark on disk, row by row, beside other tables.
 
-`NAME.json` has what was asked and the rows, written anew after each. A benchmark that was cut short goes on when the same
-is asked again: its rows are kept, the others measured. One that is complete, or that asked something else, begins anew.
+`NAME.json` has what was asked and the rows, written anew after each. A benchmark that was cut short goes on when the
+same is asked again: its rows are kept, the others measured. One that is complete, or that asked something else, begins
+anew.
 `NAME.csv` has the rows for others; it is what tables of other benchmarks are read from, too.
 """
 
@@ -39,6 +40,7 @@ HEADS = {
 }
 BOUND_MARK = "*"
 
+
 @dataclass(frozen=True)
 class Table:
     """Rows of one engine.
@@ -50,6 +52,7 @@ class Table:
 
     name: str
     rows: Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -67,6 +70,7 @@ class Peak:
     saturated_at: int
     is_inside: bool
 
+
 def peak_of(rows: Sequence[Mapping[str, Any]]) -> Peak:
     """Return the peak of rows, of which there is one at least."""
     ordered = sorted(rows, key=lambda row: row["concurrency"])
@@ -74,6 +78,7 @@ def peak_of(rows: Sequence[Mapping[str, Any]]) -> Peak:
     place, highest = max(enumerate(speeds), key=lambda pair: pair[1])
     saturated = next(at for at, speed in enumerate(speeds) if speed >= SATURATED_SHARE * highest)
     return Peak(highest, ordered[place]["concurrency"], ordered[saturated]["concurrency"], place < len(speeds) - 1)
+
 
 class Record:
     """The rows of one benchmark, on disk as they come.
@@ -120,6 +125,7 @@ class Record:
         write_json(self._path, {**content, "peak": peak, "is_complete": not self.missing})
         write_text(self._path.with_suffix(".csv"), _as_csv(self.table))
 
+
 async def measure_table(record: Record, endpoints: Sequence[Endpoint], prompt_of: PromptOf, load: Load) -> None:
     """Measure what a record misses, row by row.
 
@@ -156,12 +162,15 @@ def read_table(path: Path) -> Table:
         raise ConfigError([Problem("beside", f"{path} without {', '.join(missing)}", allowed, "name another file")])
     return Table(one_line(name), [{**row, "concurrency": int(row["concurrency"])} for row in rows])
 
+
 def _number(value: str) -> float:
     return {"True": 1.0, "False": 0.0}[value] if value in ("True", "False") else float(value)
+
 
 def tables_beside(files: Sequence[str]) -> list[Table]:
     """Return the tables of files; `published` is the one that comes with the project."""
     return [read_table(PUBLISHED if file == "published" else Path(file)) for file in files]
+
 
 def format_tables(tables: Sequence[Table]) -> str:
     """Return tables as text: a line per concurrency and engine, peaks below."""
@@ -176,15 +185,18 @@ def format_tables(tables: Sequence[Table]) -> str:
         lines.append(f"{BOUND_MARK} the generator was late or busy here: not the server's speed alone")
     return "\n".join(lines)
 
+
 def _peak_line(table: Table) -> str:
     peak = peak_of(table.rows)
     where = "" if peak.is_inside else ", the most that was tried"
     speed = format_number(peak.output_tokens_per_second)
     return f"{table.name}: peak {speed} tok/s at {peak.concurrency}{where}; saturated from {peak.saturated_at}"
 
+
 def _cell(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:,.1f}"
+
 
 def _as_csv(table: Table) -> str:
     text = io.StringIO()

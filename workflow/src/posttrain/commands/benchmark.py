@@ -1,4 +1,4 @@
-"""Measure the speed of an endpoint that is there, by concurrency; the rule of this name measures what a run trained."""
+"""Measure the speed of an endpoint by concurrency; the rule `benchmark_serving` measures what a run trained."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def main(
     question = {"url": endpoint.url, "model": model, "api": endpoint.api, "concurrency": list(concurrency)}
     question |= {"output_tokens": output_tokens, "requests_per_client": requests_per_client, "seed": seed}
     question |= {"temperature": temperature}
-    question |= (
-        {"dataset": hash_file(dataset)} if dataset else {"input_tokens": input_tokens, "vocabulary": vocabulary}
-    )
+    question |= {"dataset": hash_file(dataset)} if dataset else {"input_tokens": input_tokens, "vocabulary": vocabulary}
     record = Record(output, name or f"{model} at {endpoint.url}", question, concurrency)
     load = Load(output_tokens, requests_per_client, seed, temperature)
     asyncio.run(measure_table(record, [endpoint], prompts, load))

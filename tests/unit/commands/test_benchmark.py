@@ -19,7 +19,7 @@ def address():
 
 
 def ask(folder, url, *options, model="single"):
-    command = [sys.executable, "-m", "posttrain", "benchmark-serving", url, "--model", model, *SHORT, *options]
+    command = [sys.executable, "-m", "posttrain", "benchmark", url, "--model", model, *SHORT, *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
