@@ -36,7 +36,7 @@ class Script:
         has_empty: A chunk with a role and no text comes first, and one without text after each with some.
         refuses_first: Status of the answer to a request when it comes for the first time; 0: none. 1 hangs up.
         dies_at: The process ends with this request's third chunk, counted from 1.
-        error: Status of every answer; 200 tells an error within the stream.
+        error: Status of every answer; 200 tells an error within the stream, 1 sends there what is no chunk.
         ends_early: The answer has half of the tokens.
     """
 
@@ -59,6 +59,7 @@ SCRIPTS = {
     "flood": Script(gap_ms=0.0),
     "dies": Script(dies_at=20),
     "refuses": Script(error=500),
+    "talks-nonsense": Script(error=1),
     "fails-inside": Script(error=200),
     "ends-early": Script(ends_early=True),
 }
@@ -135,6 +136,9 @@ class _Endpoint:
                 os._exit(1)
             if script.error == 200:
                 _event(writer, {"error": {"message": "out of order", "code": 500}})
+                break
+            if script.error == 1:
+                _event(writer, {"choices": 5})
                 break
             count = min(script.tokens_per_chunk, total - place)
             _event(writer, _chunk(is_chat, " tok" * count))

@@ -137,6 +137,7 @@ def test_a_flood_is_known_to_be_more_than_the_generator_reads(address):
     [
         ("refuses", "HTTP 500: .*out of order"),
         ("fails-inside", "tells within its answer: .*out of order"),
+        ("talks-nonsense", "answers in another way than it should: TypeError"),
         ("ends-early", "answered with 64 of 128 tokens"),
         ("nobody", "HTTP 404: .*no model nobody"),
     ],

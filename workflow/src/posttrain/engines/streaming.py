@@ -139,6 +139,8 @@ async def _try(session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, 
         if timeline.chunks or wait is None or isinstance(error, TimeoutError):
             raise EngineError(f"{endpoint.url}{path}: the stream broke off: {error!r}") from error
         return wait
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{endpoint.url}{path} answers in another way than it should: {error!r}") from error
     return None
 
 

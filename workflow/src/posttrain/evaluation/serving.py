@@ -39,6 +39,8 @@ FEWEST_REQUESTS = 8
 TOLERANCE_MS, TOLERANCE_SHARE = 2.0, 0.01
 BUSY_SHARE = 0.9
 BEAT_SECONDS = 0.01
+# SGLang's own interface tells in each chunk all tokens so far: a line may be long.
+READ_BYTES = 1 << 22
 # Besides the connections: what a Python process has open.
 SPARE_FILES = 128
 
@@ -132,7 +134,7 @@ async def measure_level(endpoints: Sequence[Endpoint], prompt_of: PromptOf, conc
     ]
     timeout = aiohttp.ClientTimeout(total=load.timeout_seconds)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as session:
 
         async def send(number: int) -> Timeline:
             return await stream(session, endpoints[number % len(endpoints)], requests[number])

@@ -94,7 +94,8 @@ class Record:
         self._path, self._name, self._concurrencies = path, name, concurrencies
         self._question = json.loads(json.dumps(question))
         before = read_json(path) if path.exists() else {}
-        goes_on = before.get("question") == self._question and not before.get("is_complete", True)
+        is_ours = isinstance(before, dict) and before.get("question") == self._question
+        goes_on = is_ours and not before["is_complete"]
         self.rows: list[dict[str, Any]] = [*before["rows"]] if goes_on else []
         self._write()
 
