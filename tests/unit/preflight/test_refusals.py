@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.rules import check_trainable
+from posttrain.errors import ConfigError
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
 from posttrain.preflight.refusals import _changes, find_refusals, nearest_request, refusal
