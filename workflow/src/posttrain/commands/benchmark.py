@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
@@ -44,12 +45,11 @@ def main(
     _refuse_nonsense(url, chat, dataset, min(numbers))
     raise_if_any(asyncio.run(_find_problems(endpoint, output_tokens + (0 if dataset else input_tokens))))
     prompts = _prompts(endpoint, dataset, input_tokens, vocabulary, seed)
-    question = {"url": endpoint.url, "model": model, "api": endpoint.api, "concurrency": list(concurrency)}
-    question |= {"output_tokens": output_tokens, "requests_per_client": requests_per_client, "seed": seed}
-    question |= {"temperature": temperature}
-    question |= {"dataset": hash_file(dataset)} if dataset else {"input_tokens": input_tokens, "vocabulary": vocabulary}
-    record = Record(output, name or f"{model} at {endpoint.url}", question, concurrency)
     load = Load(output_tokens, requests_per_client, seed, temperature)
+    rows = list(dict.fromkeys(concurrency))
+    asked = {"dataset": hash_file(dataset)} if dataset else {"input_tokens": input_tokens, "vocabulary": vocabulary}
+    question = {"url": endpoint.url, "model": model, "api": endpoint.api, "rows": rows, **asdict(load), **asked}
+    record = Record(output, name or f"{model} at {endpoint.url}", question, rows)
     asyncio.run(measure_table(record, [endpoint], prompts, load))
     tables = [record.table, *others]
     print(format_tables(tables))
