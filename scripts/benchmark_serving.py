@@ -1,20 +1,23 @@
-"""Measure the speed of a served checkpoint by concurrency, with prompts of the held-out set."""
+"""Measure the speed of a served checkpoint by concurrency (`evaluation.serving`)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.artifacts import write_json
+from posttrain.artifacts import write_text
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
-from posttrain.evaluation.serving import Level, format_table, measure_serving
+from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
+from posttrain.evaluation.serving import Load, PromptOf
+from posttrain.evaluation.serving_page import render_serving
+from posttrain.evaluation.serving_prompts import given_prompts, random_prompts
+from posttrain.evaluation.serving_results import Record, format_tables, measure_table, tables_beside
 from posttrain.planner.sizing.evaluation import serving_config
 
 
@@ -26,36 +29,46 @@ def main() -> None:
         checkpoint=(Path, "checkpoint in Hub layout, BF16 or FP8"),
         checkpoint_receipt=Path,
         dataset=(Path, "folder with heldout.jsonl"),
-        output=(Path, "the table, as JSON; written last"),
-        concurrency={"type": int, "nargs": "+", "default": [1, 8, 32, 64], "help": "requests in flight"},
-        requests={"type": int, "default": 32, "help": "requests per level, at least as many as are in flight"},
-        output_tokens={"type": int, "default": 32, "help": "length of every response"},
+        output=(Path, "the table, as JSON, written row by row; CSV and page beside it"),
     )
     config = serving_config(args.resolved.config)
     checkpoint = require_content(args.checkpoint, args.checkpoint_receipt, config.stage.workers)
-    tokenizer = ChatTokenizer(args.checkpoint, config.data.chat_template_kwargs)
-    rows = load_prompts(args.dataset / "heldout.jsonl")
-    prompts = [tokenizer.render(prompt.messages, prompt.tools) for prompt in rows]
+    asked = config.evaluation.serving
+    others = tables_beside(asked.beside)
+    name = f"{args.resolved.run}, {config.engine.kind}"
+    question = {"checkpoint": checkpoint.digest, "engine": asdict(config.engine), **asdict(asked)}
+    del question["beside"]
+    record = Record(args.output, name, question, asked.concurrencies)
     log_folder = args.output.parent / "benchmark_serving.engines"
     with engines_to_ask(config, args.checkpoint, log_folder, merge_requests=True) as engines:
-        levels = asyncio.run(measure(config, engines, prompts, args))
-    print(format_table(levels))
-    write_json(
-        args.output,
-        {
-            "checkpoint": checkpoint.digest,
-            "output_tokens": args.output_tokens,
-            "levels": [asdict(level) for level in levels],
-        },
-    )
+        asyncio.run(
+            measure(config, engines, args.checkpoint, prompts_of(config, args.checkpoint, args.dataset), record)
+        )
+    tables = [record.table, *others]
+    print(format_tables(tables))
+    page = args.output.with_suffix(".html")
+    write_text(page, render_serving(config.model.name, tables))
+    print(f"serving: {page.resolve()}", flush=True)
 
 
-async def measure(
-    config: Config, engines: AskedEngines, prompts: list[tuple[int, ...]], args: argparse.Namespace
-) -> list[Level]:
-    """Wait for the engines and measure them."""
-    async with client_of(config, engines) as client:
-        return await measure_serving(client, prompts, args.concurrency, args.requests, args.output_tokens)
+def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
+    """Return what is asked: random tokens, or the held-out prompts as training renders them."""
+    asked = config.evaluation.serving
+    if asked.prompts == "random":
+        return random_prompts(asked.input_tokens, config.model.architecture.vocab_size, asked.seed)
+    tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
+    rows = load_prompts(dataset / "heldout.jsonl")
+    return given_prompts([tokenizer.render(prompt.messages, prompt.tools) for prompt in rows], asked.seed)
+
+
+async def measure(config: Config, engines: AskedEngines, checkpoint: Path, prompts: PromptOf, record: Record) -> None:
+    """Wait for the engines and measure what is missing."""
+    asked, timeout = config.evaluation.serving, config.engine.request_timeout_seconds
+    api = GENERATE if config.engine.kind == "embedded" else COMPLETIONS
+    endpoints = [Endpoint(url, str(checkpoint), api, engines.secret) for url in engines.urls]
+    load = Load(asked.output_tokens, asked.requests_per_client, asked.seed, asked.temperature, timeout)
+    async with client_of(config, engines):
+        await measure_table(record, endpoints, prompts, load)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,26 @@ import sys
 
 from tests.support.evaluation_inputs import ROOT, make_inputs
 
+ASKED = (
+    "evaluation.serving.concurrency=[1,4] evaluation.serving.output_tokens=5 evaluation.serving.requests_per_client=2"
+)
+
 
 def test_the_table_has_a_row_per_concurrency(tmp_path):
     output = tmp_path / "serving.json"
-    arguments = [*make_inputs(tmp_path, "engine.num_threads=1"), "--output", output, "--requests", 8]
-    arguments += ["--concurrency", 1, 4, "--output-tokens", 5]
+    asked = f"engine.num_threads=1 evaluation.serving.prompts=heldout evaluation.serving.beside=[published] {ASKED}"
+    arguments = [*make_inputs(tmp_path, asked), "--output", output]
     script = ROOT / "scripts" / "benchmark_serving.py"
     ended = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    levels = json.loads(output.read_text())["levels"]
+    levels = json.loads(output.read_text())["rows"]
     assert [(level["concurrency"], level["num_requests"]) for level in levels] == [(1, 8), (4, 8)]
     for level in levels:
-        assert 0 < level["ttft_ms_median"] < level["latency_ms_median"]
-        assert level["tpot_ms_median"] > 0
+        assert 0 < level["ttft_ms"] < level["latency_ms"]
+        assert level["tpot_ms"] > 0
         assert level["output_tokens_per_second"] > 0
-    header, *rows = ended.stdout.splitlines()
-    assert "TTFT ms" in header
-    assert [row.split()[0] for row in rows] == ["1", "4"]
+        assert level["tokens_per_chunk"] == 1
+    assert "TTFT ms" in ended.stdout
+    assert "embedded: peak" in ended.stdout
+    assert "HGX B200" in output.with_suffix(".html").read_text()
+    assert output.with_suffix(".csv").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.rules import check_trainable
+from posttrain.errors import ConfigError
 from posttrain.planner.problems import find_problems
 from posttrain.planner.resolve import resolve
 from posttrain.preflight.refusals import _changes, find_refusals, nearest_request, refusal
@@ -191,3 +192,19 @@ def test_the_words_have_problems_first_and_the_nearest_last() -> None:
     assert words[1] == "  - model.source.revision = unpinned"
     assert words[-2] == "  nearest that it can train: set='model.source.revision=COMMIT'"
     assert words[-1].startswith("`snakemake plan`")
+
+
+def test_a_benchmark_asks_for_no_more_than_the_model_has_positions() -> None:
+    asked = {"model": "tiny", "site": "local", "set": "evaluation.serving.input_tokens=241"}
+    config = resolve(asked, CONFIG_DIR).config
+    (found,) = find_refusals(config, {"benchmark_serving"})
+    assert (found.value, found.allowed) == ("257", "at most 256, the positions of the model")
+    assert find_refusals(config, {"evaluate"}) == []
+    asked["set"] = "evaluation.serving.input_tokens=240"
+    assert find_refusals(resolve(asked, CONFIG_DIR).config, {"benchmark_serving"}) == []
+
+
+@pytest.mark.parametrize("rows", ["[]", "[0]", "[1,1]", "[many]"])
+def test_a_benchmark_has_rows(rows: str) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.serving\.concurrency"):
+        resolve({"model": "tiny", "site": "local", "set": f"evaluation.serving.concurrency={rows}"}, CONFIG_DIR)

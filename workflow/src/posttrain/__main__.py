@@ -18,6 +18,7 @@ from posttrain.artifacts.sharing import announce_sharing
 from posttrain.cli import RESOLVED, add_option, run
 from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved
+from posttrain.config.serving_benchmark import CONCURRENCIES
 from posttrain.training.lineage import refuse_other_run
 
 COMMANDS = {
@@ -34,13 +35,14 @@ COMMANDS = {
     "verify-store": "prove where every byte of the checkpoints came from, before training",
     "gc": "what of the store no run needs",
     "serve": "how a run's export, or any checkpoint, is served on a machine; or serve it here",
+    "benchmark": "how fast an endpoint answers, by requests in flight; `snakemake benchmark_serving` measures a run",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
-# This one makes a configuration, the other serves whatever checkpoint; they begin with none.
-MAKES, SERVES = "import-flags", "serve"
-ALONE = (MAKES, SERVES)
+# One makes a configuration, one serves whatever checkpoint, one measures whatever answers; they begin with none.
+MAKES, SERVES, MEASURES = "import-flags", "serve", "benchmark"
+ALONE = (MAKES, SERVES, MEASURES)
 _SIZES_ONLY: dict[str, dict[str, Any]] = {
     "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
 }
@@ -76,6 +78,27 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--prefill-apart": {"action": "store_true", "help": "engines that only prefill, and others that decode"},
         "--index-cache": {"action": "store_true", "help": "GLM-5's layers share choices of keys; costs accuracy"},
     },
+    MEASURES: {
+        "url": {"metavar": "URL", "help": "http://HOST:PORT of an OpenAI-compatible endpoint"},
+        "--model": {"required": True, "help": "what the endpoint calls the model"},
+        "--chat": {"action": "store_true", "help": "/v1/chat/completions instead of /v1/completions; with --dataset"},
+        "--dataset": {"type": Path, "help": "prompts in lines of JSON, or ShareGPT's; by default random tokens"},
+        "--input-tokens": {"type": int, "default": 2048, "help": "length of random prompts (2048)"},
+        "--vocabulary": {"type": int, "default": 32000, "help": "random token ids are below this (32000)"},
+        "--output-tokens": {"type": int, "default": 512, "help": "length of every response (512)"},
+        "--concurrency": {
+            "type": int,
+            "nargs": "+",
+            "default": CONCURRENCIES,
+            "help": "requests in flight (1 to 1024)",
+        },
+        "--requests-per-client": {"type": int, "default": 4, "help": "one after the other (4)"},
+        "--temperature": {"type": float, "default": 0.0, "help": "0, the default, takes the likeliest token"},
+        "--seed": {"type": int, "default": 1, "help": "of prompts and sampling (1)"},
+        "--name": {"default": "", "help": "what tables and pictures call it"},
+        "--beside": {"nargs": "+", "default": [], "help": "CSV files of other tables; `published`: GLM-5 on B200"},
+        "--output": {"type": Path, "default": Path("serving.json"), "help": "JSON; CSV and page lie beside it"},
+    },
 }
 DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."
 KEYS = """\
@@ -99,6 +122,10 @@ def _answer() -> None:
     if options["command"] == MAKES:
         make = importlib.import_module("posttrain.commands.import_flags").main
         make(options["config"], options["script"], options["output"])
+        return
+    if options["command"] == MEASURES:
+        del options["command"], options["config"]
+        importlib.import_module("posttrain.commands.benchmark").main(**options)
         return
     if options["command"] == SERVES:
         del options["command"]
@@ -132,14 +159,14 @@ def _parse_arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        subject = {MAKES: "SCRIPT ", SERVES: "[CHECKPOINT] "}.get(name, "")
+        subject = {MAKES: "SCRIPT ", SERVES: "[CHECKPOINT] ", MEASURES: "URL --model NAME "}.get(name, "")
         usage = f"posttrain {name} {subject}[OPTION ...] [KEY=VALUE ...]"
         rule = [name.replace("-", "_")] if "-" in name else []
         command = commands.add_parser(
             name, help=line, description=line, usage=usage, epilog=KEYS, formatter_class=_Raw, aliases=rule
         )
         command.add_argument("--config", nargs="*", action="extend", default=[], help=argparse.SUPPRESS)
-        if name != MAKES:
+        if name not in (MAKES, MEASURES):
             command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
             command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
         if name not in ALONE:

@@ -20,6 +20,7 @@ from posttrain.engines.embedded.server import make_application
 from posttrain.engines.embedded.worker import Worker
 from posttrain.engines.responses import NO_WEIGHTS, GenerateRequest
 from posttrain.engines.secret import authorization
+from posttrain.engines.streaming import GENERATE, Endpoint, StreamedRequest, stream
 from posttrain.engines.tensor_payload import serialize_bucket
 
 MTP = "model.layers.3."
@@ -306,9 +307,10 @@ def test_health_information_and_flush(checkpoint):
 
 def test_a_stream_grows_token_by_token(checkpoint):
     async def story():
-        async with engine_and_client(checkpoint) as (client, _):
-            request = GenerateRequest([5, 6], 3, 7, ignore_eos=True)
-            assert [count async for count in client.stream(request, 0)] == list(range(1, 8))
+        async with engine(checkpoint) as (server, _), aiohttp.ClientSession() as session:
+            endpoint = Endpoint(str(server.make_url("")), "", GENERATE, SECRET)
+            line = await stream(session, endpoint, StreamedRequest([5, 6], output_tokens=7, seed=3))
+            assert (len(line.chunks), line.output_tokens) == (7, 7)
 
     asyncio.run(story())
 

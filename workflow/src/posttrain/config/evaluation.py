@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from posttrain.config.deployment import Deployment
 from posttrain.config.lm_eval import LmEval
+from posttrain.config.serving_benchmark import ServingBenchmark
 from posttrain.document import _doc
 
 
@@ -70,6 +71,7 @@ class Evaluation:
     deployment: Deployment = field(
         default_factory=Deployment, metadata={"doc": "What may be lost by quantising, and how it is measured"}
     )
+    serving: ServingBenchmark = field(default_factory=ServingBenchmark, metadata={"doc": "Speed by concurrency"})
     own_digests: list[str] = _doc(
         "Digests of your own functions, and of judges' prompts, that suites name; filled in when a configuration is "
         "resolved",

@@ -203,6 +203,13 @@ def _recomputation(config: Config) -> Problems:
         yield Problem("trainer.recompute_num_layers", str(chunk), allowed, "recompute fewer layers at a time")
 
 
+def _benchmark_rows(config: Config) -> Problems:
+    rows = config.evaluation.serving.concurrency
+    if not rows or any(not row.isdecimal() or int(row) < 1 for row in rows) or len({*rows}) < len(rows):
+        remedy = "name the requests in flight, once each"
+        yield Problem("evaluation.serving.concurrency", ", ".join(rows) or "none", "whole numbers from 1 on", remedy)
+
+
 def _names(config: Config) -> Problems:
     for key, name in (
         ("model.name", config.model.name),
@@ -340,6 +347,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _quantize,
     _merged_matrices,
     _serving_rows,
+    _benchmark_rows,
     _names,
     _node_names,
     _slices,

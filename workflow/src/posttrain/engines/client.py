@@ -20,13 +20,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from posttrain.engines.calls import MAX_ERROR_CHARACTERS, PROBE_INTERVAL_SECONDS, Engine, EngineCalls, EngineError
+from posttrain.engines.calls import PROBE_INTERVAL_SECONDS, Engine, EngineCalls, EngineError
 from posttrain.engines.prefill_pairs import PrefillPairs
 from posttrain.engines.responses import (
     GenerateRequest,
@@ -113,32 +111,6 @@ class EngineClient(EngineCalls):
             return parse_generate_answer(answer, requests)
         except ValueError as error:
             raise EngineError(f"{engine}: /generate answered with {error}") from error
-
-    async def stream(self, request: GenerateRequest, request_number: int) -> AsyncIterator[int]:
-        """Sample one response and yield, whenever tokens arrive, how many there are so far.
-
-        Raises:
-            ValueError: When a prompt is empty or has a token outside the vocabulary.
-            RuntimeError: When the engine refuses or the stream breaks off.
-        """
-        assert self._session is not None, "use the client as an async context manager"
-        engine = self._answering[request_number % len(self._answering)]
-        body = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": request.sampling_params,
-            "stream": True,
-        }
-        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
-        try:
-            async with self._session.post(f"{engine.url}/generate", json=body, timeout=timeout) as response:
-                if response.status != 200:
-                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
-                    raise RuntimeError(f"{engine}: /generate: HTTP {response.status}: {text}")
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        yield len(json.loads(line[len(b"data: ") :])["output_ids"])
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise RuntimeError(f"{engine}: the stream broke off: {error!r}") from error
 
     # ---- state ----
 

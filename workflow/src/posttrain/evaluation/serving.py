@@ -1,150 +1,272 @@
 """Speed of a served model by concurrency.
 
-At a concurrency of c, c clients send one streamed request after the other until all requests of the level are
-answered. Per level:
+At a concurrency of c, c clients send one streamed request after the other until all requests of the row are answered:
 
-- output tokens per second: all tokens divided by the time from the first request to the last answer;
-- TTFT, time to first token: from sending a request to its first token;
-- TPOT, time per output token: from the first token to the last, divided by the tokens after the first;
+- output tokens per second: all tokens, by the time from the first request to the last token;
+- TTFT, time to first token: from sending a request to reading its first token;
+- TPOT, time per output token: from the first token to the last, by the tokens after the first;
+- ITL, inter-token latency: from one chunk with tokens to the next, so that tokens that come together count once;
 - latency: from sending a request to its last token.
 
-Every response has the same length: the end token is ignored.
+TTFT, TPOT and latency are of requests, ITL of all gaps of all requests; percentiles are numpy's. Beside them stands how
+late the generator itself was, so that a row that it has limited is not taken for the server's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from posttrain.engines.client import EngineClient
-from posttrain.engines.responses import GenerateRequest
+import aiohttp
+import numpy as np
+
+from posttrain.engines.calls import EngineError
 from posttrain.engines.sampling_seed import sampling_seed
+from posttrain.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, stream
+from posttrain.errors import ConfigError, Problem
+from posttrain.observability.progress import ProgressBar
 
 SEED_TAG = "serving"
-# The first request compiles and fills caches; the second one shows that this is over.
-NUM_WARM_UP_REQUESTS = 2
+# Before a row, so many requests of its own kind go through, at most one per client: kernels compile, caches fill.
+MOST_WARM_UP_REQUESTS = 16
+# At a concurrency of 1 a few requests are no percentile.
+FEWEST_REQUESTS = 8
+# Times are right within this, or within this share of the gap between tokens; a generator that is later limits the row.
+TOLERANCE_MS, TOLERANCE_SHARE = 2.0, 0.01
+BUSY_SHARE = 0.9
+BEAT_SECONDS = 0.01
+# SGLang's own interface tells in each chunk all tokens so far: a line may be long.
+READ_BYTES = 1 << 22
+# Besides the connections: what a Python process has open.
+SPARE_FILES = 128
 
 
 @dataclass(frozen=True)
-class RequestTimes:
-    """When the tokens of one request came, in seconds.
+class Load:
+    """What a row sends.
 
     Args:
-        first_token: From sending to the first token.
-        last_token: From sending to the last token.
-        num_tokens: Tokens of the response.
+        output_tokens: Length of every response.
+        requests_per_client: How many each client sends; a row has at least `FEWEST_REQUESTS`.
+        seed: Of prompts and sampling.
+        temperature: 0 takes the likeliest token.
+        timeout_seconds: A response must be complete within this.
     """
 
-    first_token: float
-    last_token: float
-    num_tokens: int
-
-    @property
-    def per_output_token(self) -> float:
-        """Seconds per token after the first; 0 for a response of one token."""
-        return (self.last_token - self.first_token) / max(1, self.num_tokens - 1)
+    output_tokens: int
+    requests_per_client: int = 4
+    seed: int = 1
+    temperature: float = 0.0
+    timeout_seconds: float = 3600.0
 
 
 @dataclass(frozen=True)
 class Level:
-    """One row of the table; times in milliseconds."""
-
-    concurrency: int
-    num_requests: int
-    output_tokens_per_second: float
-    ttft_ms_median: float
-    ttft_ms_p99: float
-    tpot_ms_median: float
-    latency_ms_median: float
-
-
-async def measure_serving(
-    client: EngineClient,
-    prompts: Sequence[Sequence[int]],
-    concurrencies: Sequence[int],
-    requests_per_level: int,
-    output_tokens: int,
-) -> list[Level]:
-    """Measure every concurrency, one after the other, after a few requests that do not count.
-
-    Args:
-        client: Of engines that are ready.
-        prompts: Token ids; taken in turn.
-        concurrencies: Requests in flight.
-        requests_per_level: Requests per concurrency, at least as many as are in flight.
-        output_tokens: Length of every response.
-    """
-    await _measure_level(client, _requests(prompts, NUM_WARM_UP_REQUESTS, output_tokens), concurrency=1)
-    levels = []
-    for concurrency in concurrencies:
-        requests = _requests(prompts, max(requests_per_level, concurrency), output_tokens)
-        levels.append(await _measure_level(client, requests, concurrency))
-    return levels
-
-
-def format_table(levels: Sequence[Level]) -> str:
-    """Return the levels as text, one line each."""
-    head = ("concurrency", "output tok/s", "TTFT ms", "TTFT p99 ms", "TPOT ms", "latency ms")
-    lines = ["  ".join(f"{name:>12}" for name in head)]
-    for level in levels:
-        row = [value for name, value in asdict(level).items() if name != "num_requests"]
-        lines.append("  ".join(f"{value:>12}" if isinstance(value, int) else f"{value:>12.1f}" for value in row))
-    return "\n".join(lines)
-
-
-def summarize_level(concurrency: int, times: Sequence[RequestTimes], seconds: float) -> Level:
-    """Return the row of a level.
+    """One row of the table; times in milliseconds, medians where nothing else is said.
 
     Args:
         concurrency: Requests in flight.
-        times: Of every request.
-        seconds: From the first request to the last answer.
+        output_tokens_per_second: Of all requests together.
+        ttft_ms: Time to first token.
+        tpot_ms: Time per output token after the first.
+        itl_p99_ms: Inter-token latency that 1 % of the gaps exceed.
+        itl_p50_ms: Its median.
+        ttft_p99_ms: Time to first token that 1 % of the requests exceed.
+        tpot_p99_ms: The same of the time per output token.
+        latency_ms: From sending to the last token.
+        num_requests: Of this row, without those that warmed up.
+        input_tokens: Mean per request, as the endpoint counts.
+        tokens_per_chunk: Mean; above 1, gaps between chunks are not gaps between tokens.
+        retries: Requests that were sent again because they were turned away.
+        seconds: From the first request to the last token.
+        generator_lag_ms: How late the generator read, at the 99th percentile.
+        generator_cpu_ms_per_chunk: Its CPU time by chunks read.
+        is_generator_bound: The generator may have limited this row, or its times are not within the tolerance.
     """
-    first = sorted(request.first_token * 1e3 for request in times)
+
+    concurrency: int
+    output_tokens_per_second: float
+    ttft_ms: float
+    tpot_ms: float
+    itl_p99_ms: float
+    itl_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p99_ms: float
+    latency_ms: float
+    num_requests: int
+    input_tokens: float
+    tokens_per_chunk: float
+    retries: int
+    seconds: float
+    generator_lag_ms: float
+    generator_cpu_ms_per_chunk: float
+    is_generator_bound: bool
+
+
+# The number of a row and of a request within it -> its prompt; every one is another, so that no cache knows it.
+PromptOf = Callable[[int, int], Prompt]
+
+
+async def measure_level(endpoints: Sequence[Endpoint], prompt_of: PromptOf, concurrency: int, load: Load) -> Level:
+    """Measure one concurrency, after a few requests that do not count.
+
+    Args:
+        endpoints: Of one model; requests go to them in turn.
+        prompt_of: Prompts.
+        concurrency: Requests in flight.
+        load: What is sent.
+
+    Raises:
+        ConfigError: This process may not open so many connections.
+        EngineError: A request failed; the others are given up.
+    """
+    _allow_files(concurrency)
+    num_warm_up = min(concurrency, MOST_WARM_UP_REQUESTS)
+    num_requests = max(concurrency * load.requests_per_client, FEWEST_REQUESTS)
+    seeds = [sampling_seed(load.seed, SEED_TAG, concurrency, number) for number in range(num_warm_up + num_requests)]
+    requests = [
+        StreamedRequest(prompt_of(concurrency, number), load.output_tokens, seed, load.temperature)
+        for number, seed in enumerate(seeds)
+    ]
+    timeout = aiohttp.ClientTimeout(total=load.timeout_seconds)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as session:
+
+        async def send(number: int) -> Timeline:
+            return await stream(session, endpoints[number % len(endpoints)], requests[number])
+
+        await _send_all(send, range(num_warm_up), num_warm_up, ProgressBar("", 0, quiet=True))
+        await _open_connections(session, endpoints, concurrency)
+        counted = range(num_warm_up, len(requests))
+        with ProgressBar(f"{concurrency} in flight", num_requests, "requests") as bar:
+            async with _watch_generator() as generator:
+                timelines = await _send_all(send, counted, concurrency, bar)
+    return summarize_level(concurrency, timelines, generator)
+
+
+async def _open_connections(session: aiohttp.ClientSession, endpoints: Sequence[Endpoint], count: int) -> None:
+    """Have a connection open for each client, so that the first requests are sent at once."""
+
+    async def touch(number: int) -> None:
+        endpoint = endpoints[number % len(endpoints)]
+        async with session.get(f"{endpoint.url}/v1/models", headers=endpoint.headers) as answer:
+            await answer.read()
+
+    await asyncio.gather(*map(touch, range(count)), return_exceptions=True)
+
+
+@dataclass
+class Generator:
+    """What the generator has spent and how late it was; complete when its row is."""
+
+    lags_ms: list[float]
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def summarize_level(concurrency: int, timelines: Sequence[Timeline], generator: Generator) -> Level:
+    """Return the row of a concurrency.
+
+    Args:
+        concurrency: Requests in flight.
+        timelines: Of every request, each with one chunk at least.
+        generator: What it took to read them.
+    """
+    seconds = max(line.chunks[-1] for line in timelines) - min(line.sent for line in timelines)
+    num_tokens, num_chunks = sum(line.output_tokens for line in timelines), sum(len(line.chunks) for line in timelines)
+    ttft = _ms([line.chunks[0] - line.sent for line in timelines])
+    tpot = _ms([(line.chunks[-1] - line.chunks[0]) / max(1, line.output_tokens - 1) for line in timelines])
+    gaps = _ms(np.concatenate([np.diff(line.chunks) for line in timelines]))
+    itl_p50, lag = _percentile(gaps, 50), _percentile(np.array(generator.lags_ms), 99)
+    is_late = lag > max(TOLERANCE_MS, TOLERANCE_SHARE * itl_p50)
     return Level(
         concurrency=concurrency,
-        num_requests=len(times),
-        output_tokens_per_second=sum(request.num_tokens for request in times) / seconds,
-        ttft_ms_median=_percentile(first, 50),
-        ttft_ms_p99=_percentile(first, 99),
-        tpot_ms_median=_percentile(sorted(request.per_output_token * 1e3 for request in times), 50),
-        latency_ms_median=_percentile(sorted(request.last_token * 1e3 for request in times), 50),
+        output_tokens_per_second=num_tokens / seconds,
+        ttft_ms=_percentile(ttft, 50),
+        tpot_ms=_percentile(tpot, 50),
+        itl_p99_ms=_percentile(gaps, 99),
+        itl_p50_ms=itl_p50,
+        ttft_p99_ms=_percentile(ttft, 99),
+        tpot_p99_ms=_percentile(tpot, 99),
+        latency_ms=_percentile(_ms([line.chunks[-1] - line.sent for line in timelines]), 50),
+        num_requests=len(timelines),
+        input_tokens=float(np.mean([line.input_tokens for line in timelines])),
+        tokens_per_chunk=num_tokens / num_chunks,
+        retries=sum(line.retries for line in timelines),
+        seconds=seconds,
+        generator_lag_ms=lag,
+        generator_cpu_ms_per_chunk=generator.cpu_seconds * 1e3 / num_chunks,
+        is_generator_bound=is_late or generator.cpu_seconds > BUSY_SHARE * generator.seconds,
     )
 
 
-def _requests(prompts: Sequence[Sequence[int]], count: int, output_tokens: int) -> list[GenerateRequest]:
-    seeds = [sampling_seed(0, SEED_TAG, number, 0) for number in range(count)]
-    return [
-        GenerateRequest(prompts[number % len(prompts)], seed, output_tokens, ignore_eos=True)
-        for number, seed in enumerate(seeds)
-    ]
+async def _send_all(
+    send: Callable[[int], Awaitable[Timeline]], numbers: Sequence[int], concurrency: int, bar: ProgressBar
+) -> list[Timeline]:
+    waiting, timelines = iter(numbers), list[Timeline]()
+    began, num_tokens = time.perf_counter(), 0
+
+    async def in_turn(waiting: Iterator[int]) -> None:
+        nonlocal num_tokens
+        for number in waiting:
+            timelines.append(await send(number))
+            num_tokens += timelines[-1].output_tokens
+            bar.advance(note=f"{num_tokens / (time.perf_counter() - began):,.0f} tokens/s")
+
+    try:
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(concurrency):
+                clients.create_task(in_turn(waiting))
+    except* EngineError as failures:
+        raise _first(failures) from None
+    return timelines
 
 
-async def _measure_level(client: EngineClient, requests: Sequence[GenerateRequest], concurrency: int) -> Level:
-    waiting = iter(enumerate(requests))
-    started = time.perf_counter()
-    parts = await asyncio.gather(*(_send_in_turn(client, waiting) for _ in range(concurrency)))
-    seconds = time.perf_counter() - started
-    return summarize_level(concurrency, [times for part in parts for times in part], seconds)
+def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:
+    failure: BaseException = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    assert isinstance(failure, EngineError)
+    return failure
 
 
-async def _send_in_turn(client: EngineClient, waiting: Iterator[tuple[int, GenerateRequest]]) -> list[RequestTimes]:
-    times = []
-    for number, request in waiting:
-        started, first, last, num_tokens = time.perf_counter(), 0.0, 0.0, 0
-        async for tokens_so_far in client.stream(request, number):
-            num_tokens = tokens_so_far
-            last = time.perf_counter() - started
-            first = first or last
-        if num_tokens != request.max_new_tokens:
-            raise RuntimeError(f"request {number} was answered with {num_tokens} of {request.max_new_tokens} tokens")
-        times.append(RequestTimes(first, last, num_tokens))
-    return times
+@asynccontextmanager
+async def _watch_generator() -> AsyncIterator[Generator]:
+    """Note while the block runs how late a timer of this event loop is: what waits to be read waits as long."""
+    generator = Generator([0.0])
+
+    async def beat() -> None:
+        while True:
+            due = time.perf_counter() + BEAT_SECONDS
+            await asyncio.sleep(BEAT_SECONDS)
+            generator.lags_ms.append((time.perf_counter() - due) * 1e3)
+
+    cpu, began, beating = time.process_time(), time.perf_counter(), asyncio.create_task(beat())
+    try:
+        yield generator
+    finally:
+        beating.cancel()
+        generator.cpu_seconds, generator.seconds = time.process_time() - cpu, time.perf_counter() - began
 
 
-def _percentile(ascending: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of the values do not exceed."""
-    place = -(-len(ascending) * percent // 100)
-    return ascending[max(0, int(place) - 1)]
+def _allow_files(concurrency: int) -> None:
+    """Let this process open a connection for each client."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = concurrency + SPARE_FILES
+    if hard not in (-1, resource.RLIM_INFINITY) and hard < wanted:
+        allowed = f"at most {hard - SPARE_FILES}: a process may open {hard} files here"
+        raise ConfigError([Problem("concurrency", str(concurrency), allowed, "raise `ulimit -Hn`, or leave it out")])
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _ms(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
+    return np.asarray(seconds, dtype=float) * 1e3
+
+
+def _percentile(values: np.ndarray, percent: float) -> float:
+    return float(np.percentile(values, percent)) if values.size else 0.0

@@ -63,6 +63,7 @@ class Chart:
         is_stacked: Bars of layers instead of lines.
         is_wide: Two columns of the page.
         x_label: What the x axis counts.
+        is_log_x: Logarithmic x axis with a label at each x of the longest line; x is positive.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Chart:
     is_stacked: bool = False
     is_wide: bool = False
     x_label: str = "step"
+    is_log_x: bool = False
 
     @property
     def steps_per_point(self) -> int:
@@ -114,6 +116,7 @@ class _Axes:
     is_log: bool
     width: float
     right: float
+    step_labels: Sequence[float] = ()
 
     @staticmethod
     def around(chart: Chart, series: Sequence[Series]) -> _Axes:
@@ -131,11 +134,15 @@ class _Axes:
         margin = (max(steps) - min(steps)) / (2 * max(1, len(series[0].steps) - 1)) if chart.is_stacked else 0.0
         labels = max((len(label) for _, label in chart.references), default=0)
         right = width - RIGHT - labels * (WIDE_LETTER_WIDTH if chart.is_wide else LETTER_WIDTH)
-        return _Axes(min(steps) - margin, max(steps) + margin, _ticks(chart, values), chart.is_log, width, right)
+        labels_x = max((line.steps for line in series), key=len) if chart.is_log_x else ()
+        first, last = min(steps) - margin, max(steps) + margin
+        return _Axes(first, last, _ticks(chart, values), chart.is_log, width, right, labels_x)
 
     def x(self, step: float) -> float:
-        span = self.last_step - self.first_step
-        share = (step - self.first_step) / span if span else 0.5
+        first, last = self.first_step, self.last_step
+        if self.step_labels:
+            step, first, last = math.log(step), math.log(first), math.log(last)
+        share = (step - first) / (last - first) if last > first else 0.5
         return LEFT + share * (self.right - LEFT)
 
     def y(self, value: float) -> float:
@@ -267,6 +274,8 @@ def svg_text(css_class: str, x: float, y: float, content: str, anchor: str = "st
 def _step_ticks(axes: _Axes) -> list[float]:
     if axes.last_step == axes.first_step:
         return [axes.first_step]
+    if axes.step_labels:
+        return list(axes.step_labels)
     ticks = nice_ticks(axes.first_step, axes.last_step, 6 if axes.width == WIDTH else 12)
     return [tick for tick in ticks if axes.first_step <= tick <= axes.last_step and float(tick).is_integer()]
 
@@ -276,6 +285,7 @@ def _values_json(axes: _Axes, series: Sequence[Series], x_label: str) -> str:
     content = {
         "box": [LEFT, TOP, axes.right, HEIGHT - BOTTOM],
         "range": [axes.first_step, axes.last_step],
+        "log": bool(axes.step_labels),
         "x": x_label,
         "series": [
             {

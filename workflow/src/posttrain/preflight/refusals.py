@@ -53,11 +53,22 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
         found += [*check_served(config), *_check_secret(config)]
     if any(rule.endswith("compare_precisions") for rule in rules):
         found += check_compared(config)
+    if any(rule.endswith("benchmark_serving") for rule in rules):
+        found += _check_benchmark(config)
     if any(rule.endswith("lm_eval") for rule in rules):
         found += find_lm_eval_problems(config)
     if any(rule.endswith(GRADING) for rule in rules):
         found += [finding.problem for finding in check_reward_tokens(config) if finding.problem]
     return list(dict.fromkeys(found))
+
+
+def _check_benchmark(config: Config) -> Iterator[Problem]:
+    """Yield that a benchmark asks for what the model has no room for."""
+    asked, room = config.evaluation.serving, config.model.architecture.max_position_embeddings
+    length = asked.output_tokens + (asked.input_tokens if asked.prompts == "random" else 1)
+    if length > room:
+        keys = "evaluation.serving: input_tokens + output_tokens"
+        yield Problem(keys, f"{length:,}", f"at most {room:,}, the positions of the model", "ask for fewer tokens")
 
 
 def _check_secret(config: Config) -> Iterator[Problem]:

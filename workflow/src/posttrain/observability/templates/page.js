@@ -40,7 +40,8 @@
 
   for (const svg of document.querySelectorAll("svg.chart")) {
     const data = JSON.parse(svg.dataset.values);
-    const [left, top, right, bottom] = data.box, [first, last] = data.range;
+    const along = data.log ? Math.log : step => step;
+    const [left, top, right, bottom] = data.box, [first, last] = data.range.map(along);
     const steps = data.series.map(line => line.steps).reduce((a, b) => (a.length >= b.length ? a : b));
     const figure = svg.closest("figure"), tip = document.createElement("div"), cursor = document.createElementNS(svgNamespace, "line");
     tip.className = "tip"; tip.hidden = true; figure.append(tip);
@@ -51,8 +52,8 @@
       const frame = svg.getBoundingClientRect(), scale = frame.width / svg.viewBox.baseVal.width;
       const x = (event.clientX - frame.left) / scale;
       if (x < left - 8 || x > right + 8) return hide();
-      const step = steps[nearest(steps, first + (x - left) / (right - left) * (last - first))];
-      const at = last > first ? left + (step - first) / (last - first) * (right - left) : (left + right) / 2;
+      const step = steps[nearest(steps.map(along), first + (x - left) / (right - left) * (last - first))];
+      const at = last > first ? left + (along(step) - first) / (last - first) * (right - left) : (left + right) / 2;
       cursor.setAttribute("x1", at); cursor.setAttribute("x2", at); svg.append(cursor);
       fill(tip, data, step);
       tip.hidden = false;
