@@ -75,7 +75,7 @@ def test_the_trainers_canary_goes_with_the_weights_and_the_origins_stays(tmp_pat
 def test_what_ends_a_response_is_the_origins(store):
     run_here("finalize_export_hf", store.finalize_export())
     others = {path.name for path in store.source.iterdir() if ".safetensors" not in path.name}
-    assert {"config.json", "generation_config.json", "tokenizer_config.json"} <= others
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= others
     for name in others:
         assert (store.folder("hf") / name).read_bytes() == (store.source / name).read_bytes()
     assert stop_token_ids(store.folder("hf")) == stop_token_ids(store.source) != frozenset()

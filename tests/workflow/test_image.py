@@ -16,6 +16,8 @@ from posttrain.artifacts import read_receipt
 
 # What a dry run of these would do has one command of each rule but for those that only look or depend on a setting.
 TARGETS = ("all", "verify", "verify_store", "gc", "plan", "status", "benchmark_serving", "verify_rollout_weights")
+# These find their nodes themselves, and start ranks in the image there.
+STARTS_RANKS = {"train_grpo": "ON_ALL_NODES", "calibrate": "CALIBRATED_ON_PODS"}
 ON_THE_DRIVER = {name for name, text in RULES.items() if re.search(r"^\s*localrule: True$", text, re.MULTILINE)}
 
 
@@ -60,8 +62,8 @@ def test_every_rule_says_where_it_starts(rule: str) -> None:
     (name,) = re.findall(r'\bruns\(\s*"(\w+)"', RULES[rule])
     assert name == rule
     where = re.findall(r"\bwhere=(\w+)", RULES[rule])
-    if rule == "train_grpo":
-        assert where == ["ON_ALL_NODES"]
+    if rule in STARTS_RANKS:
+        assert where == [STARTS_RANKS[rule]]
     elif rule in ON_THE_DRIVER | {"preflight"}:
         assert where == []
     else:
@@ -69,7 +71,7 @@ def test_every_rule_says_where_it_starts(rule: str) -> None:
 
 
 def test_what_starts_outside_needs_a_small_environment() -> None:
-    names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {"train_grpo", "preflight"})
+    names = sorted(ON_THE_DRIVER - WITHOUT_WORK | {*STARTS_RANKS, "preflight"})
     heavy = {"torch", "megatron", "transformers"}
     modules = [name if (ROOT / "scripts" / f"{name}.py").exists() else f"posttrain.commands.{name}" for name in names]
     modules.append("posttrain.launch.beside_engines")

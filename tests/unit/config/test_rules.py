@@ -25,6 +25,8 @@ VIOLATIONS = (
     ("glm5", "model.source.revision=main", ["model.source.revision"]),
     ("glm5", "data.revision=v1", ["data.revision"]),
     ("tiny", "data.kind=jsonl", ["data.train_file"]),
+    ("tiny", "evaluation.serving.concurrency=[8,many]", ["evaluation.serving.concurrency"]),
+    ("tiny", "evaluation.serving.concurrency=[8,8]", ["evaluation.serving.concurrency"]),
     ("tiny", "data.subset=main data.split=train", ["data.subset", "data.split"]),
     ("qwen3_0.6b", "data.train_file=", ["data.train_file"]),
     ("qwen3_0.6b", "data.duplicates=merge", ["data.duplicates"]),
