@@ -30,6 +30,7 @@ PARTS = {
     "rehearsal-plan": "the plan's memory against the rehearsal's, of recipes and of 30 combinations",
     "transfer": "messages of a weight transfer dropped, repeated, cut, spoiled or forged; members that end in it",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
+    "engines": "small checkpoints served by SGLang, vLLM and the embedded engine, held against transformers",
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
     "graders": "10,000 hostile responses and a bystander",

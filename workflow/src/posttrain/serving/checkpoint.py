@@ -86,15 +86,18 @@ def of_run(resolved: Resolved, precision: str) -> Checkpoint:
         ConfigError: It is not made in this precision.
     """
     paths, model = Paths(resolved), resolved.config.model
-    if precision == "nvfp4":
-        remedy = "make the export the source of another configuration (model.source.kind=run), then `snakemake "
-        remedy += "finalize_serving` of that one and `posttrain serve FOLDER` (docs/quantisation.md)"
-        raise ConfigError([Problem("--precision", "nvfp4", "bf16 or fp8 of a run's export", remedy)])
-    folder = paths.export_fp8 if precision == "fp8" else paths.hf_export
+    serving = resolved.config.serving
+    if precision == "nvfp4" and (serving.format, serving.weights) != ("nvfp4", "trained"):
+        value = f"nvfp4 with serving.format={serving.format}, serving.weights={serving.weights}"
+        remedy = "add set='serving.weights=trained' to the words of the run (docs/quantisation.md)"
+        raise ConfigError([Problem("--precision", value, "serving.format=nvfp4, serving.weights=trained", remedy)])
+    folder = {"fp8": paths.export_fp8, "nvfp4": paths.serving}.get(precision, paths.hf_export)
     missing = "" if (folder / CONFIG_FILE).is_file() else f"`snakemake {receipt_of(folder)}` of this configuration"
     place, hardware = str(folder.absolute()), resolved.config.hardware.name
     is_block = resolved.config.quantize.strategy == "block"
-    method = {"fp8": "fp8" if is_block else "compressed-tensors"}.get(precision, "")
+    method = {"fp8": "fp8" if is_block else "compressed-tensors", "nvfp4": "modelopt"}.get(precision, "")
+    if precision == "nvfp4" and not missing:
+        check_scales(folder)
     return Checkpoint(place, model.name, model.architecture, precision or "bf16", True, missing, hardware, method)
 
 
