@@ -94,9 +94,7 @@ def test_a_run_is_known_by_its_name(tmp_path: Path) -> None:
     in_fp8 = find_checkpoint("mine", "fp8", [CONFIG_DIR], tmp_path)
     assert Path(in_fp8.place).name.startswith("export_fp8-")
     assert in_fp8.method == "fp8"
-    with pytest.raises(
-        ConfigError, match=r"nvfp4 with serving.format=nvfp4, serving.weights=model.*serving.weights=trained"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)serving.weights=model.*serving.weights=trained"):
         find_checkpoint("mine", "nvfp4", [CONFIG_DIR], tmp_path)
 
 
@@ -105,7 +103,7 @@ def test_four_bits_of_a_run_are_those_that_it_makes_of_what_it_trained() -> None
     found = of_run(resolve(words, CONFIG_DIR), "nvfp4")
     assert Path(found.place).name.startswith("export_nvfp4-")
     assert (found.precision, found.method) == ("nvfp4", "modelopt")
-    assert f"snakemake {found.place}.receipt.json" in found.missing
+    assert f"{Path(found.place).name}.receipt.json" in found.missing
 
 
 def test_the_quantisation_that_a_run_declares_is_what_sglang_is_told() -> None:
