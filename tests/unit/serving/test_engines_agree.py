@@ -194,8 +194,8 @@ CASES = [
         for kind in ("glm4_moe", "deepseek_v3")
         for engine in ("embedded", "sglang")
     ),
-    # Of DeepSeek-V3's class vLLM's package for CPUs refuses FP32 ("expect weight to be bfloat16, ..."), and in BF16 says
-    # something else than transformers.
+    # Of DeepSeek-V3's class vLLM's package for CPUs refuses FP32 ("expect weight to be bfloat16, ..."), and in BF16 it
+    # says something else than transformers.
     *(pytest.param(kind, "vllm", marks=[ALONE, pytest.mark.vllm]) for kind in ("qwen3", "glm4_moe")),
 ]
 
