@@ -16,6 +16,7 @@ from tests.support.fault_record import FaultRecord
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths
+from posttrain.checkpoint.canary import CANARY_NAME
 from posttrain.checkpoint.verification import find_uncovered, verify
 from posttrain.planner.resolve import resolve
 
@@ -91,9 +92,9 @@ def test_all_that_people_read_is_among_them(paths: Paths) -> None:
     records = [paths.node_record(node) for node in paths.resolved.config.site.node_names]
     assert {*read, *records, paths.evaluation("before"), paths.evaluation("after")} <= set(files)
     older, final = (paths.checkpoints / f"step_{step:06d}" for step in (2, 4))
-    assert {path.name for path in files if path.parent == older} == {
-        path.name for path in files if path.parent == final
-    }
+    names = {path.name for path in files if path.parent == final}
+    assert names - {path.name for path in files if path.parent == older} == {CANARY_NAME}
+    assert {path.name for path in files if path.parent == older} < names
     logs = ("attempts", "lease", "job.config.yaml", "engines", "history.jsonl", "hf.parts", "node_local.staged")
     uncovered = find_uncovered(paths, verify(paths, content=False))
     assert not [name for name in uncovered if not any(word in name for word in logs)]
