@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -75,6 +74,8 @@ def compare(
     exams: Sequence[Exam],
 ) -> list[Measured]:
     """Return a row for each precision, the original's first."""
+    import torch
+
     samples = samples_of(answered[ORIGINAL][HELD_OUT], config.evaluation.deployment.num_samples)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     original = Spoken(folders[ORIGINAL], samples, device)

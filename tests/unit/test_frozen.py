@@ -8,8 +8,8 @@ from pathlib import Path
 LIBRARY = Path(__file__).parents[2] / "workflow" / "src" / "posttrain"
 # What counts, waits, or is under way.
 MUTABLE = {
-    *("Counters", "HangWatch", "Imported", "Member", "PackedSequences", "Phase", "Policy", "RankProcess"),
-    *("Response", "_Reader", "_Shell"),
+    *("Counters", "Generator", "HangWatch", "Imported", "Member", "PackedSequences", "Phase", "Policy", "RankProcess"),
+    *("Response", "Timeline", "_Reader", "_Requests", "_Serving", "_Shell"),
     *("TimeToSave", "TrainingRun", "WeightUpdate", "Work"),
 }
 

@@ -80,7 +80,8 @@ def on_a_quiet_machine(address, model, api):
     for _ in range(TRIES):
         with on_time():
             level = measure(address, model, api=api)
-        if not level.is_generator_bound:
+        # As late as half of what is allowed, it may have been later where it counts.
+        if level.generator_lag_ms <= TOLERANCE_MS / 2 and not level.is_generator_bound:
             return level, sent_times(address, leave_out=min(CLIENTS, MOST_WARM_UP_REQUESTS))
     pytest.skip(f"the machine was too busy {TRIES} times: a lag of {level.generator_lag_ms:.1f} ms")
 

@@ -86,11 +86,13 @@ def test_all_end_with_the_foreground(tmp_path: Path, number: signal.Signals) -> 
 
 
 def test_what_a_shell_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = {one: signal.SIG_IGN if one == signal.SIGHUP else signal.SIG_DFL for one in ENDING}
+    before = {one: signal.signal(one, handler) for one, handler in ignored.items()}
     try:
         with told_to_end():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert all(signal.getsignal(one) is not signal.SIG_IGN for one in ENDING if one != signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)

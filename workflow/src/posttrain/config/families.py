@@ -13,6 +13,7 @@ Sources: the configuration and modelling files of each family in huggingface/tra
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,7 @@ def chooses_keys(arch: Architecture, layer: int) -> bool:
     return arch.index_n_heads > 0 and behind % arch.index_topk_freq == 0
 
 
+@functools.lru_cache(maxsize=256)
 def num_indexers(arch: Architecture) -> int:
     """Return how many decoder layers have an indexer."""
     return sum(chooses_keys(arch, layer) for layer in range(arch.num_hidden_layers))
