@@ -76,14 +76,18 @@ def measure(address, model, concurrency=CLIENTS, load=None, api=COMPLETIONS):
 
 
 def on_a_quiet_machine(address, model, api):
-    """Return a row that the generator has not limited, and what the endpoint knows of it."""
+    """Return the row of which the generator was least late, and what the endpoint knows of it."""
+    found = []
     for _ in range(TRIES):
         with on_time():
             level = measure(address, model, api=api)
-        # As late as half of what is allowed, it may have been later where it counts.
+        found.append((level, sent_times(address, leave_out=min(CLIENTS, MOST_WARM_UP_REQUESTS))))
         if level.generator_lag_ms <= TOLERANCE_MS / 2 and not level.is_generator_bound:
-            return level, sent_times(address, leave_out=min(CLIENTS, MOST_WARM_UP_REQUESTS))
-    pytest.skip(f"the machine was too busy {TRIES} times: a lag of {level.generator_lag_ms:.1f} ms")
+            break
+    level, true = min(found, key=lambda row: row[0].generator_lag_ms)
+    if level.is_generator_bound:
+        pytest.skip(f"the machine was too busy {TRIES} times: a lag of {level.generator_lag_ms:.1f} ms")
+    return level, true
 
 
 def p99(values):
