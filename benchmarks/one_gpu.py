@@ -93,6 +93,12 @@ def kernels(device: torch.device, num_tokens: int) -> dict[str, tuple[float, str
     found["FP8 by blocks of BF16"] = (matrix.nbytes / codes / GB, "GB/s")
     digester = Digester(key_of("secret", "1"), 8192, 2 * 8192, device)
     found["digests of BF16"] = (matrix.nbytes / seconds(lambda: digester.part(matrix)) / GB, "GB/s")
+    experts = [torch.ones(2048, 6144, dtype=torch.int8, device=device) for _ in range(32)]
+    for name, digest in (
+        ("one by one", lambda: [digester.part(e) for e in experts]),
+        ("together", lambda: digester.parts(experts, [(0, 0)] * 32)),
+    ):
+        found[f"digests of experts' codes, {name}"] = (sum(e.nbytes for e in experts) / seconds(digest) / GB, "GB/s")
     return found | attention(device, num_tokens)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Hardware
+from posttrain.engines.in_sglang.posttrain_plugin.digests import BATCH_BYTES
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
 from posttrain.planner.timing import attainable
@@ -37,6 +38,8 @@ BYTES, FETCHED, LOADED, UPDATE, PAUSE, ALL = 82.501 * GB, 1.864, 1.954, 2.842, 5
 # EP16 (job 2301): the update at its client.
 UPDATE_OF_16 = 3.524
 LAYER = re.compile(r"layers\.(\d+)\.")
+# Bytes and place of parts that are digested together.
+Alike = tuple[int, Box]
 
 
 @dataclass(frozen=True)
@@ -257,19 +260,25 @@ def prime_rl(hardware: Hardware, of_engine: Callable[[int], Sequence[Letter]]) -
     return PrimeRl(most := max(received.values()), most / way.sent, seconds_of(letters, way) + beside, beside)
 
 
-def proof_seconds(letters: Sequence[Letter], kernels: int) -> float:
+def proof_seconds(letters: Sequence[Letter], kernels: int, digesting: int) -> float:
     """Return the seconds of a proof: the trainer's ranks make and digest their parts, then the engines what they keep.
 
     Args:
         letters: Of an update.
-        kernels: That make a part and digest it.
+        kernels: That make a part.
+        digesting: Kernels that digest parts of one shape together.
     """
     own, kept = defaultdict[int, float](float), defaultdict[int, float](float)
+    held = defaultdict[int, Counter[Alike]](Counter)
+    # A sender's are digested a few at a time, as they are made: taken is one by one.
     for sender, _, box, dtype in {(letter.sender, letter.name, letter.made, letter.dtype) for letter in letters}:
         octets = size_of(box.rows, box.columns, SIZES[dtype])
-        own[sender] += octets / QUANTISED + octets / DIGESTED + kernels * attainable.LAUNCH_SECONDS
+        own[sender] += octets / QUANTISED + octets / DIGESTED + (kernels + digesting) * attainable.LAUNCH_SECONDS
     for letter in letters:
         kept[letter.receiver] += letter.num_bytes / DIGESTED
-    for receiver, _ in {(letter.receiver, letter.piece.part) for letter in letters}:
-        kept[receiver] += kernels * attainable.LAUNCH_SECONDS
+    for receiver, _, box, octets in {(n.receiver, n.piece.part, n.made, n.num_bytes) for n in letters}:
+        held[receiver][octets, box] += 1
+    for receiver, alike in held.items():
+        batches = sum(math.ceil(count * octets / BATCH_BYTES) for (octets, _), count in alike.items())
+        kept[receiver] += batches * digesting * attainable.LAUNCH_SECONDS
     return max(own.values()) + max(kept.values())

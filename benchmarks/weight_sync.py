@@ -119,14 +119,14 @@ def show_apart(config: Config, letters: list[Letter], rate: float, beside: float
         rate: Through the host, measured.
         beside: Seconds that an update takes beside sending, prime-rl's.
     """
-    kernels = kernels_of_a_part()
+    kernels, digesting = kernels_of_a_part(), kernels_of_a_batch()
     ways = {
         "from GPU to GPU": between_gpus(config.hardware, kernels),
         "through the host's memory": through_host(rate, kernels),
     }
     engine = engine_of(config)
     ranks = engine.prefill_gpus or engine.num_gpus
-    proof = proof_seconds(letters, kernels)
+    proof = proof_seconds(letters, kernels, digesting)
     token = prefill_seconds(engine, ranks, PROMPT_TOKENS) + decode_step_seconds(engine, ranks, PROMPT_TOKENS)
     print(f"GLM-5 on 16 + 16 nodes: {proof:.2f} s of digests, {token:.2f} s to a first token")
     sent = {name: seconds_of(letters, way) for name, way in ways.items()}
@@ -140,11 +140,18 @@ def show_apart(config: Config, letters: list[Letter], rate: float, beside: float
 
 
 def kernels_of_a_part() -> int:
-    """Return the kernels that quantise a part and digest its codes, counted."""
-    matrix, digester = torch.zeros(256, 256, dtype=torch.bfloat16), Digester(bytes(32), 256, 256)
-    digester.part(torch.zeros(256, 256, dtype=torch.int8))
+    """Return the kernels that quantise a part, counted."""
     with _Counted() as counted:
-        digester.part(quantize_block(matrix)[0])
+        quantize_block(torch.zeros(256, 256, dtype=torch.bfloat16))
+    return counted.number
+
+
+def kernels_of_a_batch() -> int:
+    """Return the kernels that digest codes of one shape together, counted."""
+    parts, digester = [torch.zeros(256, 256, dtype=torch.int8)] * 2, Digester(bytes(32), 256, 256)
+    digester.parts(parts, [(0, 0)] * 2)
+    with _Counted() as counted:
+        digester.parts(parts, [(0, 0)] * 2)
     return counted.number
 
 

@@ -15,7 +15,7 @@ from benchmarks.update_simulation import (
     seconds_of,
     traffic_of,
 )
-from benchmarks.weight_sync import kernels_of_a_part, layout_of
+from benchmarks.weight_sync import kernels_of_a_batch, kernels_of_a_part, layout_of
 
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.model_size import model_weights
@@ -123,7 +123,10 @@ def test_bytes_of_glm5_2_are_those_that_were_published():
 
 def test_digests_cost_kernels_at_both_ends(letters):
     hardware = resolve({"model": "glm5", "nodes": 16, "site": "local"}, Path("config")).config.hardware
-    kernels = kernels_of_a_part()
+    kernels, digesting = kernels_of_a_part(), kernels_of_a_batch()
     assert 10 < kernels < 50
-    assert proof_seconds(letters, 2 * kernels) == pytest.approx(2 * proof_seconds(letters, kernels), rel=0.01)
+    assert 5 < digesting < 20
+    seconds = proof_seconds(letters, kernels, digesting)
+    assert seconds < proof_seconds(letters, 2 * kernels, digesting) < proof_seconds(letters, 2 * kernels, 2 * digesting)
+    assert proof_seconds(letters, 2 * kernels, 2 * digesting) < 2 * seconds
     assert between_gpus(hardware, kernels).sent == pytest.approx(44e9)

@@ -71,6 +71,22 @@ def test_every_bit_and_every_move_is_seen(dtype: torch.dtype) -> None:
     assert len(seen) == 20 * 12 * dtype.itemsize * 8 + len(moved)
 
 
+@pytest.mark.parametrize("at_once", [1, 400, digests.BATCH_BYTES])
+def test_parts_that_are_digested_together_have_each_their_own(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Of several shapes, types and places, some with gaps between their columns, in any order."""
+    monkeypatch.setattr(digests, "BATCH_BYTES", at_once)
+    shapes = [(5, 7), (1, 9), (5, 7), (3, 8), (5, 7), (5, 7), (3, 8), (1, 9)]
+    wide = [random((rows, columns + 4), TYPES[n % 2], n) for n, (rows, columns) in enumerate(shapes)]
+    parts = [whole[:, n % 4 : n % 4 + shapes[n][1]] for n, whole in enumerate(wide)]
+    parts[7], corners = parts[7][0], [(n % 3, n // 4) for n in range(len(parts))]
+    expected = [digester().part(part, corner) for part, corner in zip(parts, corners, strict=True)]
+    assert torch.equal(digester().parts(parts, corners), torch.stack(expected))
+    alike = [random((5, 7), torch.bfloat16, n) for n in range(30)]
+    assert torch.equal(
+        Digester.of_parts(KEY, alike, [(0, 0)] * 30), torch.stack([digester().part(part) for part in alike])
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(40, 37), (1, 5), (17, 8), (3, 64)])
@@ -79,6 +95,8 @@ def test_a_gpu_has_the_same_digests(dtype: torch.dtype, shape: tuple[int, int]) 
     whole = random(shape, dtype)
     on_gpu = Digester(KEY, 64, 400, "cuda").part(whole.cuda(), (3, 2))
     assert torch.equal(on_gpu.cpu(), digester().part(whole, (3, 2)))
+    together = Digester.of_parts(KEY, [whole.cuda(), whole.cuda().clone()], [(3, 2)] * 2)
+    assert torch.equal(together, on_gpu.cpu().expand(2, 2))
 
 
 def test_a_key_serves_one_version_of_one_job() -> None:

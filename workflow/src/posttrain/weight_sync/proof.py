@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, key_of, together
+from posttrain.engines.in_sglang.posttrain_plugin.digests import (
+    BATCH_BYTES,
+    Digester,
+    as_text,
+    key_of,
+    together,
+)
 from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.megatron_backend.plain_data import share_plain
-from posttrain.megatron_backend.served_values import ServedValues
+from posttrain.megatron_backend.served_values import Magnitudes, ServedValues
 from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings, listed
+
+Made = tuple[int, torch.Tensor, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -110,12 +118,31 @@ def digests(values: ServedValues, key: bytes, parts: Sequence[HeldPart]) -> torc
     widest = max((4 * (part.box.column + part.box.columns) for part in parts), default=4)
     digester, magnitudes = Digester(key, rows, widest, device), values.agreed_magnitudes()
     sums = torch.zeros(len(parts), 2, dtype=torch.int64, device=device)
+    made = _made(values, wanted, magnitudes)
+    while batch := [*_up_to(BATCH_BYTES, made)]:
+        numbers, tensors, corners = zip(*batch, strict=True)
+        sums.index_add_(0, torch.tensor(numbers, device=device), digester.parts(tensors, corners))
+    dist.all_reduce(sums)
+    return sums.cpu()
+
+
+def _made(
+    values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, HeldPart]]], magnitudes: Magnitudes
+) -> Iterator[Made]:
+    """Yield what this rank has of the parts that engines hold: the part's number, values, and where they begin."""
     for shard in (shard for shard in values.shards if shard.is_main and shard.hf_name in wanted):
         as_codes = wanted[shard.hf_name][0][1].dtype == CODES
         for made in values.parts(shard, magnitudes, as_codes):
             for number, part in wanted.get(made.name, ()):
                 if both := made.box.meets(part.box):
-                    held = made.cut(both).values.to(getattr(torch, part.dtype))
-                    sums[number] += digester.part(held, (both.row, both.column))
-    dist.all_reduce(sums)
-    return sums.cpu()
+                    yield number, made.cut(both).values.to(getattr(torch, part.dtype)), (both.row, both.column)
+
+
+def _up_to(num_bytes: int, made: Iterator[Made]) -> Iterator[Made]:
+    """Yield the next ones, until they have so many bytes."""
+    total = 0
+    for number, values, corner in made:
+        yield number, values, corner
+        total += values.nbytes
+        if total >= num_bytes:
+            return

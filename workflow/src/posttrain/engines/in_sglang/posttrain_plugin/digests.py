@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -29,6 +30,10 @@ import torch.nn.functional as F
 NUM_COLUMNS, NUM_LANES = 16, 2
 # Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
 MOST_ROW_BYTES = 1 << 17
+# Parts of one shape are digested together, up to so many bytes: a model has tens of thousands, most of them of experts,
+# and one by one a GPU would spend more time with launches of kernels than with reading.
+BATCH_BYTES = 1 << 26
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What products of 8-bit matrices want of their first factor on GPUs: more rows than 16, and multiples of 8.
 LEAST_ROWS, ROW_MULTIPLE = 17, 8
 
@@ -66,7 +71,22 @@ class Digester:
             for part, (row, column) in zip(parts, corners, strict=True)
         ]
         digester = Digester(key, max(row for row, _ in ends), max(end for _, end in ends), parts[0].device)
-        return torch.stack([digester.part(part, at) for part, at in zip(parts, corners, strict=True)]).cpu()
+        return digester.parts(parts, corners).cpu()
+
+    def parts(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Return what each part adds to its tensor's digest, [parts, 2] int64; see `part`."""
+        alike = defaultdict[tuple[object, ...], list[int]](list)
+        for number, (part, corner) in enumerate(zip(parts, corners, strict=True)):
+            alike[part.shape, part.dtype, corner].append(number)
+        found = torch.empty(len(parts), NUM_LANES, dtype=torch.int64, device=self._device)
+        order, made = [number for numbers in alike.values() for number in numbers], []
+        for numbers in alike.values():
+            at_once = max(1, BATCH_BYTES // max(1, parts[numbers[0]].nbytes))
+            for begin in range(0, len(numbers), at_once):
+                batch = numbers[begin : begin + at_once]
+                made.append(self._alike([parts[number] for number in batch], corners[batch[0]]))
+        found[torch.tensor(order, device=self._device)] = torch.cat(made)
+        return found
 
     def part(self, values: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
         """Return what a part adds to its tensor's digest, [2] int64; sums wrap around.
@@ -75,15 +95,20 @@ class Digester:
             values: [n, k] or [k], which is one row; of any type.
             corner: Where in the tensor it begins.
         """
-        row, column = (0, 0, *corner)[-2:] if values.dim() == 2 else (0, corner[-1])
-        table = values.reshape(-1, values.shape[-1]).contiguous()
-        first, octets = column * table.element_size(), table.view(torch.int8)
-        num_rows, width = octets.shape
-        padded = F.pad(octets, (0, -width % ROW_MULTIPLE, 0, max(0, LEAST_ROWS - num_rows)))
+        return self._alike([values], corner)[0]
+
+    def _alike(self, parts: Sequence[torch.Tensor], corner: tuple[int, ...]) -> torch.Tensor:
+        """Return the digests, [parts, 2] int64, of parts of one shape and type that begin at one place."""
+        row, column = (0, 0, *corner)[-2:] if parts[0].dim() == 2 else (0, corner[-1])
+        tables = [part.reshape(-1, part.shape[-1]).view(INTEGERS[part.element_size()]) for part in parts]
+        table = torch.cat(tables) if len(tables) > 1 else tables[0].contiguous()
+        first, octets, num_rows = column * table.element_size(), table.view(torch.int8), len(tables[0])
+        below, beside = max(0, LEAST_ROWS - len(octets)), -octets.shape[1] % ROW_MULTIPLE
+        padded = F.pad(octets, (0, beside, 0, below)) if below or beside else octets
         factors = self._columns[first : first + padded.shape[1]]
-        products = torch._int_mm(padded, factors)[:num_rows].long()
-        of_rows = (products[:, :, None] * self._mixed).sum(1)
-        return (of_rows * self._rows[row : row + num_rows]).sum(0)
+        products = torch._int_mm(padded, factors)[: len(octets)].long()
+        lanes = [(products * mixed).sum(1).view(-1, num_rows) for mixed in self._mixed.unbind(1)]
+        return (torch.stack(lanes, -1) * self._rows[row : row + num_rows]).sum(1)
 
     @cached_property
     def _columns(self) -> torch.Tensor:
