@@ -15,7 +15,7 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of, suite_folders
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, pass_folders, read_receipt, receipt_of, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
@@ -164,7 +164,7 @@ FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
 REHEARSED = [describe_rehearsal(PATHS)["state"]] if CFG.hardware.device == "cuda" else []
-SUITE_FOLDERS = suite_folders(CFG)
+SUITE_FOLDERS, PASS_FOLDERS = suite_folders(CFG), pass_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
 ON_PODS = f"python -m posttrain.launch.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
@@ -231,5 +231,4 @@ wildcard_constraints:
     part=r"\d+",
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
-    suite=r"[0-9a-f]{8}(-v[0-9.]+)?",
-    rows=r"[0-9a-f]{8}(-v[0-9.]+)?",
+    rows=r"(suite|pass)-[0-9a-f]{8}(-v[0-9.]+)?",

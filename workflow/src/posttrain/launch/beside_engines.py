@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 
 from posttrain import cli
-from posttrain.artifacts import write_text
-from posttrain.config.load import Resolved, dump_resolved
-from posttrain.launch.gathering import AttemptFailedError
-from posttrain.launch.serving import ServingGang
-from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.config.load import Resolved
+from posttrain.launch.short_gang import ShortGang
+from posttrain.launch.site import is_waiting_pod, rendezvous_path
 from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.planner.sizing.evaluation import serving_config
 
@@ -33,18 +31,8 @@ def main() -> None:
     served = job_of(arguments.resolved)
     # Of an attempt before.
     shutil.rmtree(folder, ignore_errors=True)
-    config_path = folder / "config.resolved.yaml"
-    write_text(config_path, dump_resolved(served))
-    nodes = find_nodes(served.config, folder)
-    names = nodes.choose(served.config.nodes)
-    try:
-        with ServingGang(served.config, nodes, names, folder, config_path, arguments.checkpoint) as gang:
-            code = gang.run(arguments.command)
-    except AttemptFailedError as failure:
-        failure.lost_nodes = nodes.check(failure.suspects)
-        if failure.lost_nodes and served.config.site.launcher == "kubernetes":
-            nodes.requeue()
-        raise
+    with ShortGang.of_this_job(served, folder) as gang:
+        code = gang.run_beside_engines(arguments.checkpoint, arguments.command)
     sys.exit(code)
 
 

@@ -55,7 +55,7 @@ def calibrate(
         config: Of the ranks (`config.derived.calibrating`).
         torch_dist: Weights: a converted checkpoint, or one of training.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
-        conversations: Name of each pass -> folder that `download_pass` has made.
+        conversations: Name of each pass -> folder that `download_rows` has made.
         made_from: Digest of weights and conversations.
         folder: Gets `{pass}.safetensors` for each pass, and `coverage.json`.
 
