@@ -66,7 +66,7 @@ def test_a_rule_is_complete(name: str) -> None:
     assert bool(has_output) == bool(has_benchmark)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "render_report"])
+@pytest.mark.parametrize("name", ["evaluate", "ask_precision", "render_report"])
 def test_what_vouches_for_an_output_is_deleted_before_it(name: str) -> None:
     """Snakemake deletes outputs in their order when a job that was killed starts anew, and may be killed meanwhile."""
     outputs = re.search(r"^\s*output:\n(.*?)^\s*log:$", RULES[name], re.MULTILINE | re.DOTALL)

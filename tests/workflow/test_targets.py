@@ -81,6 +81,7 @@ RUN: dict[str, Callable[[Paths], Path]] = {
     "finalize_export_hf": lambda paths: receipt_of(paths.hf_export),
     "evaluate before": lambda paths: paths.evaluation("before"),
     "evaluate": lambda paths: paths.evaluation("after"),
+    "ask_precision": lambda paths: paths.run / "evaluation" / "precisions" / "original.json",
     "render_report": lambda paths: paths.summary,
 }
 PRODUCTS = STORE | RUN

@@ -15,7 +15,15 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, pass_folders, read_receipt, receipt_of, suite_folders
+from posttrain.artifacts import (
+    FORMAT_VERSIONS,
+    Paths,
+    part_receipt_of,
+    pass_folders,
+    read_receipt,
+    receipt_of,
+    suite_folders,
+)
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
@@ -175,7 +183,8 @@ IN_IMAGE = prefix_of_jobs(CFG)
 # What evaluates starts its engines itself on one node, or runs beside engines on several (`beside_engines`).
 SERVING_NODES = job_needs(CFG, "evaluate").nodes
 STARTS_ENGINES = SERVING_NODES == 1 and not CFG.evaluation.addresses
-WHERE_SERVED = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS and STARTS_ENGINES else IN_IMAGE
+ON_ONE_POD = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else ""
+WHERE_SERVED = ON_ONE_POD if HAS_PODS and STARTS_ENGINES else IN_IMAGE
 EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.
@@ -231,4 +240,5 @@ wildcard_constraints:
     part=r"\d+",
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
+    precision="[a-z0-9]+",
     rows=r"(suite|pass)-[0-9a-f]{8}(-v[0-9.]+)?",
