@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.artifacts import (
+    COVERAGE_NAME,
     FileRecord,
     Receipt,
     pass_folders,
@@ -26,7 +27,7 @@ from posttrain.artifacts import (
 )
 from posttrain.checkpoint.parts.filling import clear
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, describe_coverage
+from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, describe_coverage
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
 from posttrain.launch.short_gang import ShortGang

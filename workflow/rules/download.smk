@@ -163,21 +163,18 @@ rule download_dataset:
         )
 
 
-# By the name of their folder, so that suites or passes of the same rows are one.
-ROWS = {folder.name: (SUITE, name) for name, folder in SUITE_FOLDERS.items()}
-ROWS |= {folder.name: (PASS, name) for name, folder in PASS_FOLDERS.items()}
-
-
-def rows_wanted(wildcards):
-    """Return what the configuration says of a folder of rows."""
-    kind, name = ROWS[wildcards.rows]
-    return wanted_rows(CFG, kind)[name]
+# Kind, name and configuration by the name of the folder, so that suites or passes of the same rows are one.
+ROWS = {
+    folder.name: (kind, name, wanted_rows(CFG, kind)[name])
+    for kind, folders in ((SUITE, SUITE_FOLDERS), (PASS, PASS_FOLDERS))
+    for name, folder in folders.items()
+}
 
 
 rule download_rows:
     """Gets the prompts of an evaluation suite, or the conversations of a calibration pass, and checks every line."""
     input:
-        lambda wildcards: local_files(data_of(rows_wanted(wildcards))),
+        lambda wildcards: local_files(data_of(ROWS[wildcards.rows][2])),
     output:
         update(receipt_of(PATHS.store / "datasets" / "{rows}")),
     log:
@@ -188,7 +185,7 @@ rule download_rows:
         num_retries=CFG.download.num_retries,
     params:
         format_version=lambda wildcards: FORMAT_VERSIONS[f"download_{ROWS[wildcards.rows][0]}"],
-        rows=lambda wildcards: json.dumps(rows_of(rows_wanted(wildcards))),
+        rows=lambda wildcards: json.dumps(rows_of(ROWS[wildcards.rows][2])),
         kind=lambda wildcards: ROWS[wildcards.rows][0],
         name=lambda wildcards: ROWS[wildcards.rows][1],
         folder=lambda wildcards: PATHS.store / "datasets" / wildcards.rows,
