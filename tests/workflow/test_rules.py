@@ -74,6 +74,16 @@ def test_what_vouches_for_an_output_is_deleted_before_it(name: str) -> None:
     assert re.findall(r"^\s*(\w+)=", outputs[1], re.MULTILINE)[0] == "receipt"
 
 
+def test_each_precision_is_asked_on_the_nodes_that_hold_it(tmp_path: Path) -> None:
+    words = ("-n", "-p", "compare_precisions", "--config", "model=glm5", "site=example_slurm")
+    told = run_snakemake(tmp_path, *words).stdout
+    for precision, nodes in (("original", 2), ("fp8", 1)):
+        assert f"ask engines of the trained model as {precision} (nodes: {nodes})" in told
+        (asked,) = re.findall(rf"beside_engines --resolved \S+ --precision {precision} --checkpoint (\S+) ", told)
+        assert re.search(rf" -- python \S+ask_precision.py .*--precision {precision} --checkpoint {asked} ", told)
+    assert "compare the trained model with fp8 (1 node, 8 GPUs)" in told
+
+
 # The picture leaves out the target, the configuration's own files, and the file that joins the nodes' copies.
 NOT_DRAWN = {"all", "resolve_config", "stage_all_nodes"}
 RECIPES = [path.stem.rpartition("_") for path in sorted((ROOT / "config" / "nodes").glob("*.yaml"))]

@@ -41,7 +41,7 @@ rule ask_precision:
         original=lambda wildcards, input: f"--original {shlex.quote(str(input.original))}" if input.original else "",
         dataset=PATHS.dataset,
     message:
-        f"ask engines of the trained model as {{wildcards.precision}}{NEEDS.message('ask_precision')}"
+        "ask engines of the trained model as {wildcards.precision} (nodes: {resources.nodes})"
     shell:
         runs(
             "ask_precision",
