@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.sglang_environment import PYTHON, require_sglang
-from tests.support.tiny_checkpoint import TINY_DEEPSEEK, make_random_checkpoint
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 from tests.support.workflow_runs import ROOT
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
@@ -26,6 +26,7 @@ SAMPLES = [Sample((5, 9, 33, 12, 60, 2, 8, 40), 4), Sample((7, 7, 1), 1)]
 
 def said_by(folder: Path, logs: Path, words: str) -> Likeliest:
     config = resolve({"model": "tiny", "site": "local", "set": f"engine.num_threads=1 {words}"}, ROOT / "config").config
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=TINY_QWEN3))
 
     async def story() -> Likeliest:
         with engines_to_ask(config, folder, logs) as engines:
@@ -38,8 +39,8 @@ def said_by(folder: Path, logs: Path, words: str) -> Likeliest:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hf")
-    make_random_checkpoint(made, TINY_DEEPSEEK)
-    make_tokenizer(TINY_DEEPSEEK.max_position_embeddings).save_pretrained(made)
+    make_random_checkpoint(made, TINY_QWEN3)
+    make_tokenizer(TINY_QWEN3.max_position_embeddings).save_pretrained(made)
     return made
 
 
@@ -60,6 +61,7 @@ def test_two_embedded_engines_tell_what_a_forward_pass_gives(folder: Path, tmp_p
 def test_sglang_tells_the_same(folder: Path, tmp_path: Path) -> None:
     require_sglang()
     words = f"engine.kind=sglang engine.python={PYTHON} engine.dtype=float32 engine.num_engines=1"
+    words += " engine.start_timeout_seconds=600"
     found = said_by(folder, tmp_path, words)
     check(folder, found, 1e-2)
     embedded = said_by(folder, tmp_path / "embedded", "engine.num_engines=1")
