@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,19 @@ def test_a_damaged_checkpoint_is_not_asked(asked: tuple[Path, list[object]], tmp
         shard.write_bytes(content)
     assert ended.returncode == 1
     assert shard.name in ended.stderr
+
+
+@pytest.mark.faults("slow")
+def test_engines_that_the_job_has_started_say_the_same(asked: tuple[Path, list[object]], tmp_path: Path) -> None:
+    """As on several nodes: here this machine is the only one."""
+    folder, words = asked
+    checkpoint = ["--checkpoint", folder / "nvfp4", "--folder", tmp_path / "engines", "--precision", "nvfp4"]
+    around = [sys.executable, "-m", "posttrain.launch.beside_engines", *words[:2], *checkpoint, "--"]
+    before = read_said(said_by(folder, "nvfp4"))[0]
+    ended = ask(folder, words, "nvfp4", folder / "nvfp4", around)
+    assert ended.returncode == 0, ended.stderr
+    assert "ready on" in (tmp_path / "engines/node0/engine0.log").read_text()
+    after = read_said(said_by(folder, "nvfp4"))[0]
+    assert after.passed == before.passed
+    assert after.likeliest.tokens.equal(before.likeliest.tokens)
+    assert after.likeliest.logprobs.equal(before.likeliest.logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.evaluation_inputs import ROOT, make_inputs
@@ -34,14 +35,17 @@ def said_by(folder: Path, precision: str) -> Path:
     return folder / "precisions" / f"{precision}.json"
 
 
-def ask(folder: Path, words: list[object], precision: str, checkpoint: Path) -> subprocess.CompletedProcess[str]:
+def ask(
+    folder: Path, words: list[object], precision: str, checkpoint: Path, around: Sequence[object] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run the step for a precision; all but the original's are told what that said."""
     more = [] if precision == "original" else ["--original", said_by(folder, "original")]
     words = [*words, "--checkpoint", checkpoint, "--checkpoint-receipt", receipt_of(checkpoint), *more]
-    return run_script("ask_precision", [*words, "--precision", precision, "--output", said_by(folder, precision)])
+    words += ["--precision", precision, "--output", said_by(folder, precision)]
+    return run_script("ask_precision", words, around)
 
 
-def run_script(name: str, words: list[object]) -> subprocess.CompletedProcess[str]:
-    """Run a step to its end."""
-    command = [sys.executable, ROOT / "scripts" / f"{name}.py", *words]
+def run_script(name: str, words: list[object], around: Sequence[object] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a step to its end, behind what starts engines for it, if anything does."""
+    command = [*around, sys.executable, ROOT / "scripts" / f"{name}.py", *words]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)

@@ -81,7 +81,6 @@ RUN: dict[str, Callable[[Paths], Path]] = {
     "finalize_export_hf": lambda paths: receipt_of(paths.hf_export),
     "evaluate before": lambda paths: paths.evaluation("before"),
     "evaluate": lambda paths: paths.evaluation("after"),
-    "ask_precision": lambda paths: paths.run / "evaluation" / "precisions" / "original.json",
     "render_report": lambda paths: paths.summary,
 }
 PRODUCTS = STORE | RUN
@@ -91,6 +90,7 @@ RULES_LEFT_OUT = {
         ("finalize_rollout_fp8", "finalize_serving", "finalize_bf16"),
         "have no outputs: they name what finalize_quantized makes",
     ),
+    "ask_precision": "makes what compare_precisions reads: tests/workflow/test_answers.py asks for that",
     "lm_eval": "needs lm-eval's environment: tests/scripts/test_lm_eval.py makes it, anew after a changed key",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }
