@@ -37,6 +37,14 @@ rule ask_precision:
     params:
         format_version=FORMAT_VERSIONS["ask_precision"],
         evaluation=lambda wildcards: json.dumps([evaluation_settings(CFG), CFG.evaluation.deployment.num_samples]),
+        # They decide speed and memory, which are compared.
+        engines=[
+            CFG.engine.kind,
+            CFG.engine.dtype,
+            CFG.engine.num_engines,
+            CFG.engine.gpus_per_engine,
+            CFG.hardware.name,
+        ],
         checkpoint=lambda wildcards: COMPARED[wildcards.precision],
         original=lambda wildcards, input: f"--original {shlex.quote(str(input.original))}" if input.original else "",
         dataset=PATHS.dataset,
