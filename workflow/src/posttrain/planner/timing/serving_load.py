@@ -16,7 +16,8 @@ The three constants (`ServingRates`) are fitted on two rows of a public server's
 burst is a number of the same page that is no row of it: the most tokens per second that the server has ever given. Of
 the other seven rows the tokens per second come out within 15 %, the peak 3 % too low and at 256 clients instead of 128.
 What the burst is bound by, the page does not say; a roofline alone lets 256 requests decode in 36 ms, where the burst
-has 50, and its peak is 8 % too high. `decoding` has other constants: of training's rollouts, whose prompts are prefilled all at once.
+has 50, and its peak is 8 % too high. `decoding` has other constants: of training's rollouts, whose prompts are
+prefilled all at once.
 
 Sources: Pope et al., arXiv 2211.05102, section 2 (the roofline); Yu et al., Orca, OSDI 2022 (a step at a time); Agrawal
 et al., arXiv 2308.16369 (prompts in pieces beside decoding).
