@@ -15,15 +15,8 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import (
-    FORMAT_VERSIONS,
-    Paths,
-    part_receipt_of,
-    pass_folders,
-    read_receipt,
-    receipt_of,
-    suite_folders,
-)
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
+from posttrain.artifacts.data_folders import pass_folders, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
