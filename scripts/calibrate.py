@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.artifacts import (
+    COVERAGE_NAME,
     FileRecord,
     Receipt,
     pass_folders,
@@ -23,16 +24,14 @@ from posttrain.artifacts import (
     receipt_of,
     record_files,
     require_files,
-    write_text,
 )
 from posttrain.checkpoint.parts.filling import clear
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, describe_coverage
+from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, describe_coverage
 from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.derived import calibrating, calibration_passes, calibration_settings
-from posttrain.config.load import Resolved, dump_resolved
-from posttrain.launch.calibrating import CalibrationGang
-from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.launch.short_gang import ShortGang
+from posttrain.launch.site import is_waiting_pod, rendezvous_path
 from posttrain.launch.waiting_pod import lend_this_pod
 
 
@@ -61,7 +60,9 @@ def main() -> None:
             "--made-from": [made_from],
             "--folder": [partial],
         }
-        start(args.resolved, [str(word) for key, words in command.items() for word in (key, *words)], args.log_folder)
+        ranks = dataclasses.replace(args.resolved, config=calibrating(config))
+        with ShortGang.of_this_job(ranks, args.log_folder) as gang:
+            gang.run_ranks([str(word) for key, words in command.items() for word in (key, *words)])
         names = [*(f"{name}.safetensors" for name in calibration_passes(config)), COVERAGE_NAME]
         shutil.rmtree(partial / STATE_FOLDER, ignore_errors=True)
         clear(partial, names)
@@ -70,17 +71,6 @@ def main() -> None:
     make_folder(args, wanted, make)
     told = args.folder / COVERAGE_NAME
     print(f"{describe_coverage(read_json(told)['all'])} ({told})")
-
-
-def start(resolved: Resolved, command: list[str], folder: Path) -> None:
-    """Run the ranks of all nodes to their end."""
-    config = calibrating(resolved.config)
-    config_path = folder / "config.resolved.yaml"
-    write_text(config_path, dump_resolved(dataclasses.replace(resolved, config=config)))
-    nodes = find_nodes(config, folder)
-    names = nodes.choose(config.nodes)
-    with CalibrationGang(config, nodes, names, folder, config_path, ["--config", str(config_path), *command]) as gang:
-        gang.run()
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,114 +2,81 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.artifacts import receipt_of, require_files, suite_folders, write_json
+from posttrain.artifacts import receipt_of, require_files, write_json
 from posttrain.checkpoint.staging.node_local import require_content
 from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.deployment import ORIGINAL
 from posttrain.config.schema import Config
-from posttrain.config.suites import HELD_OUT
-from posttrain.evaluation.deployment import ORIGINAL, Measured, lost_points, table_of, verdict
-from posttrain.evaluation.divergence import Sample, Spoken, divergence
-from posttrain.evaluation.heldout import Answered, Exam, answer_exams, read_exams
-from posttrain.planner.sizing.evaluation import serving_config
-from posttrain.planner.sizing.memory import GIB
-
-# What an evaluation calls them; the embedded engine reads any other as what it was made of.
-ENGINE_PRECISION = {"fp8": "fp8"}
+from posttrain.errors import CheckpointError
+from posttrain.evaluation.deployment import Measured, lost_points, table_of, verdict
+from posttrain.evaluation.divergence import Spoken, divergence, truncated_divergence
+from posttrain.evaluation.precisions import NUM_LIKELIEST, Said, read_said
 
 
 def main() -> None:
-    """Let engines answer with each checkpoint, compare all with the first one, print the table and write it."""
+    """Hold what engines said of each checkpoint, and its weights, against the first one; print the table, write it."""
     args = command_line(
         __doc__,
         resolved=RESOLVED,
-        original=(Path, "the trained model as it is exported"),
-        original_receipt=Path,
-        precisions={"nargs": "+", "required": True, "help": "what it is compared with"},
-        checkpoints={"nargs": "+", "type": Path, "required": True, "help": "a folder of each"},
-        dataset=(Path, "folder with heldout.jsonl"),
+        original_receipt=(Path, "of the first of the checkpoints"),
+        checkpoints={"nargs": "+", "type": Path, "required": True, "help": "a folder of each precision"},
+        said={"nargs": "+", "type": Path, "required": True, "help": "what engines said with each"},
         output=(Path, "all numbers, as JSON; written last"),
     )
     config: Config = args.resolved.config
-    folders = {ORIGINAL: args.original, **dict(zip(args.precisions, args.checkpoints, strict=True))}
-    receipts = {name: receipt_of(folder) for name, folder in folders.items()} | {ORIGINAL: args.original_receipt}
-    digests = {
-        name: require_content(folder, receipts[name], config.stage.workers).digest for name, folder in folders.items()
-    }
-    suites = suite_folders(config)
-    for folder in suites.values():
-        require_files(folder, receipt_of(folder))
-    engines = {name: engines_of(config, name) for name in folders}
-    exams = read_exams(engines[ORIGINAL], {HELD_OUT: args.dataset, **suites})
-    answered = {
-        name: answer_exams(engines[name], folder, exams, args.output.parent / f"compare_precisions.{name}.engines")
-        for name, folder in folders.items()
-    }
-    measured = compare(config, engines, folders, answered, exams)
+    receipts = [args.original_receipt, *map(receipt_of, args.checkpoints[1:])]
+    said, folders, digests = list[Said](), dict[str, Path](), dict[str, str]()
+    for folder, receipt, path in zip(args.checkpoints, receipts, args.said, strict=True):
+        digest = require_content(folder, receipt, config.stage.workers).digest
+        require_files(path.parent, receipt_of(path))
+        found, spoke = read_said(path)
+        if spoke != digest:
+            raise CheckpointError(f"{path} was said by {spoke[:12]}, {folder} is {digest[:12]}: delete {path}")
+        said.append(found)
+        folders[found.precision], digests[found.precision] = folder, digest
+    measured = compare(said, folders)
     print_table(measured)
     best, sentence = verdict(measured, config.evaluation.deployment)
     print(sentence)
     print("KL is that of weights alone: activations stay in FP32")
+    print(
+        f"engines' KL is that of weights and kernels, at least: by the {NUM_LIKELIEST} likeliest tokens of each engine"
+    )
+    for one in measured:
+        if one.engine == "embedded" and one.divergence:
+            print(
+                f"{one.precision} is served by the embedded engine, its codes as numbers: other engines' speed differs"
+            )
     compared = [one.as_dict() | {"checkpoint": digests[one.precision]} for one in measured]
     write_json(args.output, {"deploy": best, "because": sentence, "precisions": compared})
 
 
-def engines_of(config: Config, precision: str) -> Config:
-    """Return the configuration of the engines that serve a precision."""
-    asked = dataclasses.replace(config.evaluation, precision=ENGINE_PRECISION.get(precision, "source"))
-    return serving_config(dataclasses.replace(config, evaluation=asked))
-
-
-def compare(
-    config: Config,
-    engines: Mapping[str, Config],
-    folders: Mapping[str, Path],
-    answered: Mapping[str, Mapping[str, Answered]],
-    exams: Sequence[Exam],
-) -> list[Measured]:
+def compare(said: Sequence[Said], folders: Mapping[str, Path]) -> list[Measured]:
     """Return a row for each precision, the original's first."""
     import torch
 
-    samples = samples_of(answered[ORIGINAL][HELD_OUT], config.evaluation.deployment.num_samples)
+    first, rows = said[0], []
+    assert first.precision == ORIGINAL, first.precision
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    original = Spoken(folders[ORIGINAL], samples, device)
-    graded = {name: {exam.name: answered[name][exam.name].graded for exam in exams} for name in folders}
-    rows = []
-    for name, folder in folders.items():
-        passed = [response.passes for responses in graded[name].values() for response in responses]
-        heldout = answered[name][HELD_OUT]
-        far = divergence(original, Spoken(folder, samples, device)) if name != ORIGINAL else None
-        lost = lost_points(graded[ORIGINAL], graded[name])
-        rate = sum(passed) / len(passed)
-        rows.append(Measured(name, rate, *lost, far, engine_gib(engines[name], folder), heldout.tokens_per_second))
+    original = Spoken(folders[ORIGINAL], first.samples, device)
+    for one in said:
+        passed = [ok for responses in one.passed.values() for _, ok in responses]
+        far = engines = None
+        if one is not first:
+            if one.samples != first.samples:
+                raise CheckpointError(f"{one.precision} and {ORIGINAL} were asked of other responses: ask both again")
+            far = divergence(original, Spoken(folders[one.precision], first.samples, device))
+            engines = truncated_divergence(first.likeliest, one.likeliest)
+        lost = lost_points(first.passed, one.passed)
+        rate, cost = sum(passed) / len(passed), (one.engine_gib, one.tokens_per_second)
+        rows.append(Measured(one.precision, rate, *lost, far, engines, one.engine, *cost))
     return rows
-
-
-def samples_of(answered: Answered, most: int) -> list[Sample]:
-    """Return the first sample of the first prompts, as the original answered."""
-    firsts = [place for place, response in enumerate(answered.graded) if response.sample_index == 0]
-    return [
-        Sample(
-            (*answered.requests[place].input_ids, *answered.results[place].output_ids),
-            len(answered.requests[place].input_ids),
-        )
-        for place in firsts[:most]
-    ]
-
-
-def engine_gib(served: Config, folder: Path) -> float:
-    """Return the memory that engines take on all of their GPUs; on a CPU, their weights as they are stored."""
-    engine, hardware = served.engine, served.hardware
-    if hardware.device == "cuda":
-        gpus = engine.num_engines * engine.gpus_per_engine
-        return gpus * engine.mem_fraction_static * hardware.memory_gib_per_gpu
-    return engine.num_engines * sum(file.stat().st_size for file in folder.glob("*.safetensors")) / GIB
 
 
 def print_table(measured: Sequence[Measured]) -> None:
@@ -118,7 +85,7 @@ def print_table(measured: Sequence[Measured]) -> None:
     table = Table(*head)
     for row in rows:
         table.add_row(*row)
-    Console(width=160).print(table)
+    Console(width=190).print(table)
 
 
 if __name__ == "__main__":

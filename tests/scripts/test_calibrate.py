@@ -18,6 +18,7 @@ from tests.support.resolved_words import words_with
 from tests.support.tiny_checkpoint import TRAINED
 
 from posttrain.artifacts import (
+    COVERAGE_NAME,
     Receipt,
     partial_of,
     pass_folders,
@@ -28,7 +29,6 @@ from posttrain.artifacts import (
     write_receipt,
 )
 from posttrain.artifacts.resolved_file import read_resolved
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME
 
 
 class Step:

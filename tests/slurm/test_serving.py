@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from tests.support.image_runtimes import ImageRuntime
 from tests.support.slurm_cluster import Cluster
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
+from tests.support.workflow_runs import ROOT
 
 from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
@@ -47,8 +50,8 @@ def serve(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., str]]:
     work = tmp_path / "work"
     work.mkdir()
 
-    def call(*words: object, code: int = 0, **more: str) -> str:
-        command = [sys.executable, "-m", "posttrain", "serve", *map(str, words), "site=slurm_localhost"]
+    def call(*words: object, code: int = 0, site: str = "slurm_localhost", **more: str) -> str:
+        command = [sys.executable, "-m", "posttrain", "serve", *map(str, words), f"site={site}"]
         env = {**os.environ, **cluster.environment, "POSTTRAIN_ENGINE_SECRET": "of the job", **more}
         done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == code, done.stdout + done.stderr
@@ -132,5 +135,26 @@ def test_each_node_has_its_part_and_all_end_together(
     assert "--node-rank 1" in text
     assert "--headless" in text
     assert told(tmp_path)["gpus"] == [str(gpu) for gpu in range(8)]
+    assert "has ended" in serve(job, "--stop")
+    assert cluster.jobs() == []
+
+
+@pytest.mark.faults("queue")
+@pytest.mark.parametrize("name", ["apptainer", "pyxis"])
+def test_a_job_serves_in_the_image(
+    cluster: Cluster, folder: Path, tmp_path: Path, serve: Callable[..., str], name: str
+) -> None:
+    runtime = ImageRuntime(tmp_path / "runtime", name)
+    site = yaml.safe_load((ROOT / "config/sites/slurm_localhost.yaml").read_text())
+    site["site"]["container"] = {"runtime": name, "image": str(runtime.image)}
+    (tmp_path / "own/sites").mkdir(parents=True)
+    (tmp_path / "own/sites/in_image.yaml").write_text(yaml.safe_dump(site))
+    words = (folder, "--engine", "embedded", "--hardware", "cpu", "--port", 8314, "--host", "0.0.0.0")
+    serve(*words, f"configs={tmp_path / 'own'}", site="in_image", **runtime.environment)
+    job = submitted(tmp_path)
+    log_with(cluster, tmp_path, job, "healthy at http://127.0.0.1:8314")
+    (started,) = runtime.calls()
+    assert f"{folder}:{folder}" in " ".join(started), "it is shown"
+    assert "serve" in started
     assert "has ended" in serve(job, "--stop")
     assert cluster.jobs() == []

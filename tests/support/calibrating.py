@@ -37,13 +37,13 @@ def prepare(folder: Path, arch: Architecture = TRAINED) -> None:
 
     from posttrain.checkpoint.formats.torch_dist import Conversion
     from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
-    from posttrain.data.dataset_files import make_pass
+    from posttrain.data.dataset_files import make_rows
 
     make_random_checkpoint(folder / "hf", arch, seed=6)
     make_tokenizer(arch.max_position_embeddings).save_pretrained(folder / "hf")
     make_folder(Conversion(folder / "hf", "s1", arch), folder / "torch_dist")
     for name, wanted in PASSES.items():
-        make_pass(wanted, folder / name, folder / f"{name}.manifest.json")
+        make_rows(wanted, folder / name, folder / f"{name}.manifest.json")
 
 
 def config_of(num_ranks: int, parallel: Mapping[str, int], arch: Architecture = TRAINED) -> Config:

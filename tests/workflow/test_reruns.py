@@ -95,7 +95,7 @@ def test_a_named_run_is_the_same_run(undisturbed: WorkflowFolder) -> None:
         ({"data.seed": 8}, {"download_dataset"} | STAGED | TRAINED | SHOWN),
         ({"evaluation.seed": 99}, {"evaluate"} | SHOWN),
         # What is measured between steps belongs to training, and is not made up for afterwards.
-        (SUITE | {"evaluation.interval": 1}, {"download_suite", "evaluate"} | SHOWN),
+        (SUITE | {"evaluation.interval": 1}, {"download_rows", "evaluate"} | SHOWN),
     ],
     ids=["patch", "precision", "data", "evaluation", "suite"],
 )

@@ -66,12 +66,22 @@ def test_a_rule_is_complete(name: str) -> None:
     assert bool(has_output) == bool(has_benchmark)
 
 
-@pytest.mark.parametrize("name", ["evaluate", "render_report"])
+@pytest.mark.parametrize("name", ["evaluate", "ask_precision", "render_report"])
 def test_what_vouches_for_an_output_is_deleted_before_it(name: str) -> None:
     """Snakemake deletes outputs in their order when a job that was killed starts anew, and may be killed meanwhile."""
     outputs = re.search(r"^\s*output:\n(.*?)^\s*log:$", RULES[name], re.MULTILINE | re.DOTALL)
     assert outputs
     assert re.findall(r"^\s*(\w+)=", outputs[1], re.MULTILINE)[0] == "receipt"
+
+
+def test_each_precision_is_asked_on_the_nodes_that_hold_it(tmp_path: Path) -> None:
+    words = ("-n", "-p", "compare_precisions", "--config", "model=glm5", "site=example_slurm")
+    told = run_snakemake(tmp_path, *words).stdout
+    for precision, nodes in (("original", 2), ("fp8", 1)):
+        assert f"ask engines of the trained model as {precision} (nodes: {nodes})" in told
+        (asked,) = re.findall(rf"beside_engines --resolved \S+ --precision {precision} --checkpoint (\S+) ", told)
+        assert re.search(rf" -- python \S+ask_precision.py .*--precision {precision} --checkpoint {asked} ", told)
+    assert "compare the trained model with fp8 (1 node, 8 GPUs)" in told
 
 
 # The picture leaves out the target, the configuration's own files, and the file that joins the nodes' copies.

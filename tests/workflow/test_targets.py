@@ -63,7 +63,7 @@ STORE: dict[str, Callable[[Paths], Path]] = {
     "finalize_torch_dist": lambda paths: receipt_of(paths.torch_dist),
     "quantize rollout_fp8": lambda paths: part_receipt_of(paths.rollout_fp8, 0),
     "finalize_quantized rollout_fp8": lambda paths: receipt_of(paths.rollout_fp8),
-    "download_pass": lambda paths: receipt_of(pass_folders(paths.resolved.config)["deep"]),
+    "download_rows": lambda paths: receipt_of(pass_folders(paths.resolved.config)["deep"]),
     "calibrate": lambda paths: receipt_of(paths.calibration),
     "quantize serving": lambda paths: part_receipt_of(paths.serving, 0),
     "finalize_quantized serving": lambda paths: receipt_of(paths.serving),
@@ -90,7 +90,7 @@ RULES_LEFT_OUT = {
         ("finalize_rollout_fp8", "finalize_serving", "finalize_bf16"),
         "have no outputs: they name what finalize_quantized makes",
     ),
-    "download_suite": "exists only for suites: golden/tiny_suites.txt plans it, the tutorial's test runs it",
+    "ask_precision": "makes what compare_precisions reads: tests/workflow/test_answers.py asks for that",
     "lm_eval": "needs lm-eval's environment: tests/scripts/test_lm_eval.py makes it, anew after a changed key",
     "adopt_torch_dist": "exists only where a checkpoint is adopted: golden/tiny_adopted_torch_dist.txt plans it",
 }

@@ -1,47 +1,13 @@
 # The largest activations of experts, for weights in four bits: passes over conversations by the trainer's own model.
-from posttrain.artifacts import pass_folders
-from posttrain.config.calibration import pass_data
 from posttrain.config.derived import calibrating, calibration_settings
 from posttrain.launch.slurm_job import resources_of_calibration
 from posttrain.planner.sizing.calibration import describe_calibration
 
-PASS_FOLDERS = pass_folders(CFG)
-# By what stands in the name of its folder, so that passes of the same rows are one.
-PASSES = {folder.name.removeprefix("pass-"): name for name, folder in PASS_FOLDERS.items()}
 CALIBRATED = {"source": PATHS.hf_patched, "weights": PATHS.torch_dist, "receipt": receipt_of(PATHS.torch_dist)}
 if CFG.serving.weights == "trained":
     CALIBRATED = {"source": PATHS.hf_export, "weights": PATHS.train, "receipt": PATHS.train_done}
 CALIBRATING_NODES = calibrating(CFG).nodes
 CALIBRATED_ON_PODS = f"{ON_PODS} --num-nodes {CALIBRATING_NODES} -- " if HAS_PODS else ""
-
-
-rule download_pass:
-    """Gets the conversations of a calibration pass and checks every line."""
-    input:
-        lambda wildcards: local_files(pass_data(CFG.serving.passes[PASSES[wildcards.rows]])),
-    output:
-        update(receipt_of(PATHS.store / "datasets" / "pass-{rows}")),
-    log:
-        Path("logs") / "download_pass" / "pass-{rows}.log",
-    benchmark:
-        Path("logs") / "download_pass" / "pass-{rows}.benchmark.tsv"
-    resources:
-        num_retries=CFG.download.num_retries,
-    params:
-        format_version=FORMAT_VERSIONS["download_pass"],
-        rows=lambda wildcards: json.dumps(vars(CFG.serving.passes[PASSES[wildcards.rows]])),
-        name=lambda wildcards: PASSES[wildcards.rows],
-        folder=lambda wildcards: PASS_FOLDERS[PASSES[wildcards.rows]],
-    message:
-        f"get the conversations of the calibration pass {{params.name}}{NEEDS.message('download_pass')}"
-    shell:
-        runs(
-            "download_pass",
-            FROM_CONFIG,
-            "--name {params.name:q} --folder {params.folder:q}",
-            "--num-retries {resources.num_retries} --receipt {output:q}",
-            where=IN_IMAGE,
-        )
 
 
 rule calibrate:

@@ -15,7 +15,8 @@ from snakemake.logging import logger
 
 from posttrain import artifacts
 from posttrain.__main__ import COMMANDS
-from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of, suite_folders
+from posttrain.artifacts import FORMAT_VERSIONS, Paths, part_receipt_of, read_receipt, receipt_of
+from posttrain.artifacts.data_folders import pass_folders, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
@@ -164,7 +165,7 @@ FROM_CONFIG = f"--resolved {literal(RESOLVED_FILE)}"
 NEEDS = RuleNeeds(CFG)
 NODES = counted(CFG.nodes, "node")
 REHEARSED = [describe_rehearsal(PATHS)["state"]] if CFG.hardware.device == "cuda" else []
-SUITE_FOLDERS = suite_folders(CFG)
+SUITE_FOLDERS, PASS_FOLDERS = suite_folders(CFG), pass_folders(CFG)
 ARCHITECTURE = json.dumps(RESOLVED.experiment["model"]["architecture"])
 # Where pods run the commands that need GPUs, this machine applies their JobSets and follows them.
 ON_PODS = f"python -m posttrain.launch.on_kubernetes --resolved {shlex.quote(RESOLVED_FILE)}"
@@ -175,7 +176,8 @@ IN_IMAGE = prefix_of_jobs(CFG)
 # What evaluates starts its engines itself on one node, or runs beside engines on several (`beside_engines`).
 SERVING_NODES = job_needs(CFG, "evaluate").nodes
 STARTS_ENGINES = SERVING_NODES == 1 and not CFG.evaluation.addresses
-WHERE_SERVED = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS and STARTS_ENGINES else IN_IMAGE
+ON_ONE_POD = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else ""
+WHERE_SERVED = ON_ONE_POD if HAS_PODS and STARTS_ENGINES else IN_IMAGE
 EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.
@@ -231,5 +233,5 @@ wildcard_constraints:
     part=r"\d+",
     node=r"[A-Za-z0-9._-]+",
     when="before|after",
-    suite=r"[0-9a-f]{8}(-v[0-9.]+)?",
-    rows=r"[0-9a-f]{8}(-v[0-9.]+)?",
+    precision="[a-z0-9]+",
+    rows=r"(suite|pass)-[0-9a-f]{8}(-v[0-9.]+)?",

@@ -1,9 +1,65 @@
-# Which precision of the trained model to deploy.
+# Which precision of the trained model to deploy: engines of each are asked by themselves, then all are compared.
+from posttrain.config.deployment import ORIGINAL
+from posttrain.launch.slurm_job import resources_of_comparison, resources_of_precisions
+from posttrain.planner.sizing.precisions import compared_precisions, precision_config
 
-# What the export is compared with, and where that lies.
-COMPARED = {"fp8": PATHS.export_fp8}
-if CFG.serving.weights == "trained":
-    COMPARED[CFG.serving.format] = PATHS.serving
+COMPARED = dict(zip(compared_precisions(CFG), [PATHS.hf_export, PATHS.export_fp8, PATHS.serving]))
+SAID = PATHS.run / "evaluation" / "precisions"
+# Where the engines of one of them take several nodes, those of all are started around what asks them.
+ARE_AROUND = any(job_needs(precision_config(CFG, name), "ask_precision").nodes > 1 for name in COMPARED)
+AROUND_PRECISION = (
+    (f"{ON_PODS} --num-nodes {{resources.nodes}} -- " if HAS_PODS else "")
+    + f"python -m posttrain.launch.beside_engines {FROM_CONFIG} --precision {{wildcards.precision:q}}"
+    + f" --checkpoint {{params.checkpoint:q}} --folder {literal(SAID)}/{{wildcards.precision:q}}.engines -- "
+)
+
+
+rule ask_precision:
+    """Asks engines of one precision what all precisions are compared by."""
+    input:
+        checkpoint=lambda wildcards: receipt_of(COMPARED[wildcards.precision]),
+        original=lambda wildcards: [] if wildcards.precision == ORIGINAL else [SAID / f"{ORIGINAL}.json"],
+        dataset=receipt_of(PATHS.dataset),
+        suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
+        run=lambda wildcards: may_run(),
+    output:
+        # The first to go; see `evaluate`.
+        receipt=receipt_of(SAID / "{precision}.json"),
+        said=SAID / "{precision}.json",
+        likeliest=SAID / "{precision}.safetensors",
+    log:
+        PATHS.run_log("ask_precision", ".{precision}"),
+    benchmark:
+        PATHS.run_log("ask_precision", ".{precision}").with_suffix(".benchmark.tsv")
+    threads: 2
+    resources:
+        **resources_of_precisions(CFG),
+    params:
+        format_version=FORMAT_VERSIONS["ask_precision"],
+        evaluation=lambda wildcards: json.dumps([evaluation_settings(CFG), CFG.evaluation.deployment.num_samples]),
+        # They decide speed and memory, which are compared.
+        engines=[
+            CFG.engine.kind,
+            CFG.engine.dtype,
+            CFG.engine.num_engines,
+            CFG.engine.gpus_per_engine,
+            CFG.hardware.name,
+        ],
+        checkpoint=lambda wildcards: COMPARED[wildcards.precision],
+        original=lambda wildcards, input: f"--original {shlex.quote(str(input.original))}" if input.original else "",
+        dataset=PATHS.dataset,
+    message:
+        "ask engines of the trained model as {wildcards.precision} (nodes: {resources.nodes})"
+    shell:
+        runs(
+            "ask_precision",
+            FROM_CONFIG,
+            "--precision {wildcards.precision:q} --checkpoint {params.checkpoint:q}",
+            "--checkpoint-receipt {input.checkpoint:q} {params.original}",
+            "--dataset {params.dataset:q} --dataset-receipt {input.dataset:q} --output {output.said:q}",
+            where=IN_IMAGE if ARE_AROUND else WHERE_SERVED,
+            around=AROUND_PRECISION if ARE_AROUND else "",
+        )
 
 
 rule compare_precisions:
@@ -11,27 +67,22 @@ rule compare_precisions:
     input:
         original=receipt_of(PATHS.hf_export),
         compared=[receipt_of(folder) for folder in COMPARED.values()],
-        dataset=receipt_of(PATHS.dataset),
-        suites=[receipt_of(folder) for folder in SUITE_FOLDERS.values()],
+        said=[SAID / f"{name}.json" for name in COMPARED],
     log:
         PATHS.run_log("compare_precisions"),
     threads: 2
     resources:
-        **resources_of_serving(CFG),
+        **resources_of_comparison(CFG),
     params:
-        original=PATHS.hf_export,
-        precisions=[*COMPARED],
         checkpoints=[*COMPARED.values()],
-        dataset=PATHS.dataset,
         compared=PATHS.run / "evaluation" / "precisions.json",
     message:
-        f"compare the trained model with {', '.join(COMPARED)}{NEEDS.message('compare_precisions')}"
+        f"compare the trained model with {', '.join([*COMPARED][1:])}{NEEDS.message('compare_precisions')}"
     shell:
         runs(
             "compare_precisions",
             FROM_CONFIG,
-            "--original {params.original:q} --original-receipt {input.original:q}",
-            "--precisions {params.precisions:q} --checkpoints {params.checkpoints:q}",
-            "--dataset {params.dataset:q} --output {params.compared:q}",
-            where=WHERE_SERVED,
+            "--original-receipt {input.original:q} --checkpoints {params.checkpoints:q}",
+            "--said {input.said:q} --output {params.compared:q}",
+            where=ON_ONE_POD or IN_IMAGE,
         )

@@ -1,5 +1,7 @@
 # The model's files and the prompts, verified against their source.
 from posttrain.artifacts import manifest_of
+from posttrain.artifacts.data_folders import PASS, SUITE, wanted_rows
+from posttrain.config.suites import data_of, rows_of
 from posttrain.data.raw_rows import local_files
 
 SOURCE_FOLDER = PATHS.source_folder
@@ -156,6 +158,44 @@ rule download_dataset:
             "download_dataset",
             FROM_CONFIG,
             "--folder {params.folder:q}",
+            "--num-retries {resources.num_retries} --receipt {output:q}",
+            where=IN_IMAGE,
+        )
+
+
+# Kind, name and configuration by the name of the folder, so that suites or passes of the same rows are one.
+ROWS = {
+    folder.name: (kind, name, wanted_rows(CFG, kind)[name])
+    for kind, folders in ((SUITE, SUITE_FOLDERS), (PASS, PASS_FOLDERS))
+    for name, folder in folders.items()
+}
+
+
+rule download_rows:
+    """Gets the prompts of an evaluation suite, or the conversations of a calibration pass, and checks every line."""
+    input:
+        lambda wildcards: local_files(data_of(ROWS[wildcards.rows][2])),
+    output:
+        update(receipt_of(PATHS.store / "datasets" / "{rows}")),
+    log:
+        Path("logs") / "download_rows" / "{rows}.log",
+    benchmark:
+        Path("logs") / "download_rows" / "{rows}.benchmark.tsv"
+    resources:
+        num_retries=CFG.download.num_retries,
+    params:
+        format_version=lambda wildcards: FORMAT_VERSIONS[f"download_{ROWS[wildcards.rows][0]}"],
+        rows=lambda wildcards: json.dumps(rows_of(ROWS[wildcards.rows][2])),
+        kind=lambda wildcards: ROWS[wildcards.rows][0],
+        name=lambda wildcards: ROWS[wildcards.rows][1],
+        folder=lambda wildcards: PATHS.store / "datasets" / wildcards.rows,
+    message:
+        f"get the rows of {{params.name}} and check every line{NEEDS.message('download_rows')}"
+    shell:
+        runs(
+            "download_rows",
+            FROM_CONFIG,
+            "--kind {params.kind} --name {params.name:q} --folder {params.folder:q}",
             "--num-retries {resources.num_retries} --receipt {output:q}",
             where=IN_IMAGE,
         )

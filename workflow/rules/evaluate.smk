@@ -3,44 +3,13 @@
 # No rule here waits for the run's config files: Snakemake does not look for other reasons to run a job (changed params)
 # once one that it waits for runs, even when that file is `ancient` to it.
 
-from posttrain.config.suites import evaluation_settings, rows_of, suite_data
+from posttrain.config.suites import evaluation_settings
 from posttrain.planner.sizing.evaluation import evaluates_fp8
 
-# By what stands in the name of its folder, so that suites of the same rows are one.
-SUITES = {folder.name.removeprefix("suite-"): name for name, folder in SUITE_FOLDERS.items()}
 EVALUATED = {"before": PATHS.hf_patched, "after": PATHS.hf_export}
 if evaluates_fp8(CFG):
     EVALUATED = {"before": PATHS.rollout_fp8, "after": PATHS.export_fp8}
 IN_FP8 = ", in FP8" if evaluates_fp8(CFG) else ""
-
-
-rule download_suite:
-    """Gets the prompts of an evaluation suite and checks every line."""
-    input:
-        lambda wildcards: local_files(suite_data(CFG.evaluation.suites[SUITES[wildcards.suite]])),
-    output:
-        update(receipt_of(PATHS.store / "datasets" / "suite-{suite}")),
-    log:
-        Path("logs") / "download_suite" / "suite-{suite}.log",
-    benchmark:
-        Path("logs") / "download_suite" / "suite-{suite}.benchmark.tsv"
-    resources:
-        num_retries=CFG.download.num_retries,
-    params:
-        format_version=FORMAT_VERSIONS["download_suite"],
-        rows=lambda wildcards: json.dumps(rows_of(CFG.evaluation.suites[SUITES[wildcards.suite]])),
-        name=lambda wildcards: SUITES[wildcards.suite],
-        folder=lambda wildcards: SUITE_FOLDERS[SUITES[wildcards.suite]],
-    message:
-        f"get the prompts of {{params.name}} and check every line{NEEDS.message('download_suite')}"
-    shell:
-        runs(
-            "download_suite",
-            FROM_CONFIG,
-            "--suite {params.name:q} --folder {params.folder:q}",
-            "--num-retries {resources.num_retries} --receipt {output:q}",
-            where=IN_IMAGE,
-        )
 
 
 rule evaluate:

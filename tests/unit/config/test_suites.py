@@ -110,7 +110,7 @@ def test_without_engines_nothing_is_measured_between_steps() -> None:
 
 def test_an_unpinned_suite_is_planned_and_not_fetched() -> None:
     config = resolve({"sums": {"repo_id": "owner/name", "revision": UNPINNED, "split": "test"}}).config
-    assert [problem.key for problem in find_refusals(config, ["download_suite", "evaluate"])] == [f"{SUITE}.revision"]
+    assert [problem.key for problem in find_refusals(config, ["download_rows", "evaluate"])] == [f"{SUITE}.revision"]
     assert not find_refusals(config, ["evaluate"])
 
 

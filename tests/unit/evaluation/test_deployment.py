@@ -1,18 +1,17 @@
 """Which precision is deployed, and by which number."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from posttrain.config.deployment import Deployment
-from posttrain.evaluation.deployment import ORIGINAL, Measured, lost_points, table_of, verdict
+from posttrain.config.deployment import ORIGINAL, Deployment
+from posttrain.evaluation.deployment import Measured, lost_points, table_of, verdict
 from posttrain.evaluation.divergence import Divergence
 
 FAR = Divergence(mean=0.004, p99=0.05, largest=0.2, same_first=0.98, num_tokens=1000)
-BF16 = Measured(ORIGINAL, 0.8, 0.0, 0.2, None, 160.0, 1000.0)
-FP8 = Measured("fp8", 0.797, 0.3, 0.8, FAR, 80.0, 1500.0)
-NVFP4 = Measured("nvfp4", 0.79, 1.0, 2.4, replace(FAR, mean=0.015), 45.0, 1600.0)
+BF16 = Measured(ORIGINAL, 0.8, 0.0, 0.2, None, None, "sglang", 160.0, 1000.0)
+FP8 = Measured("fp8", 0.797, 0.3, 0.8, FAR, replace(FAR, mean=0.005), "sglang", 80.0, 1500.0)
+NVFP4 = Measured("nvfp4", 0.79, 1.0, 2.4, replace(FAR, mean=0.015), replace(FAR, mean=0.02), "embedded", 45.0, 1600.0)
 BOUNDS = Deployment()
 
 
@@ -44,11 +43,7 @@ def test_slow_is_expensive():
 
 def graded(*passes):
     """Samples of prompts, each a tuple."""
-    return [
-        SimpleNamespace(prompt=SimpleNamespace(prompt_id=number), passes=bool(ok))
-        for number, samples in enumerate(passes)
-        for ok in samples
-    ]
+    return [(number, bool(ok)) for number, samples in enumerate(passes) for ok in samples]
 
 
 def test_losses_are_counted_prompt_by_prompt():
@@ -72,5 +67,17 @@ def test_no_difference_among_few_is_no_proof():
 def test_the_table_has_a_cell_for_each_number():
     head, rows = table_of([BF16, FP8])
     assert {len(head)} == {len(row) for row in rows}
-    assert rows[0][2:7] == ("",) * 5
-    assert rows[1] == ("fp8", "79.7%", "0.30", "0.80", "0.00400", "0.0500", "98.0%", "80", "1,500", "14.81")
+    assert rows[0][2:10] == (*[""] * 7, "sglang")
+    assert rows[1] == (
+        "fp8",
+        "79.7%",
+        "0.30",
+        "0.80",
+        "0.00400",
+        "0.0500",
+        "98.0%",
+        *("0.00500", "98.0%", "sglang"),
+        "80",
+        "1,500",
+        "14.81",
+    )

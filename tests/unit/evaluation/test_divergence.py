@@ -14,7 +14,7 @@ from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
 from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.engines.embedded.model import load_model
 from posttrain.errors import CheckpointError
-from posttrain.evaluation.divergence import Sample, Spoken, divergence
+from posttrain.evaluation.divergence import Likeliest, Sample, Spoken, divergence, truncated_divergence
 
 # Experts in whole groups of every format.
 WIDE = dataclasses.replace(TINY, hidden_size=256, moe_intermediate_size=128, intermediate_size=160)
@@ -133,3 +133,48 @@ def test_weights_that_do_not_fit_are_named(tmp_path, spoil):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{name} (is missing|has shape .31, 64., the model's is .32, 64.)"):
         Spoken(tmp_path, SAMPLES)
+
+
+def likeliest(logprobs, count):
+    values, tokens = logprobs.topk(count, dim=-1)
+    return Likeliest(tokens.int(), values.float())
+
+
+def test_what_engines_tell_bounds_the_whole_from_below():
+    """By a loop over places and tokens; with all tokens it is the whole."""
+    generator = torch.Generator().manual_seed(5)
+    ours = torch.log_softmax(3 * torch.randn(40, 30, generator=generator), dim=-1)
+    theirs = torch.log_softmax(ours + 0.5 * torch.randn(40, 30, generator=generator), dim=-1)
+    whole = (ours.exp() * (ours - theirs)).sum(-1)
+    before = 0.0
+    for count in (2, 5, 12, 30):
+        told, others = likeliest(ours, count), likeliest(theirs, count)
+        expected, seen = [], []
+        for place in range(40):
+            both = set(told.tokens[place].tolist()) & set(others.tokens[place].tolist())
+            p, q = (np.exp(each[place].double().numpy()) for each in (ours, theirs))
+            rest = [1 - sum(each[token] for token in both) for each in (p, q)]
+            nats = sum(p[token] * np.log(p[token] / q[token]) for token in both)
+            expected.append(nats + (rest[0] * np.log(rest[0] / rest[1]) if count < 30 else 0))
+            seen.append(1 - rest[0])
+        found = truncated_divergence(told, others)
+        assert found.mean == pytest.approx(np.mean(expected), rel=1e-4)
+        assert found.largest == pytest.approx(np.max(expected), rel=1e-4)
+        assert found.covered == pytest.approx(np.mean(seen), abs=1e-5)
+        assert before < found.mean <= whole.mean() * (1 + 1e-4)
+        before = found.mean
+    assert before == pytest.approx(float(whole.mean()), rel=1e-4)
+    assert found.same_first == pytest.approx(float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()))
+
+
+def test_engines_that_say_the_same_are_not_apart():
+    told = likeliest(torch.log_softmax(torch.randn(9, 30, generator=torch.Generator().manual_seed(1)), dim=-1), 20)
+    found = truncated_divergence(told, told)
+    assert (found.mean, found.largest, found.same_first, found.num_tokens) == (0.0, 0.0, 1.0, 9)
+    assert 0 < found.covered < 1
+
+
+def test_tokens_that_one_engine_alone_tells_are_one_event():
+    ours = Likeliest(torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.3]]).log())
+    theirs = Likeliest(torch.tensor([[1, 3]]), torch.tensor([[0.5, 0.4]]).log())
+    assert truncated_divergence(ours, theirs).mean == pytest.approx(0.6 * np.log(0.6 / 0.5) + 0.4 * np.log(0.4 / 0.5))

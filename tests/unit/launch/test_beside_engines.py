@@ -75,5 +75,7 @@ def test_the_nodes_of_an_evaluation_are_its_own(words: dict[str, str], nodes: in
     """No spare one; nor are those of the training job, or the engines' among them."""
     apart = "engine.own_nodes=8 engine.gpus_per_engine=64 engine.num_engines=1 engine.pd.num_prefill_engines=0"
     asked = {"model": "glm5", "site": "example_slurm", "nodes": 24, "set": f"{apart} {words.get('set', '')}"}
-    served = job_of(resolve(asked, CONFIG_DIR)).config
+    resolved = resolve(asked, CONFIG_DIR)
+    assert [job_of(resolved, precision).config.nodes for precision in ("original", "fp8")] == [2, 1]
+    served = job_of(resolved).config
     assert (served.nodes, served.engine.own_nodes, served.site.slurm.spare_nodes) == (nodes, 0, 0)

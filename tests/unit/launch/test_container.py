@@ -60,6 +60,13 @@ def test_pyxis_is_options_of_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_the_nodes_disk_is_left_out_where_nobody_has_made_its_folder() -> None:
+    config = config_with("apptainer", image="/shared/cpu.sif")
+    (with_disk, without) = (wrap(COMMAND, config, with_disk=each) for each in (True, False))
+    assert with_disk[3].split(",") == [*without[3].split(","), "/nvme:/nvme"]
+    assert "/nvme" not in srun_options(config_with("pyxis", image="/shared/gpu.sqsh"), with_disk=False)[1]
+
+
 def test_a_folder_in_a_shown_one_has_no_mount_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hard links from the source of the model to the store would be impossible between mounts."""
     monkeypatch.chdir(tmp_path)

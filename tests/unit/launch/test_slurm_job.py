@@ -14,7 +14,13 @@ import pytest
 from posttrain.config.site_rules import OUR_OPTIONS
 from posttrain.launch import slurm_job
 from posttrain.launch.slurm import SlurmAllocation
-from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
+from posttrain.launch.slurm_job import (
+    resources_of_all_jobs,
+    resources_of_comparison,
+    resources_of_precisions,
+    resources_of_serving,
+    resources_of_training,
+)
 from posttrain.planner.resolve import resolve
 
 CONFIG_DIR = Path(__file__).parents[3] / "config"
@@ -54,6 +60,17 @@ def test_an_evaluation_asks_for_all_gpus_of_its_nodes() -> None:
     asked = {"model": "glm5", "set": "evaluation.precision=source evaluation.addresses=[gpu7:30000]"}
     for words in ({"model": "tiny"}, asked):
         assert resources_of_serving(resolve({**words, "site": "example_slurm"}, CONFIG_DIR).config) == {"nodes": 1}
+
+
+def test_each_precision_asks_for_the_nodes_that_hold_it() -> None:
+    """Of one node there is nothing to start on others; the executor then wants an empty word."""
+    config = resolve({"model": "glm5", "site": "example_slurm"}, CONFIG_DIR).config
+    asked = resources_of_precisions(config)
+    for precision, nodes, mpi in (("original", 2, "srun"), ("fp8", 1, "")):
+        found = {name: value(SimpleNamespace(precision=precision)) for name, value in asked.items()}
+        topology = {"nodes": nodes, "gpus": nodes * 8, "mpi": mpi, "tasks": nodes}
+        assert found == topology | {"mem_mb": 0, "slurm_extra": "--exclusive --gpus-per-node=8"}
+    assert resources_of_comparison(config)["nodes"] == 1
 
 
 def test_an_evaluation_on_several_cpu_nodes_has_a_task_on_each() -> None:

@@ -74,14 +74,14 @@ def test_an_evaluation_that_needs_more_than_one_node_says_how_many() -> None:
     assert find_refusals(config, {"plan", "finalize_export_hf"}) == []
 
 
-def test_precisions_are_compared_where_one_node_holds_each() -> None:
+def test_each_precision_is_compared_on_the_nodes_that_hold_it() -> None:
     asked = {"model": "glm5", "site": SLURM}
-    (found,) = find_refusals(resolve(asked, CONFIG_DIR).config, {"compare_precisions"})
-    assert (found.key, found.value) == ("compare_precisions", "2 nodes in source")
-    assert "evaluation.addresses" in found.remedy
-    smaller = {"model": "glm4.5_air", "site": SLURM}
-    assert find_refusals(resolve(smaller, CONFIG_DIR).config, {"compare_precisions"}) == []
-    in_four_bits = resolve({**smaller, "set": "serving.weights=trained"}, CONFIG_DIR).config
+    assert find_refusals(resolve(asked, CONFIG_DIR).config, {"ask_precision", "compare_precisions"}) == []
+    here = resolve({**asked, "site": "local"}, CONFIG_DIR).config
+    (found,) = find_refusals(here, {"ask_precision", "compare_precisions"})
+    assert found.key == "compare_precisions: original", "FP8 takes one node"
+    assert found.value.startswith("2 nodes of 8 h200")
+    in_four_bits = resolve({"model": "glm4.5_air", "site": SLURM, "set": "serving.weights=trained"}, CONFIG_DIR).config
     (found,) = find_refusals(in_four_bits, {"compare_precisions"})
     assert found.value == "sglang with nvfp4 weights"
 

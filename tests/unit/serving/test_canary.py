@@ -169,21 +169,19 @@ def test_a_server_without_the_secret_is_told(folder: Path) -> None:
         asyncio.run(story())
 
 
-def test_an_answer_of_another_length_is_refused(folder: Path) -> None:
-    """The embedded engine has no token beyond what it was asked."""
+def test_both_interfaces_tell_the_same(folder: Path) -> None:
     canary = read_canary(folder)
     assert canary
     prompt = canary.prompts[0]
 
-    async def story() -> list[float | None]:
+    async def story() -> list[list[float | None]]:
         async with engine(folder) as (server, _), ForcedTokens(str(server.make_url("/")), SECRET, 30) as asked:
-            assert await asked.interface() == "openai"
-            (found,) = await asked.logprobs([(prompt.prompt_tokens, prompt.response_tokens)], "openai")
-            with pytest.raises(EngineError, match="no log-probabilities of a prompt"):
-                await asked.logprobs([(prompt.prompt_tokens, prompt.response_tokens)], "sglang")
-            return found
+            assert await asked.interface() == "sglang"
+            pair = (prompt.prompt_tokens, prompt.response_tokens)
+            return [(await asked.logprobs([pair], interface))[0] for interface in ("openai", "sglang")]
 
-    assert asyncio.run(story()) == pytest.approx(prompt.logprobs, abs=1e-4)
+    openai, sglang = asyncio.run(story())
+    assert openai == sglang == pytest.approx(prompt.logprobs, abs=1e-4)
 
 
 def canary_of(*logprobs: float) -> Canary:

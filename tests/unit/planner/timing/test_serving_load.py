@@ -13,6 +13,7 @@ from posttrain.planner.timing.decoding import DecodingGpus
 from posttrain.planner.timing.flops import sequence_flops
 from posttrain.planner.timing.serving_load import (
     FITTED,
+    PUBLISHED_BURST,
     PUBLISHED_FILE,
     TOKEN_BUDGET,
     Load,
@@ -86,11 +87,11 @@ def test_the_other_rows_follow(engine, published):
     assert len(others) == 7
     assert max(map(abs, others.values())) < 0.15
     peak = max(rows.values(), key=lambda row: row.output_tokens_per_second)
-    assert peak.output_tokens_per_second / 2132 - 1 == pytest.approx(0.08, abs=0.005)
+    assert peak.output_tokens_per_second / 2132 - 1 == pytest.approx(-0.03, abs=0.005), "within 5 %"
     assert peak.concurrency == 256, "within one doubling of 128"
     # From 0.2 to 175 seconds; of 8 clients the guide has more than of 16.
     ttft = [rows[count].ttft_ms / row.ttft_ms for count, row in published.items() if count != 8]
-    assert 0.75 < min(ttft) < max(ttft) < 1.02
+    assert 0.75 < min(ttft) < max(ttft) < 1.06
     assert [row.itl_p99_ms > 400 for row in rows.values()] == [False] * 3 + [True] * 6
 
 
@@ -105,6 +106,12 @@ def test_a_step_is_a_roofline(engine):
     assert row.ttft_ms == pytest.approx(1e3 * (78 * 1e-4 + prompt), rel=1e-6)
     read = others + experts * 8 / 256 + engine.cache_bytes(1025)
     assert row.tpot_ms == pytest.approx(1e3 * (78 * 1e-4 + read / bandwidth), rel=1e-6)
+
+
+def test_no_step_gives_tokens_faster_than_the_published_burst(engine):
+    """200 requests that decode together, with everything else for nothing."""
+    (row,) = predict_serving(engine, POOL_TOKENS, (200,), Load(8, 400, 1), ServingRates(1e-9, 1e3, 1e3))
+    assert row.tpot_ms == pytest.approx(1e3 * 200 / PUBLISHED_BURST, rel=1e-6)
 
 
 def test_each_gpu_reads_the_cache_of_its_own_requests(engine):
@@ -164,7 +171,8 @@ def each_by_itself(engine, pool, clients, load):
             prompts += piece
         awake = 1 - (1 - 8 / 256) ** (len(decoding) + prompts)
         read = others + experts * awake + sum(engine.cache_bytes(one["cached"]) for one in decoding)
-        clock += 78 * FITTED.layer_seconds + max(read / 8000e9, len(decoding) * token) + prompts * token
+        roofline = 78 * FITTED.layer_seconds + max(read / 8000e9, len(decoding) * token) + prompts * token
+        clock += max(roofline, len(decoding) / PUBLISHED_BURST)
         for one in list(running):
             if one["cached"] == whole(one):
                 one["done"] += 1

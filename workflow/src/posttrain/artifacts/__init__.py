@@ -26,6 +26,7 @@ from posttrain.artifacts.durable import (
 from posttrain.artifacts.format_versions import FORMAT_VERSIONS
 from posttrain.artifacts.names import RelativeName
 from posttrain.artifacts.paths import (
+    COVERAGE_NAME,
     MANIFEST_NAME,
     Paths,
     manifest_of,
@@ -51,6 +52,7 @@ from posttrain.artifacts.receipts import (
 from posttrain.config.load import digest8
 
 __all__ = [
+    "COVERAGE_NAME",
     "FORMAT_VERSIONS",
     "HASH_CHUNK_BYTES",
     "MANIFEST_NAME",

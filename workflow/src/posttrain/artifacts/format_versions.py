@@ -36,6 +36,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "export_hf": 2,
     "finalize_export_hf": 1,
     "evaluate": 1,
+    "ask_precision": 1,
     "lm_eval": 1,
     "render_report": 1,
 }

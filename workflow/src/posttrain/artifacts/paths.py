@@ -29,6 +29,8 @@ from posttrain.config.load import Resolved, digest8
 
 # In a checkpoint of training: its files and their hashes.
 MANIFEST_NAME = "manifest.json"
+# In a calibration: how many tokens each expert was given.
+COVERAGE_NAME = "coverage.json"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class Paths:
         if config.serving.weights == "trained":
             settings.append(os.path.abspath(self.hf_export))
         return self.model_root / f"calibration-{digest8(settings)}"
+
+    @property
+    def coverage(self) -> Path:
+        """How many tokens a calibration gave to each expert."""
+        return self.calibration / COVERAGE_NAME
 
     @property
     def calibration_files(self) -> list[Path]:

@@ -153,11 +153,9 @@ def _submit(launch: Launch, wish: Wish, config: Config, results: Path, server: S
     if wish.host in LOCAL:
         allowed = "an address that others reach, such as 0.0.0.0"
         found.append(Problem("--host", wish.host, allowed, "give it; who reaches the node may ask (docs/serving.md)"))
-    if config.site.container.runtime != "none":
-        allowed = "none, where a job of `posttrain serve` is to run"
-        found.append(Problem("site.container.runtime", config.site.container.runtime, allowed, "--print shows it"))
     raise_if_any(found)
-    job, log = submit(config, results, words, wish.name or Path(server.name).name, launch.size.nodes)
+    name = wish.name or Path(server.name).name
+    job, log = submit(config, results, server.checkpoint, words, name, launch.size.nodes)
     if not server_file(results, in_job := replace(server, job=job)).exists():  # it may run already
         write_server(results, in_job)
     print(f"job {job} serves {server.checkpoint} on {launch.size.nodes} nodes of {config.hardware.name}; log: {log}")

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from posttrain.document import _doc
 
+# What other precisions are compared with.
+ORIGINAL = "original"
+
 
 @dataclass(frozen=True)
 class Deployment:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from posttrain.config.calibration import CalibrationPass, pass_data
 from posttrain.config.data import UNPINNED, Data
 from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
@@ -53,9 +54,14 @@ def suite_data(suite: Suite) -> Data:
     return Data(train_file=suite.file, **said, **fixed)
 
 
-def rows_of(suite: Suite) -> dict[str, Any]:
-    """Return what decides the rows of a suite."""
-    return {key: getattr(suite, key) for key in ROW_KEYS}
+def rows_of(wanted: Suite | CalibrationPass) -> dict[str, Any]:
+    """Return what decides the rows of a suite or of a calibration pass."""
+    return {key: getattr(wanted, key) for key in ROW_KEYS} if isinstance(wanted, Suite) else dict(vars(wanted))
+
+
+def data_of(wanted: Suite | CalibrationPass) -> Data:
+    """Return the rows of a suite or of a calibration pass as a section `data` whose training prompts they are."""
+    return suite_data(wanted) if isinstance(wanted, Suite) else pass_data(wanted)
 
 
 def suite_rewards(config: Config) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Makes `train.jsonl` and `heldout.jsonl`: generated, from local files or from a Hub repository; checked.
 
-Of an evaluation suite all rows are held out.
-
 Both files have the same columns (`dataset.py`), whatever form the source had, and no prompt of one stands in the other.
 """
 
@@ -17,17 +15,17 @@ from posttrain.checkpoint.hub.client import FetchOptions, download
 from posttrain.checkpoint.hub.listing import HubSource, list_files
 from posttrain.checkpoint.hub.retries import RetryRule
 from posttrain.checkpoint.staging.file_placement import remove_half_written
-from posttrain.config.calibration import MADE, CalibrationPass, pass_data
+from posttrain.config.calibration import MADE, CalibrationPass
 from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.config.evaluation import Suite
-from posttrain.config.suites import suite_data
+from posttrain.config.suites import data_of
 from posttrain.data.calibration_rows import make_conversations
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
 from posttrain.data.raw_rows import SUFFIXES, files_of
 from posttrain.data.reasoning_gym import generate_rows
-from posttrain.data.rows import MAX_REPORTED_LINES, Reading, Row, describe_bad_rows, digest_of, read_rows
+from posttrain.data.rows import MAX_REPORTED_LINES, Reading, ReadRows, Row, describe_bad_rows, digest_of, read_rows
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.types import Prompt
@@ -91,11 +89,16 @@ def make_dataset(data: Data, folder: Path, manifest: Path, rule: RetryRule | Non
     return (*record_files(folder, (TRAIN, HELDOUT)), *fetched)
 
 
-def make_suite(suite: Suite, folder: Path, manifest: Path, rule: RetryRule | None = None) -> tuple[FileRecord, ...]:
-    """Fill `folder` with the prompts of an evaluation suite, all of them held out.
+def make_rows(
+    wanted: Suite | CalibrationPass, folder: Path, manifest: Path, rule: RetryRule | None = None
+) -> tuple[FileRecord, ...]:
+    """Fill `folder` with rows that nobody trains on.
+
+    Of an evaluation suite they are prompts, all of them held out; of a calibration pass conversations, to which answers
+    that rows end with belong.
 
     Args:
-        suite: Its configuration.
+        wanted: Their configuration.
         folder: The partial folder.
         manifest: Where the Hub's list of files is kept (kind hub).
         rule: How often the Hub is asked again.
@@ -104,54 +107,38 @@ def make_suite(suite: Suite, folder: Path, manifest: Path, rule: RetryRule | Non
         One record per file, sorted by path.
 
     Raises:
-        ConfigError: A source is missing or its lines are wrong, or there are fewer prompts than are asked for.
+        ConfigError: A source is missing, has no rows or wrong ones, or fewer than a suite asks for.
         RuntimeError: The Hub cannot be reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_half_written(folder)
     report_of(folder).unlink(missing_ok=True)
-    data = suite_data(suite)
-    (side, _), fetched = _sides(data, folder, SOURCE_FOLDER, manifest, rule)
-    rows, _ = _load_sides(data, [side], report_of(folder))
+    data, name = data_of(wanted), HELDOUT if isinstance(wanted, Suite) else CONVERSATIONS
+    rows: Sequence[Row]
+    fetched: tuple[FileRecord, ...] = ()
+    if isinstance(wanted, CalibrationPass) and wanted.kind == MADE:
+        rows = make_conversations(wanted.made, wanted.num_samples)
+    else:
+        (side, _), fetched = _sides(data, folder, SOURCE_FOLDER, manifest, rule)
+        reading = reading_of(data)
+        if isinstance(wanted, CalibrationPass):
+            reading = replace(reading, needs_label=False, unlabeled="drop")
+        (read,) = _read_sides([side], reading, report_of(folder))
+        rows = read.rows
+        if isinstance(wanted, Suite):
+            rows = _as_many_as_asked(rows, wanted, side)
+        elif read.form.is_dialogue:
+            rows = [_answered(row) for row in rows]
+    write_prompts(folder / name, _prompts(rows, "", 0))
+    return (*record_files(folder, (name,)), *fetched)
+
+
+def _as_many_as_asked(rows: Sequence[Row], suite: Suite, side: Side) -> Sequence[Row]:
+    """Return the first rows of a suite."""
     if len(rows) < max(suite.num_prompts, 1):
         allowed, remedy = f"at most {len(rows)}, for the rows of {side.name}", "lower it, or give more rows"
         raise ConfigError([Problem("evaluation.suites: num_prompts", str(suite.num_prompts), allowed, remedy)])
-    write_prompts(folder / HELDOUT, _prompts(rows[: suite.num_prompts or None], "", 0))
-    return (*record_files(folder, (HELDOUT,)), *fetched)
-
-
-def make_pass(
-    wanted: CalibrationPass, folder: Path, manifest: Path, rule: RetryRule | None = None
-) -> tuple[FileRecord, ...]:
-    """Fill `folder` with the conversations of a calibration pass; answers that rows end with belong to them.
-
-    Args:
-        wanted: Its configuration.
-        folder: The partial folder.
-        manifest: Where the Hub's list of files is kept (kind hub).
-        rule: How often the Hub is asked again.
-
-    Returns:
-        One record per file, sorted by path.
-
-    Raises:
-        ConfigError: A source is missing, has no conversations, or its lines are wrong.
-        RuntimeError: The Hub cannot be reached.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_half_written(folder)
-    fetched: tuple[FileRecord, ...] = ()
-    if wanted.kind == MADE:
-        rows = make_conversations(wanted.made, wanted.num_samples)
-    else:
-        data = pass_data(wanted)
-        (side, _), fetched = _sides(data, folder, SOURCE_FOLDER, manifest, rule)
-        raise_if_any([] if side.paths else [Problem("serving.passes", side.name, "files of rows", "check the pattern")])
-        read = read_rows(side.name, side.paths, replace(reading_of(data), needs_label=False, unlabeled="drop"))
-        raise_if_any([] if read.is_right else [describe_bad_rows(read)])
-        rows = [_answered(row) for row in read.rows] if read.form.is_dialogue else read.rows
-    write_prompts(folder / CONVERSATIONS, _prompts(rows, "", 0))
-    return (*record_files(folder, (CONVERSATIONS,)), *fetched)
+    return rows[: suite.num_prompts or None]
 
 
 def _answered(row: Row) -> Row:
@@ -275,7 +262,8 @@ def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -
         ConfigError: See `make_dataset`.
     """
     is_one = train_side.paths == heldout_side.paths
-    train, heldout = _load_sides(data, [train_side] if is_one else [train_side, heldout_side], report)
+    read = _read_sides([train_side] if is_one else [train_side, heldout_side], reading_of(data), report)
+    train, heldout = read[0].rows, read[-1].rows
     count = data.num_heldout_prompts
     if is_one:
         # At least one row must be left to train on.
@@ -299,17 +287,17 @@ def reading_of(data: Data) -> Reading:
     )
 
 
-def _load_sides(data: Data, sides: Sequence[Side], report: Path) -> tuple[list[Row], list[Row]]:
-    """Return the rows of the first and of the last side, after checking every row of all."""
+def _read_sides(sides: Sequence[Side], reading: Reading, report: Path) -> list[ReadRows]:
+    """Return what each side has, after checking every row of all."""
     empty = [Problem("data", side.name, "files of rows", "check the pattern") for side in sides if not side.paths]
     raise_if_any(empty)
-    read = [read_rows(side.name, side.paths, reading_of(data)) for side in sides]
+    read = [read_rows(side.name, side.paths, reading) for side in sides]
     wrong = [side for side in read if not side.is_right]
     if wrong:
         lines = [f"{side.name}: {row.place}: {row.reason}" for side in wrong for row in side.bad]
         write_text(report, "\n".join([*lines, ""]))
         raise ConfigError([describe_bad_rows(side, report) for side in wrong])
-    return read[0].rows, read[-1].rows
+    return read
 
 
 def _prompts(rows: Sequence[Row], source: str, first: int) -> list[Prompt]:

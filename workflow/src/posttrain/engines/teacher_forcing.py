@@ -12,6 +12,8 @@ from typing import Any
 from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient
 
+# Tokens of one place with their log-probabilities.
+Likeliest = list[tuple[int, float]]
 # One token has to be asked for, since not every server takes none. It is not looked at but for how likely it is.
 ONE_TOKEN = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0}
 
@@ -36,8 +38,7 @@ class ForcedTokens(EngineClient):
             (about,) = await self.server_info()
         except EngineError:
             return "openai"
-        # The embedded engine scores prompts over OpenAI's interface alone.
-        return "openai" if not isinstance(about, dict) or about.get("engine") == "embedded" else "sglang"
+        return "sglang" if isinstance(about, dict) else "openai"
 
     async def model_name(self) -> str:
         """Return what clients have to call the model.
@@ -70,24 +71,54 @@ class ForcedTokens(EngineClient):
         name = "" if interface == "sglang" else await self.model_name()
         return list(await asyncio.gather(*(one(prompt, response, name) for prompt, response in pairs)))
 
+    async def likeliest(self, prompt: Sequence[int], response: Sequence[int], count: int) -> list[Likeliest]:
+        """Return the likeliest tokens in the place of each token of a continuation, over SGLang's interface.
+
+        Args:
+            prompt: Token ids.
+            response: Those that are forced on the model behind it.
+            count: How many tokens of each place.
+
+        Returns:
+            Pairs of a token and its log-probability, of each place, the likeliest first.
+
+        Raises:
+            EngineError: The server does not tell them.
+        """
+        meta = await self._forced(prompt, response, {"top_logprobs_num": count})
+        try:
+            found = meta["input_top_logprobs"][-len(response) :]
+            places = [[(int(entry[1]), float(entry[0])) for entry in place] for place in found]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._engines[0]}: /generate does not tell the likeliest tokens") from error
+        if [len(place) for place in places] != [count] * len(response):
+            raise EngineError(f"{self._engines[0]}: /generate does not tell {count} tokens of each place")
+        return places
+
     async def _by_generate(self, prompt: Sequence[int], response: Sequence[int], _: str) -> list[float | None]:
+        meta = await self._forced(prompt, response, {})
+        return [None if entry[0] is None else float(entry[0]) for entry in meta["input_token_logprobs"]]
+
+    async def _forced(self, prompt: Sequence[int], response: Sequence[int], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what /generate tells of a continuation that is given to it, without what stands before."""
         body = {
             "input_ids": [*prompt, *response],
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0},
             "return_logprob": True,
             # The first of them follows nothing that is looked at, and has none.
             "logprob_start_len": len(prompt) - 1,
+            **more,
         }
         answer = await self._ask("POST", "/generate", body)
         try:
-            found = answer["meta_info"]["input_token_logprobs"][-len(response) :]
+            meta = dict(answer["meta_info"])
+            meta["input_token_logprobs"] = found = meta["input_token_logprobs"][-len(response) :]
             tokens = [int(entry[1]) for entry in found]
-            values = [None if entry[0] is None else float(entry[0]) for entry in found]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{self._engines[0]}: /generate has no log-probabilities of a prompt") from error
         if tokens != list(response):
             raise EngineError(f"{self._engines[0]}: /generate answers of other tokens than it was asked")
-        return values
+        return meta
 
     async def _by_completions(self, prompt: Sequence[int], response: Sequence[int], name: str) -> list[float | None]:
         body = {"model": name, "prompt": [*prompt, *response], "echo": True, "logprobs": 1, **ONE_TOKEN}

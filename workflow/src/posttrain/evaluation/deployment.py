@@ -14,13 +14,11 @@ from typing import Any
 
 from posttrain.config.deployment import Deployment
 from posttrain.evaluation.divergence import Divergence
-from posttrain.evaluation.heldout import GradedResponse
 from posttrain.observability.intervals import paired_loss
 from posttrain.readable import HOUR
 
-ORIGINAL = "original"
-# By exam, what was answered and graded.
-Graded = Mapping[str, Sequence[GradedResponse]]
+# By exam, the prompt's id of each response, and whether it passes.
+Graded = Mapping[str, Sequence[tuple[int, bool]]]
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,13 @@ class Measured:
     """One precision.
 
     Args:
-        precision: `ORIGINAL`, or the format.
+        precision: `config.deployment.ORIGINAL`, or the format.
         pass_rate: Share of responses that pass.
         loss_points: Points of it that the original has more.
         loss_points_at_most: The upper end of its 95 % interval.
-        divergence: From the original's weights; None of the original.
+        divergence: From the original's weights, over the whole vocabulary in FP32; None of the original.
+        engine_divergence: From what the original's engines say, by their likeliest tokens: weights and kernels.
+        engine: Kind of the engines.
         engine_gib: Memory that its engine takes on all of its GPUs; on a CPU its weights.
         tokens_per_second: That the engine gave.
     """
@@ -42,6 +42,8 @@ class Measured:
     loss_points: float
     loss_points_at_most: float
     divergence: Divergence | None
+    engine_divergence: Divergence | None
+    engine: str
     engine_gib: float
     tokens_per_second: float
 
@@ -103,15 +105,16 @@ def table_of(measured: Sequence[Measured]) -> tuple[tuple[str, ...], list[tuple[
     """Return the head and the rows of the table."""
     head: tuple[str, ...] = (
         *("precision", "pass rate", "points lost", "at most (95 %)", "KL, mean", "KL, 99 %", "same token"),
-        *("GiB", "tokens/s", "GiB-h per 1M tokens"),
+        *("engines' KL, mean", "same token", "engine", "GiB", "tokens/s", "GiB-h per 1M tokens"),
     )
     rows: list[tuple[str, ...]] = []
     for one in measured:
-        far = one.divergence
+        far, told = one.divergence, one.engine_divergence
         kl = (f"{far.mean:.5f}", f"{far.p99:.4f}", f"{far.same_first:.1%}") if far else ("", "", "")
+        engines = (f"{told.mean:.5f}", f"{told.same_first:.1%}", one.engine) if told else ("", "", one.engine)
         points = (f"{one.loss_points:.2f}", f"{one.loss_points_at_most:.2f}") if far else ("", "")
         speed = (f"{one.engine_gib:.4g}", f"{one.tokens_per_second:,.0f}", f"{one.gib_hours_per_million_tokens:.4g}")
-        rows.append((one.precision, f"{one.pass_rate:.1%}", *points, *kl, *speed))
+        rows.append((one.precision, f"{one.pass_rate:.1%}", *points, *kl, *engines, *speed))
     return head, rows
 
 
@@ -119,6 +122,6 @@ def _rates(exams: Graded) -> Mapping[tuple[str, int], float]:
     """Return the share of samples that pass, by prompt."""
     passed: dict[tuple[str, int], list[bool]] = {}
     for name, responses in exams.items():
-        for response in responses:
-            passed.setdefault((name, response.prompt.prompt_id), []).append(response.passes)
+        for prompt_id, passes in responses:
+            passed.setdefault((name, prompt_id), []).append(passes)
     return {prompt: sum(each) / len(each) for prompt, each in passed.items()}

@@ -1,9 +1,18 @@
-"""How far quantised weights are from those they were made of: KL over the whole vocabulary, in FP32.
+"""How far quantised weights are from those they were made of: KL over the whole vocabulary, in FP32; and from engines.
 
     KL(p || q) = sum_v p(v) (log p(v) - log q(v))     p of the original's weights, q of the quantised ones
 
 at every token of responses that the original gave. Codes are read as the numbers they stand for, and activations stay
 in FP32, so that this is the weights' share alone: an engine that quantises activations as well adds to it.
+
+Engines tell their likeliest tokens alone. Over the set S of those that both of two engines tell in a place, with all
+other tokens as one event R,
+
+    KL_S(p || q) = sum_{v in S} p(v) (log p(v) - log q(v)) + p(R) (log p(R) - log q(R))
+
+every number is known, and by the data-processing inequality it is at most the whole KL, which it is where nothing is
+left in R. It has weights and kernels, activations of the engine's precision among them. Source: Cover and Thomas,
+Elements of Information Theory, theorem 2.7.1 (log sum inequality).
 
 One decoder layer is in memory at a time, through which all sequences go before the next is read: GLM-5's largest takes
 39 GB in FP32, where the whole model would take 3 TB.
@@ -13,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +39,8 @@ from posttrain.observability.progress import ProgressBar
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Rows of logits at a time; GLM-5's 154,880 tokens make 160 MB of them.
 ROWS_AT_A_TIME = 256
+# What engines tell is float32: a rest of probability below this is rounding.
+TINY = 1e-7
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class Divergence:
         largest: The same of all.
         same_first: Share of the tokens where both find the same one likeliest.
         num_tokens: How many were compared.
+        covered: Share of the original's probability that is on tokens compared one by one; 1 over the vocabulary.
     """
 
     mean: float
@@ -62,6 +74,20 @@ class Divergence:
     largest: float
     same_first: float
     num_tokens: int
+    covered: float = 1.0
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """What an engine tells of some places.
+
+    Args:
+        tokens: Its likeliest in each [N, K] int, the likeliest first.
+        logprobs: Of each [N, K] float.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
 
 
 class Spoken:
@@ -149,9 +175,30 @@ def divergence(original: Spoken, other: Spoken) -> Divergence:
         # Rounding may take a sum of what cancels below zero.
         found.append((ours.exp() * (ours - theirs)).sum(dim=-1).clamp_min(0).double())
         same += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
-    nats = torch.cat(found)
+    return _summary(torch.cat(found), same)
+
+
+def truncated_divergence(original: Likeliest, other: Likeliest) -> Divergence:
+    """Compare what two engines tell of the same places; see the head of this file.
+
+    Example:
+        (a 0.6, b 0.3) and (a 0.5, c 0.4): 0.6 log(0.6 / 0.5) + 0.4 log(0.4 / 0.5).
+    """
+    ours, theirs = original.logprobs.double(), other.logprobs.double()
+    is_same = original.tokens[:, :, None] == other.tokens[:, None, :]
+    both, matched = is_same.any(dim=2), (theirs[:, None, :].exp() * is_same).sum(dim=2)
+    zero = torch.zeros((), dtype=torch.float64)
+    each = torch.where(both, ours.exp() * (ours - matched.clamp_min(TINY).log()), zero).sum(dim=1)
+    seen = torch.where(both, ours.exp(), zero).sum(dim=1)
+    left, others_left = 1 - seen, (1 - torch.where(both, matched, zero).sum(dim=1)).clamp_min(TINY)
+    tail = torch.where(left > TINY, left * (left.clamp_min(TINY).log() - others_left.log()), zero)
+    same = int((original.tokens[:, 0] == other.tokens[:, 0]).sum())
+    return replace(_summary((each + tail).clamp_min(0), same), covered=float(seen.mean()))
+
+
+def _summary(nats: torch.Tensor, same_first: int) -> Divergence:
     p99 = float(nats.sort().values[max(-(-99 * len(nats) // 100) - 1, 0)])
-    return Divergence(float(nats.mean()), p99, float(nats.max()), same / len(nats), len(nats))
+    return Divergence(float(nats.mean()), p99, float(nats.max()), same_first / len(nats), len(nats))
 
 
 def _row(given: Any, row: int, count: int) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
 from posttrain.types import Prompt
 
+# Of an exam: what was asked, a result for each request, and the seconds that sampling took.
+Sampled = tuple[list[GenerateRequest], list[GenerateResult], float]
+Then = Callable[[AskedEngines, Sequence[Sampled]], Awaitable[None]]
 # As many as somebody reads in a report.
 NUM_EXAMPLES = 24
 
@@ -141,12 +144,22 @@ class Answered:
         return sum(response.num_tokens for response in self.graded) / self.seconds
 
 
-def answer_exams(config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path) -> dict[str, Answered]:
-    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`."""
+def answer_exams(
+    config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path, then: Then | None = None
+) -> dict[str, Answered]:
+    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`.
+
+    Args:
+        config: The same.
+        checkpoint: The same.
+        exams: The same.
+        log_folder: The same.
+        then: Asks the engines more when all is sampled.
+    """
     with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
-        sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
+        sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams, then))
     found = {}
     with GraderPool.of(config) as graders:
         for exam, (requests, answers, seconds) in zip(exams, sampled, strict=True):
@@ -269,16 +282,18 @@ async def sample_responses(
 
 
 async def _sample_all(
-    config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam]
-) -> list[tuple[list[GenerateRequest], list[GenerateResult], float]]:
+    config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam], then: Then | None
+) -> list[Sampled]:
     """Return of each exam what was asked, a result per request, and the seconds that sampling took."""
     asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
-    sampled = []
+    sampled: list[Sampled] = []
     async with client_of(config, engines) as client:
         for of_exam, requests in asked:
             started = time.perf_counter()
             results = await sample_responses(of_exam, client, requests)
             sampled.append((requests, results, time.perf_counter() - started))
+        if then:
+            await then(engines, sampled)
     return sampled
 
 

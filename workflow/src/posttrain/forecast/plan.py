@@ -10,7 +10,14 @@ import dataclasses
 from typing import Any
 
 from posttrain.artifacts import Paths
-from posttrain.config.derived import data_parallel_size, layers_per_stage, trainer_nodes, uses_engines, world_size
+from posttrain.config.derived import (
+    calibration_passes,
+    data_parallel_size,
+    layers_per_stage,
+    trainer_nodes,
+    uses_engines,
+    world_size,
+)
 from posttrain.config.load import Resolved
 from posttrain.config.rules import check_trainable
 from posttrain.config.schema import Config
@@ -24,6 +31,7 @@ from posttrain.planner.job_needs import RuleNeeds, check_served
 from posttrain.planner.problems import find_problems, find_warnings
 from posttrain.planner.sizing import engine, memory, storage
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
+from posttrain.planner.sizing.calibration import calibration_gib, conversations
 from posttrain.planner.sizing.evaluation import evaluation_nodes, serving_config
 from posttrain.planner.sizing.layout import LayoutProposal, assess_layout, propose_layouts
 from posttrain.planner.sizing.memory_phases import PhaseMemory, capacity_gib, host_gib_by_phase, phase_memory
@@ -73,6 +81,7 @@ def build_plan(resolved: Resolved, jobs_at_once: int | None = None) -> dict[str,
         "trainer": _trainer_part(config, phases),
         "engine": _engine_part(config, served),
         "evaluation": _evaluation_part(config),
+        "calibration": _calibration_part(config, needs),
         "nodes": nodes_part(config),
         "storage": {
             "shared_bytes": needed.shared_bytes,
@@ -163,6 +172,15 @@ def _evaluation_part(config: Config) -> dict[str, Any] | None:
         "kv_tokens": memory_of.kv_tokens,
         "speed": _speed(served, memory_of),
     }
+
+
+def _calibration_part(config: Config, needs: RuleNeeds) -> dict[str, Any] | None:
+    """Return what a calibration for NVFP4 takes, where it is asked for; None for a dense model, and without passes."""
+    if not config.model.architecture.n_routed_experts or not calibration_passes(config):
+        return None
+    job = needs.of("calibrate")
+    gib, reads = round(calibration_gib(config), 4), conversations(config)
+    return {"nodes": job.nodes, "gpus": job.gpus, "seconds": job.seconds, "gib_per_rank": gib, "conversations": reads}
 
 
 def _speed(config: Config, held: engine.EngineMemory) -> list[dict[str, Any]]:

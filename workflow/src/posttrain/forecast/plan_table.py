@@ -57,6 +57,7 @@ def _numbers(plan: Mapping[str, Any]) -> Table:
         *(_engines(engine) if engine["num_engines"] else ()),
         *(_own_nodes(plan, kind) for kind in plan["nodes"][1:]),
         *(_evaluation(plan["evaluation"]) if plan["evaluation"] else ()),
+        *([_calibration(plan["calibration"])] if plan["calibration"] else []),
         ("shared storage", f"{format_bytes(storage['shared_bytes'])} ({format_number(storage['shared_bytes'])} bytes)"),
         ("each node's own disk", format_bytes(storage["node_local_bytes"])),
         *([] if plan["gpu_hours"] is None else [("GPU-hours", f"{format_number(plan['gpu_hours'])}{cost}")]),
@@ -90,6 +91,12 @@ def _evaluation(served: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if rows := served["speed"]:
         speeds = (f"{row['output_tokens_per_second']:,.0f} with {row['concurrency']}" for row in rows)
         yield "tokens/s of one, by clients", ", ".join(speeds)
+
+
+def _calibration(taken: Mapping[str, Any]) -> tuple[str, str]:
+    parts = [counted(taken["nodes"], "node"), f"{taken['gib_per_rank']:.4g} GiB per rank"]
+    parts += [] if taken["seconds"] is None else [f"at most {format_seconds(taken['seconds'])}"]
+    return "a calibration, when asked for", ", ".join(parts)
 
 
 def _layout(layout: Mapping[str, Any]) -> str:

@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 
 from posttrain import cli
-from posttrain.artifacts import write_text
-from posttrain.config.load import Resolved, dump_resolved
-from posttrain.launch.gathering import AttemptFailedError
-from posttrain.launch.serving import ServingGang
-from posttrain.launch.site import find_nodes, is_waiting_pod, rendezvous_path
+from posttrain.config.load import Resolved
+from posttrain.launch.short_gang import ShortGang
+from posttrain.launch.site import is_waiting_pod, rendezvous_path
 from posttrain.launch.waiting_pod import lend_this_pod
 from posttrain.planner.sizing.evaluation import serving_config
+from posttrain.planner.sizing.precisions import precision_config
 
 
 def main() -> None:
@@ -30,27 +29,22 @@ def main() -> None:
     if is_waiting_pod():
         lend_this_pod(rendezvous_path(folder))
         return
-    served = job_of(arguments.resolved)
+    served = job_of(arguments.resolved, arguments.precision)
     # Of an attempt before.
     shutil.rmtree(folder, ignore_errors=True)
-    config_path = folder / "config.resolved.yaml"
-    write_text(config_path, dump_resolved(served))
-    nodes = find_nodes(served.config, folder)
-    names = nodes.choose(served.config.nodes)
-    try:
-        with ServingGang(served.config, nodes, names, folder, config_path, arguments.checkpoint) as gang:
-            code = gang.run(arguments.command)
-    except AttemptFailedError as failure:
-        failure.lost_nodes = nodes.check(failure.suspects)
-        if failure.lost_nodes and served.config.site.launcher == "kubernetes":
-            nodes.requeue()
-        raise
+    with ShortGang.of_this_job(served, folder) as gang:
+        code = gang.run_beside_engines(arguments.checkpoint, arguments.command)
     sys.exit(code)
 
 
-def job_of(resolved: Resolved) -> Resolved:
-    """Return the configuration of the job's engines: its nodes are the engines', and none is spare."""
-    config = serving_config(resolved.config)
+def job_of(resolved: Resolved, precision: str = "") -> Resolved:
+    """Return the configuration of the job's engines: its nodes are the engines', and none is spare.
+
+    Args:
+        resolved: Of the run.
+        precision: Of those that are compared; empty: the one of evaluations.
+    """
+    config = serving_config(precision_config(resolved.config, precision) if precision else resolved.config)
     slurm = dataclasses.replace(config.site.slurm, spare_nodes=0)
     site = dataclasses.replace(config.site, slurm=slurm)
     return dataclasses.replace(resolved, config=dataclasses.replace(config, site=site))
@@ -62,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     cli.add_option(parser, "resolved", cli.RESOLVED)
     cli.add_option(parser, "checkpoint", (Path, "checkpoint in Hub layout, seen by all nodes"))
     cli.add_option(parser, "folder", (Path, "of this job alone; gets the engines' logs"))
+    cli.add_option(parser, "precision", {"default": "", "help": "that is compared; by default the one of evaluations"})
     parser.add_argument("command", nargs="+", help="what asks the engines, and is told where they are")
     return parser.parse_args()
 

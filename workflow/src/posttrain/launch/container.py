@@ -35,17 +35,23 @@ CLONE = CODE.parents[1]
 ONE_TASK = ("srun", "--overlap", "--nodes", "1", "--ntasks", "1", "--mem", "0", "--cpu-bind", "none")
 
 
-def srun_options(config: Config) -> tuple[str, ...]:
-    """Return what a gang's srun gets so that Pyxis starts its tasks in the image; nothing for the other runtimes."""
-    return _options(config, _mounts(config, config.site.node_local))
+def srun_options(config: Config, with_disk: bool = True) -> tuple[str, ...]:
+    """Return what a gang's srun gets so that Pyxis starts its tasks in the image; nothing for the other runtimes.
+
+    Args:
+        config: With `site.container`.
+        with_disk: The nodes' own disks are shown.
+    """
+    return _options(config, _mounts(config, *[config.site.node_local] * with_disk))
 
 
-def wrap(command: Sequence[str], config: Config) -> tuple[str, ...]:
+def wrap(command: Sequence[str], config: Config, with_disk: bool = True) -> tuple[str, ...]:
     """Return a command as a gang's srun starts it on a node.
 
     Args:
         command: Words; the interpreter of this process becomes the image's `python`.
         config: With `site.container`.
+        with_disk: See `srun_options`.
 
     Returns:
         The command itself where the nodes' own environment is used.
@@ -53,7 +59,7 @@ def wrap(command: Sequence[str], config: Config) -> tuple[str, ...]:
     if config.site.container.runtime == "none":
         return tuple(command)
     interpreter = "python" if command[0] == sys.executable else command[0]
-    return (*_entry(config, _mounts(config, config.site.node_local)), interpreter, *command[1:])
+    return (*_entry(config, _mounts(config, *[config.site.node_local] * with_disk)), interpreter, *command[1:])
 
 
 def prefix_of_jobs(config: Config) -> str:

@@ -85,7 +85,7 @@ class Gang(Gathering):
         if must_inspect(self._config, self._names) and not self._fit.issuperset(self._names):
             self.look(self._job.config_path, self._job.node_local)
             self._fit.update(self._names)
-        self._assign()
+        self._assign_job()
         self._wait_for_all("engines")
         self._train()
         self._wait_for_all("done", self._watch, self._trainers)
@@ -94,22 +94,10 @@ class Gang(Gathering):
 
     # ---- the stages ----
 
-    def _assign(self) -> None:
-        members = [self._members[name] for name in self._names]
+    def _assign_job(self) -> None:
         # Looked up once, for all: nodes may see a shared folder change at different times.
         checkpoints = CheckpointFolder(self._job.run_folder / "checkpoints", self._config.trainer.keep_checkpoints)
-        finished = checkpoints.newest_step()
-        for rank, member in enumerate(members):
-            member.channel.send(
-                "assign",
-                rank=rank,
-                names=self._names,
-                addresses=[other.address for other in members],
-                job=self._job.as_dict(),
-                folder=str(self._folder),
-                first_port=self._nodes.first_port,
-                finished=finished,
-            )
+        self._assign("assign", names=self._names, job=self._job.as_dict(), finished=checkpoints.newest_step())
 
     def _train(self) -> None:
         urls = {int(i): url for m in self._members.values() for i, url in m.messages["engines"]["urls"].items()}

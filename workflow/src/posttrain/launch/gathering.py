@@ -126,6 +126,18 @@ class Gathering:
             if time.monotonic() > deadline:
                 raise AttemptFailedError(f"no supervisor started on {', '.join(missing)}", missing)
 
+    def _assign(self, kind: str, **content: Any) -> list[Member]:
+        """Tell each node what its part is, and return the nodes, in the order of ranks."""
+        members = [self._members[name] for name in self._names]
+        same = {
+            "addresses": [member.address for member in members],
+            "folder": str(self._folder),
+            "first_port": self._nodes.first_port,
+        }
+        for rank, member in enumerate(members):
+            member.channel.send(kind, rank=rank, **same, **content)
+        return members
+
     def look(self, config_path: Path, node_local: Path) -> None:
         """Inspect all nodes.
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,13 +15,14 @@ import psutil
 from posttrain.artifacts.lease import Holder
 from posttrain.config.schema import Config
 from posttrain.errors import ConfigError, Problem
+from posttrain.launch.container import make_shared_roots, srun_options, wrap
 from posttrain.launch.slurm_job import options_of_nodes
 from posttrain.launch.slurm_query import JOB_PREFIX, ask, job_is_alive, job_number
 from posttrain.serving.servers import FOLDER, Server, holder_of, named, read_servers, this_machine
 
 # An engine has ten seconds to end and SLURM thirty to see it; what it started has some more.
 STOP_SECONDS, LOOK_SECONDS = 90.0, 0.5
-# A user's own allocation is not ours to end.
+# Names the job's first node. A user's own allocation, which has none, is not ours to end; an image has no `scontrol`.
 JOB_VARIABLE = "POSTTRAIN_SERVING_JOB"
 
 
@@ -31,21 +33,19 @@ def job_of_this_process() -> str:
 
 
 def place_in_job() -> tuple[int, str]:
-    """Return which of the job's tasks this process is, from 0, and the name of its first node.
-
-    Raises:
-        RuntimeError: SLURM does not tell.
-    """
-    nodes = ask("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
-    return int(os.environ["SLURM_PROCID"]), nodes[0]
+    """Return which of the job's tasks this process is, from 0, and the name of its first node."""
+    return int(os.environ["SLURM_PROCID"]), os.environ[JOB_VARIABLE]
 
 
-def submit(config: Config, results: Path, words: Sequence[str], name: str, nodes: int) -> tuple[str, Path]:
-    """Submit a job that runs `posttrain serve` with these words on each of its nodes.
+def submit(
+    config: Config, results: Path, checkpoint: str, words: Sequence[str], name: str, nodes: int
+) -> tuple[str, Path]:
+    """Submit a job that runs `posttrain serve` with these words on each of its nodes, in the site's image.
 
     Args:
         config: With the site and the hardware.
         results: Gets the job's log.
+        checkpoint: What is served: a folder is shown in the image.
         words: Of this command line.
         name: Of the job.
         nodes: How many.
@@ -60,9 +60,14 @@ def submit(config: Config, results: Path, words: Sequence[str], name: str, nodes
     log.parent.mkdir(parents=True, exist_ok=True)
     # One that ends takes the others with it: a part of an engine serves nobody.
     run = ["srun", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    command = shlex.join([*run, sys.executable, "-m", "posttrain", "serve", *words])
+    make_shared_roots(config)
+    source = replace(config.model.source, kind="folder" if Path(checkpoint).is_dir() else "hub", folder=checkpoint)
+    shown = replace(config, model=replace(config.model, source=source))
+    served = wrap([sys.executable, "-m", "posttrain", "serve", *words], shown, with_disk=False)
+    command = shlex.join([*run, *srun_options(shown, with_disk=False), *served])
     options = [*options_of_nodes(config, nodes), f"--job-name=serve-{name}", f"--output={log}"]
-    number = ask("sbatch", "--parsable", *options, "--wrap", f"exec env {JOB_VARIABLE}=1 {command}").partition(";")[0]
+    script = f"exec env {JOB_VARIABLE}=$SLURMD_NODENAME {command}"
+    number = ask("sbatch", "--parsable", *options, "--wrap", script).partition(";")[0]
     return f"{JOB_PREFIX}{number}", Path(str(log).replace("%j", number))
 
 

@@ -19,6 +19,7 @@ from posttrain.config.derived import nodes_with_spares
 from posttrain.config.schema import Config, Site
 from posttrain.launch.slurm_query import job_is_alive, job_number
 from posttrain.planner.job_needs import job_needs
+from posttrain.planner.sizing.precisions import compared_precisions, precision_config
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,27 @@ def resources_of_training(config: Config, lease_folder: Path | None) -> dict[str
 def resources_of_serving(config: Config) -> dict[str, Any]:
     """Return what a job asks for that serves a model."""
     return _resources_of_nodes(config, "evaluate")
+
+
+def resources_of_precisions(config: Config) -> dict[str, Any]:
+    """Return what jobs ask for whose wildcard `precision` says which precision's engines they ask."""
+    wanted = {
+        precision: _resources_of_nodes(precision_config(config, precision), "ask_precision")
+        for precision in compared_precisions(config)
+    }
+    # Of one node, which is no "MPI" job.
+    otherwise = {"mpi": "", "tasks": 1}
+
+    def asked(name: str) -> Callable[..., Any]:
+        return lambda wildcards: wanted[wildcards.precision].get(name, otherwise.get(name, ""))
+
+    names = dict.fromkeys(name for resources in wanted.values() for name in resources)
+    return {name: asked(name) for name in names}
+
+
+def resources_of_comparison(config: Config) -> dict[str, Any]:
+    """Return what a job asks for that compares precisions."""
+    return _resources_of_nodes(config, "compare_precisions")
 
 
 def resources_of_calibration(config: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.artifacts.recodings import OTHER_QUANTISED
 from posttrain.config.schema import EXPERIMENT_SECTIONS, Config
 from posttrain.observability import report_figures
+from posttrain.observability.coverage_map import coverage_map
 from posttrain.observability.report_dag import RuleState, draw_chain
 from posttrain.observability.report_data import RunData, flat_config
 from posttrain.observability.report_page import render_page
@@ -74,6 +75,7 @@ def render_report(run: RunData, summary: Mapping[str, Any], verdict: Verdict) ->
         sections=_chart_sections(run),
         missing=report_figures.missing_metrics(run),
         suites=suite_rows(run),
+        coverage_map=coverage_map(run.coverage["all"]) if run.coverage else None,
         samples=samples,
         frame=common_frame([pair.prompt for pair in samples]),
         changes={change: sum(pair.change == change for pair in samples) for change in ("better", "same", "worse")},

@@ -99,6 +99,7 @@ class RunData:
     data_check: Mapping[str, Any] | None = None
     between: Sequence[tuple[int, Mapping[str, Mapping[str, Any]]]] = ()
     lm_eval: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    coverage: Mapping[str, Any] | None = None
     read_unix: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -188,6 +189,7 @@ def _read(inputs: ReportInputs, resolved: Resolved, missing: Sequence[str] = ())
         # Runs of older versions have none.
         data_check=read_json(paths.data_check) if paths.data_check.exists() else None,
         lm_eval={when: read_json(path) for when, path in _lm_eval_results(paths).items()},
+        coverage=read_json(paths.coverage) if receipt_of(paths.calibration).exists() else None,
     )
 
 

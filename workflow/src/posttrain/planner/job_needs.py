@@ -15,6 +15,7 @@ from posttrain.config.schema import Config
 from posttrain.errors import Problem
 from posttrain.planner.rule_chain import RuleNode, rule_chain
 from posttrain.planner.sizing.evaluation import MOST_NODES, evaluation_nodes
+from posttrain.planner.sizing.precisions import compared_precisions, precision_config
 from posttrain.planner.sizing.storage import Storage, storage
 from posttrain.planner.timing.duration import Bandwidths, durations_seconds
 from posttrain.readable import DAY, HOUR, LONGEST_IN_HOURS, counted
@@ -23,7 +24,9 @@ MINUTE = 60
 # From here on, hours say more than minutes; below ten of them, or of days, a decimal matters.
 LONGEST_IN_MINUTES, LONGEST_WITH_DECIMAL = 100 * MINUTE, 10
 # Rules whose jobs use GPUs; all others work with files.
-TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "compare_precisions")
+TRAINING, SERVING = ("train_grpo", "preflight"), ("evaluate", "lm_eval", "benchmark_serving", "ask_precision")
+# A node that computes in FP32, a layer at a time.
+COMPARING = "compare_precisions"
 # On the nodes of training that have ranks, without engines and spare nodes.
 CALIBRATING = "calibrate"
 
@@ -63,6 +66,8 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
             return JobNeeds()
         nodes = evaluation_nodes(config) or 1  # what nothing holds is refused
         return JobNeeds(nodes, nodes * per_node)
+    if rule == COMPARING:
+        return JobNeeds(1, per_node)
     if rule == CALIBRATING:
         return JobNeeds(trainer_nodes(config), trainer_nodes(config) * per_node)
     if rule not in TRAINING:
@@ -74,20 +79,14 @@ def job_needs(config: Config, rule: str) -> JobNeeds:
 
 
 def check_compared(config: Config) -> Iterator[Problem]:
-    """Yield the precisions whose engines take more than the one node on which all of them are compared in turn."""
-    if config.serving.weights == "trained" and config.engine.kind != "embedded":
+    """Yield why a precision cannot be served to be compared."""
+    if config.serving.weights == "trained" and config.engine.kind != "embedded" and config.hardware.device == "cuda":
         known = "embedded, which reads their codes as numbers; SGLang is compared in the source's precision and in FP8"
         remedy = "set serving.weights=model, or engine.kind=embedded where one GPU holds the model"
         yield Problem("engine.kind", f"{config.engine.kind} with {config.serving.format} weights", known, remedy)
-    if config.evaluation.addresses:
-        return
-    for precision in ("source", "fp8"):
-        asked = dataclasses.replace(config.evaluation, precision=precision)
-        nodes = evaluation_nodes(dataclasses.replace(config, evaluation=asked))
-        if nodes != 1:
-            found = f"{counted(nodes, 'node')} in {precision}" if nodes else f"no number of nodes in {precision}"
-            remedy = "start engines yourself and name them in evaluation.addresses, or hardware with more memory"
-            yield Problem("compare_precisions", found, "1: both precisions are served on the same node in turn", remedy)
+    for precision in compared_precisions(config):
+        for problem in check_served(precision_config(config, precision)):
+            yield dataclasses.replace(problem, key=f"compare_precisions: {precision}")
 
 
 def check_served(config: Config) -> Iterator[Problem]:

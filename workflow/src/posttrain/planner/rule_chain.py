@@ -57,7 +57,7 @@ def rule_chain(config: Config, is_fork: bool = False) -> list[RuleNode]:
         "finalize_quantized after": not evaluates_fp8(config),
         "stage_to_node_local": not config.site.node_names or config.stage.copy == "nothing",
         "fork_checkpoint": not is_fork,
-        "download_suite": not config.evaluation.suites,
+        "download_rows": not config.evaluation.suites,
     }
     rules = [rule for rule in [*_rules_of_weights(config), *_rules_of_a_run(config)] if not left_out.get(rule.name)]
     names = {rule.name for rule in rules}
@@ -75,7 +75,7 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
         RuleNode("download_hf_checkpoint", fetches, ("list_hf_checkpoint",), config.download.num_parts),
         RuleNode("finalize_hf_checkpoint", joins, downloaded),
         RuleNode("download_dataset", "fetches or generates the prompts", ()),
-        RuleNode("download_suite", "fetches an evaluation's prompts", (), len(set(suite_folders(config).values()))),
+        RuleNode("download_rows", "fetches an evaluation's prompts", (), len(set(suite_folders(config).values()))),
         RuleNode("patch_hf_config", "checks config and tensors, links the weights", ("finalize_hf_checkpoint",)),
         RuleNode("adopt_torch_dist", "takes a checkpoint that is there, after comparing it", patched),
         RuleNode("convert_hf_to_torch_dist", "writes Megatron's format in parts", patched, parts),
@@ -91,7 +91,7 @@ def _rules_of_weights(config: Config) -> list[RuleNode]:
 def _rules_of_a_run(config: Config) -> list[RuleNode]:
     ready = ("stage_to_node_local", "adopt_torch_dist", "finalize_torch_dist", *_begun_with(config))
     before = (*ready, "approve_data", "fork_checkpoint")
-    prompts = ("download_dataset", "download_suite")
+    prompts = ("download_dataset", "download_rows")
     checked = ("patch_hf_config", *prompts)
     came = ("finalize_quantized",) if evaluates_fp8(config) else ()
     exported = ("finalize_quantized after", "finalize_export_hf", *prompts)

@@ -29,6 +29,10 @@ from posttrain.preflight.wandb_key import check_wandb
 FETCHING = ("list_hf_checkpoint", "download_hf_checkpoint")
 TRAINING = ("resolve_config", "train_grpo")
 GRADING = (*TRAINING, "approve_data", "evaluate")
+# Rules that read suites; what a calibration reads is fetched by the same rule.
+ASKING = ("approve_data", "evaluate", "ask_precision")
+# They serve the model in the precision of evaluations; each of those that are compared is looked at by itself.
+SERVING_ONE = tuple(rule for rule in SERVING if rule != "ask_precision")
 # Shortest responses that a nearest configuration may be left with.
 SHORTEST_RESPONSE_TOKENS = 1024
 PAGE = "`snakemake plan` with the same --config draws all figures."
@@ -47,11 +51,13 @@ def find_refusals(config: Config, rules: Collection[str]) -> list[Problem]:
     if any(rule.endswith(TRAINING) for rule in rules):
         missing_key = check_wandb(config).problem
         found += [*check_trainable(config), *find_problems(config), *([missing_key] if missing_key else [])]
-    if any(rule.endswith("download_suite") for rule in rules):
+    if any(rule.endswith("download_rows") for rule in rules) and any(rule.endswith(ASKING) for rule in rules):
         found += check_pinned(config)
     if any(rule.endswith(SERVING) for rule in rules):
-        found += [*check_served(config), *_check_secret(config)]
-    if any(rule.endswith("compare_precisions") for rule in rules):
+        found += _check_secret(config)
+    if any(rule.endswith(SERVING_ONE) for rule in rules):
+        found += check_served(config)
+    if any(rule.endswith(("ask_precision", "compare_precisions")) for rule in rules):
         found += check_compared(config)
     if any(rule.endswith("benchmark_serving") for rule in rules):
         found += _check_benchmark(config)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from posttrain.artifacts import write_atomic, write_json
+from posttrain.artifacts import COVERAGE_NAME, write_atomic, write_json
 from posttrain.batching.packed_batch import PackedBatch, build_packed_batch
 from posttrain.batching.packing import pack
-from posttrain.checkpoint.quantization.coverage import COVERAGE_NAME, STATE_FOLDER, coverage, describe_coverage
+from posttrain.checkpoint.quantization.coverage import STATE_FOLDER, coverage, describe_coverage
 from posttrain.checkpoint.quantization.expert_maxima import ExpertMaxima, PassState
 from posttrain.config.derived import data_parallel_size, micro_batch_multiple, token_budget
 from posttrain.config.schema import Config
@@ -55,7 +55,7 @@ def calibrate(
         config: Of the ranks (`config.derived.calibrating`).
         torch_dist: Weights: a converted checkpoint, or one of training.
         model_folder: Checkpoint in Hub layout, with the tokenizer.
-        conversations: Name of each pass -> folder that `download_pass` has made.
+        conversations: Name of each pass -> folder that `download_rows` has made.
         made_from: Digest of weights and conversations.
         folder: Gets `{pass}.safetensors` for each pass, and `coverage.json`.
 

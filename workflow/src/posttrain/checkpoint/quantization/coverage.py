@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COVERAGE_NAME = "coverage.json"
-# Beside it while it is made: what finished shards have seen.
+# In the folder of a calibration while it is made: what finished shards have seen.
 STATE_FOLDER = "state"
 # Of experts that were given nothing, as many layers are named in one line.
 MOST_NAMED = 5

@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.data.chat import DECIDED_VARIABLES
 from posttrain.engines.embedded.requests import (
+    MOST_ALTERNATIVES,
     NEUTRAL_VALUES,
     SMALLEST_TOP_P,
     ModelLimits,
@@ -28,7 +29,6 @@ from posttrain.engines.embedded.texts import Texts
 # OpenAI's own defaults and limits.
 DEFAULT_MAX_TOKENS = 16
 MOST_CHOICES = 128
-MOST_ALTERNATIVES = 20
 # Both endpoints take these; `user` and `model` change nothing.
 _SHARED = {"model", "user", "temperature", "top_p", "stop", "seed", "n", "logprobs", "stream", "max_tokens"}
 _OF_SGLANG = {"ignore_eos", "stop_token_ids"}

@@ -44,6 +44,8 @@ KNOWN_PARAMETERS = {
 SMALLEST_TOP_P = 1e-6
 # SGLang's own default (`SamplingParams.max_new_tokens`).
 DEFAULT_MAX_NEW_TOKENS = 128
+# OpenAI's own limit.
+MOST_ALTERNATIVES = 20
 
 
 class RequestError(ValueError):
@@ -115,11 +117,13 @@ class ParsedRequest:
         rows: What to generate.
         is_batch: The answer is a list, also for one row.
         stream: The answer comes token by token.
+        told_from: Of the prompt's tokens from this one on the answer has log-probabilities; -1: of none.
     """
 
     rows: tuple[Row, ...]
     is_batch: bool
     stream: bool
+    told_from: int = -1
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
@@ -161,11 +165,16 @@ def parse_request(body: Any, limits: ModelLimits) -> ParsedRequest:
         raise RequestError(f"{ASKED}: not with stream")
     if tells_routes and not limits.has_experts:
         raise RequestError(f"{ASKED}: the model has no experts")
+    told_from = number("the request", body, "logprob_start_len", -1, minimum=-1)
+    most = number("the request", body, "top_logprobs_num", 0, 0, MOST_ALTERNATIVES)
+    if (told_from >= 0 or most) and (stream or not body.get("return_logprob")):
+        raise RequestError("logprob_start_len, top_logprobs_num: return_logprob = true is needed with them, no stream")
+    more = {"tells_routes": tells_routes, "scores_prompt": told_from >= 0, "num_alternatives": most}
     rows = tuple(
-        replace(_parse_row(index, prompt, parameters[index], request_ids[index], limits), tells_routes=tells_routes)
+        replace(_parse_row(index, prompt, parameters[index], request_ids[index], limits), **more)
         for index, prompt in enumerate(prompts)
     )
-    return ParsedRequest(rows, is_batch, stream)
+    return ParsedRequest(rows, is_batch, stream, told_from)
 
 
 def _parse_row(index: int, prompt: Any, parameters: dict[str, Any], request_id: str, limits: ModelLimits) -> Row:

@@ -101,6 +101,8 @@ class Endpoints:
         responses = await asyncio.wrap_future(self._worker.submit(work))
         seconds = time.perf_counter() - started
         answers = [_answer(response, work.weight_version, with_logprobs, seconds) for response in responses]
+        for response, answer in zip(responses, answers, strict=True):
+            answer["meta_info"] |= _told_of_prompt(response, parsed.told_from)
         return web.json_response(answers if parsed.is_batch else answers[0])
 
     async def health(self, request: web.Request) -> web.Response:
@@ -209,6 +211,21 @@ def _answer(response: Response, version: str | None, with_logprobs: bool, second
     if response.row.tells_routes:
         meta[TOLD] = base64.b64encode(np.concatenate(response.routes).tobytes()).decode()
     return {"output_ids": list(response.output_ids), "meta_info": meta}
+
+
+def _told_of_prompt(response: Response, told_from: int) -> dict[str, Any]:
+    """Return what SGLang's interface says of a prompt's tokens; of the first of them no more than which it is."""
+    if response.prompt_scores is None:
+        return {}
+    tokens, scores = response.row.input_ids[told_from:], response.prompt_scores
+    values = [None, *scores.logprobs[told_from:]][: len(tokens)]
+    told: dict[str, Any] = {
+        "input_token_logprobs": [[value, token, None] for value, token in zip(values, tokens, strict=True)]
+    }
+    if response.row.num_alternatives:
+        likeliest = [[[value, token, None] for token, value in place] for place in scores.alternatives[told_from:]]
+        told["input_top_logprobs"] = [None, *likeliest][: len(tokens)]
+    return told
 
 
 def _only_with(secret: str) -> Any:

@@ -27,6 +27,9 @@ def calibration_gib(config: Config) -> float:
 
 def describe_calibration(config: Config) -> str:
     """Return what is read, and what a rank needs, in words."""
-    passes = calibration_passes(config)
-    read = " + ".join(f"{wanted.num_samples} {name}" for name, wanted in passes.items())
-    return f"{read or 'no'} conversations, {calibration_gib(config):.1f} GiB per rank"
+    return f"{conversations(config) or 'no'} conversations, {calibration_gib(config):.1f} GiB per rank"
+
+
+def conversations(config: Config) -> str:
+    """Return what the passes read: "512 coding + 512 broad"."""
+    return " + ".join(f"{wanted.num_samples} {name}" for name, wanted in calibration_passes(config).items())

@@ -14,6 +14,7 @@ from posttrain.config.schema import Config
 from posttrain.planner.sizing.node_copy import NodeCopy, node_copy
 from posttrain.planner.sizing.storage import Storage
 from posttrain.planner.timing import step_time
+from posttrain.planner.timing.calibration import calibration_seconds
 
 NOT_MODELLED = (
     "durations: start of engines and trainer, waiting in a queue",
@@ -67,6 +68,8 @@ def durations_seconds(
             seconds[name] = _side_by_side(needed.hf + size, parts, turns, rates)
     if needed.rollout_start:  # about half of the layers that are read
         seconds["quantize start"] = 3 * needed.rollout_start / rates.job
+    if calibrates := calibration_seconds(config, rates.shared_storage):
+        seconds["calibrate"] = calibrates
     moved = {rule: round(value, 3) for rule, value in seconds.items()}
     return {**moved, **step_time.step_durations(config, rates.shared_storage)}
 

@@ -1,0 +1,35 @@
+"""Get rows that are not trained on, the prompts of a suite or the conversations of a pass, and check every line."""
+
+from __future__ import annotations
+
+from posttrain.artifacts import Receipt, manifest_of
+from posttrain.artifacts.data_folders import PASS, SUITE, wanted_rows
+from posttrain.checkpoint.hub.retries import RetryRule
+from posttrain.checkpoint.parts.steps import FOLDER, make_folder
+from posttrain.cli import RESOLVED, command_line, run
+from posttrain.config.suites import data_of, rows_of
+from posttrain.data.dataset_files import make_rows
+from posttrain.data.raw_rows import local_files
+
+
+def main() -> None:
+    """Make, read or fetch the rows, write them and the receipt."""
+    args = command_line(
+        __doc__,
+        **FOLDER,
+        resolved=RESOLVED,
+        kind={"required": True, "choices": (SUITE, PASS), "help": "of evaluation.suites, or of serving.passes"},
+        name=(str, "its name there"),
+        num_retries={"type": int, "default": RetryRule.num_retries, "help": "failed attempts in a row"},
+    )
+    rows, kept = wanted_rows(args.resolved.config, args.kind)[args.name], manifest_of(args.folder)
+    make_folder(
+        args,
+        Receipt(f"download_{args.kind}", (), {}, rows_of(rows)),
+        lambda partial: make_rows(rows, partial, kept, RetryRule(args.num_retries)),
+        local_files(data_of(rows)),
+    )
+
+
+if __name__ == "__main__":
+    run(main)
