@@ -74,7 +74,7 @@ class Served:
     secret: str
 
     def held_against(self, canary: Canary) -> Held:
-        return self.runner.run(hold(self.url, self.secret, canary, "bf16"))
+        return self.runner.run(hold(self.url, self.secret, canary, "bf16", 60.0))
 
 
 def configured(kind: str, device: str) -> Config:
