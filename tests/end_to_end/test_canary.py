@@ -94,6 +94,11 @@ def test_the_export_has_what_the_trainer_said_and_what_its_origin_renders(undist
     assert stop_token_ids(export) == stop_token_ids(origin)
 
 
+def test_what_was_measured_after_training_was_held_against_it(undisturbed: WorkflowFolder) -> None:
+    (log,) = (undisturbed.folder / "logs").rglob("evaluate.after.log")
+    assert f"serves {undisturbed.run_folder.relative_to(undisturbed.folder) / 'hf'}: its log-prob" in log.read_text()
+
+
 def test_a_server_is_ready_checked_and_stopped(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
     words = (export, *EMBEDDED, "--port", port)

@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
 from posttrain.data.dataset_files import HELDOUT
 from posttrain.engines.client import EngineClient
-from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
+from posttrain.engines.given import client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.engines.sampling_seed import sampling_seed
 from posttrain.observability.intervals import wilson
@@ -31,6 +32,7 @@ from posttrain.observability.progress import ProgressBar
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
+from posttrain.serving.asked import right_engines
 from posttrain.types import Prompt
 
 # As many as somebody reads in a report.
@@ -98,7 +100,7 @@ def read_suites(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
 def evaluate_checkpoint(
     config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Serve a checkpoint, sample every prompt k times, grade, and summarise.
+    """Serve a checkpoint, hold engines against its canary, sample every prompt k times, grade, and summarise.
 
     Args:
         config: The configuration of the engines (`serving_config`).
@@ -111,9 +113,10 @@ def evaluate_checkpoint(
         one key that differs from run to run.
 
     Raises:
+        ConfigError: An engine serves something else than what was trained.
         RuntimeError: When an engine does not start or fails.
     """
-    answered = answer_exams(config, checkpoint, exams, log_folder)
+    answered = answer_exams(config, checkpoint, exams, log_folder, is_held=True)
     return {
         name: {**summarize(one.graded), "tokens_per_second": one.tokens_per_second} for name, one in answered.items()
     }
@@ -141,12 +144,18 @@ class Answered:
         return sum(response.num_tokens for response in self.graded) / self.seconds
 
 
-def answer_exams(config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path) -> dict[str, Answered]:
-    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`."""
+def answer_exams(
+    config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path, is_held: bool = False
+) -> dict[str, Answered]:
+    """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`.
+
+    Who asks how much a precision loses does not have it held against the canary (`is_held`), which is about just that.
+    """
     with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
-        sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams))
+        ready = right_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
+        sampled = asyncio.run(_sample_all(ready, tokenizer, exams))
     found = {}
     with GraderPool.of(config) as graders:
         for exam, (requests, answers, seconds) in zip(exams, sampled, strict=True):
@@ -269,12 +278,12 @@ async def sample_responses(
 
 
 async def _sample_all(
-    config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam]
+    engines: AbstractAsyncContextManager[EngineClient], tokenizer: ChatTokenizer, exams: Sequence[Exam]
 ) -> list[tuple[list[GenerateRequest], list[GenerateResult], float]]:
     """Return of each exam what was asked, a result per request, and the seconds that sampling took."""
     asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
     sampled = []
-    async with client_of(config, engines) as client:
+    async with engines as client:
         for of_exam, requests in asked:
             started = time.perf_counter()
             results = await sample_responses(of_exam, client, requests)

@@ -34,7 +34,7 @@ class Held:
         largest: The largest of them.
         server_mean: The server's mean log-probability.
         trainer_mean: The trainer's.
-        chat: What is wrong with the server's chat endpoint; empty where its prompts are the trainer's.
+        chat: What is wrong with the server's chat endpoint; empty where its prompts are the trainer's, or nobody asked.
     """
 
     num_tokens: int
@@ -52,6 +52,7 @@ async def hold(
     precision: str,
     ready_seconds: float = 0.0,
     check_process: Callable[[], None] | None = None,
+    has_chat: bool = True,
 ) -> Held:
     """Wait until a server is healthy, ask it, and compare.
 
@@ -62,6 +63,7 @@ async def hold(
         precision: Of the weights that it serves, "bf16", "fp8" or "nvfp4".
         ready_seconds: It must be healthy within this.
         check_process: Called while it is waited for; raises where its process has ended.
+        has_chat: Its chat endpoint is asked, too.
 
     Raises:
         RuntimeError: It does not become healthy, or cannot be asked.
@@ -71,7 +73,8 @@ async def hold(
         await server.wait_ready(ready_seconds, check_process)
         pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts]
         answers = await server.logprobs(pairs, await server.interface())
-        held = compare(canary, answers, await _chat_problem(server, canary, BOUNDS[precision]))
+        chat = await _chat_problem(server, canary, BOUNDS[precision]) if has_chat else ""
+        held = compare(canary, answers, chat)
     if wrong := problems_of(url, held, precision):
         raise ConfigError(wrong)
     return held
@@ -102,11 +105,16 @@ def problems_of(url: str, held: Held, precision: str) -> list[Problem]:
     return found
 
 
-def told(held: Held, precision: str) -> str:
+def near(held: Held, precision: str) -> str:
     """Return in a sentence how near a server is."""
     bound = f"at most {BOUNDS[precision]:g} in {precision}"
-    near = f"{held.difference:.2g} nats from the trainer's in the mean of {held.num_tokens} tokens ({bound})"
-    return f"its log-probabilities are {near}, and its chat endpoint renders prompts as the trainer did"
+    apart = f"{held.difference:.2g} nats from the trainer's in the mean of {held.num_tokens} tokens ({bound})"
+    return f"its log-probabilities are {apart}"
+
+
+def told(held: Held, precision: str) -> str:
+    """Return the same of one whose chat endpoint was asked, too."""
+    return f"{near(held, precision)}, and its chat endpoint renders prompts as the trainer did"
 
 
 def _causes(held: Held, bound: float) -> str:
