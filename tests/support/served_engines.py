@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -24,6 +25,14 @@ from posttrain.engines.responses import GenerateResult
 from posttrain.processes import end_processes, start_child
 
 RESPONSE_TOKENS = 24
+# What vLLM 0.32.0 wants of DeepSeek-V3's class on a CPU. With AMX it takes attention for BF16 whatever is asked. Its kernel
+# for plain positions takes queries with a dimension for heads as if all were one head's; YaRN goes by torch, and with a
+# factor of 1 its positions are the plain ones.
+PLAIN_BY_YARN = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
+MLA_ON_CPUS = [
+    *("--attention-backend", "CPU_MLA"),
+    *("--hf-overrides", json.dumps({"rope_parameters": PLAIN_BY_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}})),
+]
 READY_SECONDS = 300
 
 
@@ -104,7 +113,7 @@ def vllm(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
     (port,) = choose_free_ports(1)
     words = ["--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager"]
     words += ["--dtype", "bfloat16" if learned.form == "fp8" else "float32"]
-    words += ["--attention-backend", "CPU_MLA"] if learned.kind == "deepseek_v3" else []
+    words += MLA_ON_CPUS if learned.kind == "deepseek_v3" else []
     command = [str(VLLM / "bin" / "vllm"), "serve", str(learned.folder), *words]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", learned.folder.name]
     own = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
