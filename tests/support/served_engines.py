@@ -25,9 +25,9 @@ from posttrain.engines.responses import GenerateResult
 from posttrain.processes import end_processes, start_child
 
 RESPONSE_TOKENS = 24
-# What vLLM 0.32.0 wants of DeepSeek-V3's class on a CPU. With AMX it takes attention for BF16 whatever is asked. Its kernel
-# for plain positions takes queries with a dimension for heads as if all were one head's; YaRN goes by torch, and with a
-# factor of 1 its positions are the plain ones.
+# What vLLM 0.32.0 wants of DeepSeek-V3's class on a CPU. With AMX it takes attention for BF16, whatever is asked for.
+# Its kernel for plain positions takes queries with a dimension for heads as if all were one head's; YaRN goes by torch,
+# and with a factor of 1 its positions are the plain ones.
 PLAIN_BY_YARN = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
 MLA_ON_CPUS = [
     *("--attention-backend", "CPU_MLA"),

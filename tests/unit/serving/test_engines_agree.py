@@ -22,6 +22,7 @@ from tests.support.folders_in_parts import make_folder
 from tests.support.learned_checkpoint import FIRST, LAST, PERIOD, make_learned_checkpoint
 from tests.support.served_engines import ENGINES, RESPONSE_TOKENS, Learned, Text, answered, forced, greedy, written
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, write_shards
+from tests.support.vllm_environment import require_vllm, run_in_vllm
 from tests.support.workflow_runs import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -221,6 +222,36 @@ def test_vllm_is_asked_the_canary(learned: Learned, tmp_path: Path) -> None:
             assert ended.returncode == code, ended.stderr
             assert (tmp_path / "serving.json").exists() == (code == 0)
     assert held.difference < 1e-3
+
+
+# Three tokens of two heads, turned as DeepSeek-V3's class turns them, flat and with a dimension for heads.
+TURNED = """
+import json
+import torch
+from vllm import _custom_ops as ops
+angles = torch.outer(torch.arange(8.0), 1e4 ** (-torch.arange(0, 64, 2) / 64))
+places, cache = torch.arange(3, 6), torch.cat([angles.cos(), angles.sin()], -1)
+query = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0))
+cos, sin = angles.cos()[places][:, None], angles.sin()[places][:, None]
+even, odd = query[..., ::2], query[..., 1::2]
+expected = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+apart = []
+for shape in ((3, 128), (3, 2, 64)):
+    turned = query.clone().view(shape)
+    ops.rotary_embedding(places, turned, torch.zeros(3, 64), 64, cache, False)
+    apart.append((turned.view(3, 2, 64) - expected).abs().max().item())
+print("RESULT " + json.dumps(apart))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.faults("engines")
+def test_vllms_kernel_for_positions_on_cpus_knows_no_heads() -> None:
+    """Why DeepSeek-V3's class is served with `MLA_ON_CPUS`; where this fails, it no longer has to be."""
+    require_vllm()
+    ((flat, with_heads),) = run_in_vllm(TURNED, None)
+    assert flat < 1e-6
+    assert with_heads > 0.1
 
 
 def canary_of(texts: Sequence[Text]) -> Canary:
