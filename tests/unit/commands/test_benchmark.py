@@ -82,7 +82,7 @@ def test_who_serves_something_else_is_refused_before_anything_counts(tmp_path, m
     write_canary(exported, Canary("fp32", {}, [nobodys]))
     words = (served, "--engine", "embedded", "--hardware", "cpu", "--port", port)
     with serving(tmp_path, *words, until="healthy at"):
-        ended = ask(tmp_path, f"http://127.0.0.1:{port}", "--checkpoint", str(exported), model="served")
+        ended = ask(tmp_path, f"http://127.0.0.1:{port}", "--checkpoint", str(exported), model=str(served))
     assert ended.returncode == 1
     assert f"http://127.0.0.1:{port} = its log-probabilities are" in ended.stderr
     assert "chat" not in ended.stderr, "no conversation is sent"
