@@ -58,7 +58,7 @@ def write_rehearsal(path: Path) -> None:
 
 def write_serving(path: Path) -> None:
     (published,) = tables_beside(["published"])
-    name = "glm5-1a2b3c4d, sglang on eight H200, FP8, prefill apart from decode, beside others, of a cluster with a long name"
+    name = "glm5-1a2b3c4d, sglang on eight H200, FP8, prefill apart from decode, of a cluster with a long name"
     mine = Table(name, published.rows[:6])
     path.write_text(render_serving("zai-org/GLM-5-FP8", [mine, published]))
 

@@ -120,7 +120,7 @@ def case(kind: str, form: str, engine: str) -> object:
 
 CASES = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
 SCORED = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
-CASES += [case(kind, "fp8", "embedded") for kind in ARCHITECTURES]
+CASES += [*(case(kind, "fp8", "embedded") for kind in ARCHITECTURES), case("qwen3", "fp8", "vllm")]
 
 
 @pytest.mark.parametrize(("learned", "engine"), CASES, indirect=["learned"])
