@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import torch
-from tests.end_to_end.test_canary import SECRET, serving
+from tests.support.served_in_foreground import SECRET, serving
 from tests.support.sglang_environment import PYTHON as SGLANG
 from tests.support.sglang_environment import require_sglang
 from tests.support.vllm_environment import ENVIRONMENT as VLLM

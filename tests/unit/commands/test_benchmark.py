@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.end_to_end.test_canary import SECRET, serving
 from tests.support.scripted_endpoint import scripted_endpoint
+from tests.support.served_in_foreground import SECRET, serving
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
 from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary

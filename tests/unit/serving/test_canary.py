@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.end_to_end.test_canary import environment, serve, serving
+from tests.support.served_in_foreground import environment, serve, serving
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import write_shards
 from tests.unit.engines import conftest as engines

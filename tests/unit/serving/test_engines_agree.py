@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.end_to_end.test_canary import SECRET, serve
 from tests.support.folders_in_parts import make_folder
 from tests.support.learned_checkpoint import FIRST, LAST, PERIOD, make_learned_checkpoint
 from tests.support.served_engines import ENGINES, RESPONSE_TOKENS, Learned, Text, answered, forced, greedy, written
+from tests.support.served_in_foreground import SECRET, serve
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, write_shards
 from tests.support.vllm_environment import require_vllm, run_in_vllm
 from tests.support.workflow_runs import ROOT
