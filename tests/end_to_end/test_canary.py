@@ -51,8 +51,8 @@ def test_the_export_has_what_the_trainer_said_and_what_its_origin_renders(undist
 
 
 def test_what_was_measured_after_training_was_held_against_it(undisturbed: WorkflowFolder) -> None:
-    (log,) = (undisturbed.folder / "logs").rglob("evaluate.after.log")
-    assert f"serves {undisturbed.run_folder.relative_to(undisturbed.folder) / 'hf'}: its log-prob" in log.read_text()
+    log = undisturbed.folder / "logs" / "evaluate" / f"{undisturbed.run_folder.name}.after.log"
+    assert f"serves {undisturbed.run_folder / 'hf'}: its log-probabilities are" in log.read_text()
 
 
 def test_a_server_is_ready_checked_and_stopped(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
