@@ -112,13 +112,13 @@ ALONE = pytest.mark.faults("engines")
 VLLM = (ALONE, pytest.mark.vllm)
 
 
-def case(kind: str, form: str, engine: str) -> object:
-    """One that is tried at every change, or apart."""
-    marks = VLLM if engine == "vllm" else () if (kind, form) == ("qwen3", "bf16") else (ALONE,)
+def case(kind: str, form: str, engine: str, is_small: bool = False) -> object:
+    """One that is tried at every change, if it is small, or apart."""
+    marks = VLLM if engine == "vllm" else () if is_small else (ALONE,)
     return pytest.param((kind, form), engine, marks=marks, id=f"{kind}-{form}-{engine}")
 
 
-CASES = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
+CASES = [case(kind, "bf16", engine, kind == "qwen3") for kind in ARCHITECTURES for engine in ENGINES]
 SCORED = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
 CASES += [*(case(kind, "fp8", "embedded") for kind in ARCHITECTURES), case("qwen3", "fp8", "vllm")]
 
