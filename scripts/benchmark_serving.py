@@ -12,13 +12,14 @@ from posttrain.cli import RESOLVED, command_line, run
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset import load_prompts
-from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
+from posttrain.engines.given import AskedEngines, engines_to_ask
 from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
 from posttrain.evaluation.serving import Load, PromptOf
 from posttrain.evaluation.serving_page import render_serving
 from posttrain.evaluation.serving_prompts import given_prompts, random_prompts
 from posttrain.evaluation.serving_results import Record, format_tables, measure_table, tables_beside
 from posttrain.planner.sizing.evaluation import serving_config
+from posttrain.serving.asked import right_engines
 
 
 def main() -> None:
@@ -62,12 +63,12 @@ def prompts_of(config: Config, checkpoint: Path, dataset: Path) -> PromptOf:
 
 
 async def measure(config: Config, engines: AskedEngines, checkpoint: Path, prompts: PromptOf, record: Record) -> None:
-    """Wait for the engines and measure what is missing."""
+    """Wait for the engines, hold them against the canary, and measure what is missing."""
     asked, timeout = config.evaluation.serving, config.engine.request_timeout_seconds
     api = GENERATE if config.engine.kind == "embedded" else COMPLETIONS
     endpoints = [Endpoint(url, str(checkpoint), api, engines.secret) for url in engines.urls]
     load = Load(asked.output_tokens, asked.requests_per_client, asked.seed, asked.temperature, timeout)
-    async with client_of(config, engines):
+    async with right_engines(config, engines, checkpoint):
         await measure_table(record, endpoints, prompts, load)
 
 

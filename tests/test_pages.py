@@ -9,6 +9,8 @@ import pytest
 from tests.support.chromium import measure_pages
 from tests.support.synthetic_run import REPOSITORY, make_run
 
+from posttrain.evaluation.serving_page import render_serving
+from posttrain.evaluation.serving_results import Table, tables_beside
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import plan_title, render_plan
 from posttrain.observability.report import render_report
@@ -54,6 +56,13 @@ def write_rehearsal(path: Path) -> None:
     path.write_text(render(outcome(resolved, resolved.config, traces, 61.0), plan_title(resolved.config)))
 
 
+def write_serving(path: Path) -> None:
+    (published,) = tables_beside(["published"])
+    name = "glm5-1a2b3c4d, sglang on eight H200, FP8, prefill apart from decode, of a cluster with a long name"
+    mine = Table(name, published.rows[:6])
+    path.write_text(render_serving("zai-org/GLM-5-FP8", [mine, published]))
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs, folder = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("pages")
@@ -67,6 +76,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_plan(folder / "plan_that_cannot_run.html", model="glm5", set="parallel.expert_model_parallel_size=8")
     write_plan(folder / "plan_demo.html", model="tiny")
     write_rehearsal(folder / "rehearsal.html")
+    write_serving(folder / "serving.html")
     return {path.stem: path for path in sorted(folder.glob("*.html"))}
 
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.served_in_foreground import EMBEDDED, serve, serving
 from tests.support.workflow_runs import WorkflowFolder
 
 from posttrain.checkpoint.canary import CANARY_NAME, read_canary
@@ -23,44 +17,6 @@ from posttrain.data.chat import ChatTokenizer, stop_token_ids
 from posttrain.engines.ports import choose_free_ports
 
 pytestmark = pytest.mark.slow
-SECRET = "of those who may ask"
-EMBEDDED = ("--engine", "embedded", "--hardware", "cpu")
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "POSTTRAIN_ENGINE_SECRET": SECRET, **more}
-
-
-def serve(folder: Path, *words: object, code: int = 0) -> str:
-    command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-@contextmanager
-def serving(folder: Path, *words: object, until: str = "ready at") -> Iterator[subprocess.Popen[bytes]]:
-    """A server in the foreground that says it is ready; ended hard where the block has left it, and nobody stays."""
-    log = folder / "server.log"
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "posttrain", "serve", *map(str, words)]
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + 300
-        while until not in log.read_text():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert family
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert alive == []
 
 
 def copied(export: Path, folder: Path) -> Path:
@@ -92,6 +48,11 @@ def test_the_export_has_what_the_trainer_said_and_what_its_origin_renders(undist
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         assert (export / name).read_bytes() == (origin / name).read_bytes()
     assert stop_token_ids(export) == stop_token_ids(origin)
+
+
+def test_what_was_measured_after_training_was_held_against_it(undisturbed: WorkflowFolder) -> None:
+    log = undisturbed.folder / "logs" / "evaluate" / f"{undisturbed.run_folder.name}.after.log"
+    assert f"serves {undisturbed.run_folder / 'hf'}: its log-probabilities are" in log.read_text()
 
 
 def test_a_server_is_ready_checked_and_stopped(undisturbed: WorkflowFolder, tmp_path: Path) -> None:

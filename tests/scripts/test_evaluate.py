@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from tests.support.engines_of_others import SECRET, engines_of_others
 from tests.support.evaluation_inputs import NUM_PROMPTS, ROOT, make_inputs
+from tests.support.folders_in_parts import make_folder
 
-from posttrain.artifacts import read_receipt, receipt_of
+from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, write_receipt
 from posttrain.artifacts.resolved_file import read_resolved
+from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.quantization.quantize import Quantization
 from posttrain.engines.secret import SECRET_VARIABLE
 
 SCRIPT = ROOT / "scripts" / "evaluate.py"
@@ -119,4 +123,40 @@ def test_a_checkpoint_that_is_not_as_its_receipt_says_is_refused(tmp_path, file,
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert said in ended.stderr
+    assert not output.exists()
+
+
+def made_anew(checkpoint):
+    """Let its receipt say what lies there now."""
+    write_receipt(receipt_of(checkpoint), Receipt("patch_hf_config", record_files(checkpoint), {}, {}))
+
+
+def test_engines_that_serve_something_else_are_refused(tmp_path):
+    arguments = make_inputs(tmp_path, OVERRIDES)
+    nobodys = CanaryPrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
+    write_canary(tmp_path / "hf", Canary("fp32", {}, [nobodys]))
+    made_anew(tmp_path / "hf")
+    ended, output = run(arguments, tmp_path, "after")
+    assert ended.returncode == 1
+    assert "nats from the trainer's in the mean of 2 tokens" in ended.stderr
+    assert "http://127.0.0.1:" in ended.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(("whose", "said"), [("ours", " bytes, expected "), ("another's", "truncated: ")])
+def test_a_truncated_shard_in_four_bits_is_refused(tmp_path, whose, said):
+    """By its receipt; one that came so, with its receipt, by the engine."""
+    arguments, checkpoint = make_inputs(tmp_path, OVERRIDES), tmp_path / "hf"
+    source = checkpoint.rename(tmp_path / "source")
+    make_folder(RecodedFolder(Quantization(source, {"format": "nvfp4"}), "s1"), checkpoint)
+    made_anew(checkpoint)
+    shard = sorted(checkpoint.glob("*.safetensors"))[-1]
+    os.truncate(shard, shard.stat().st_size - 8)
+    if whose == "another's":
+        made_anew(checkpoint)
+    ended, output = run(arguments, tmp_path, "after")
+    assert ended.returncode == 1
+    assert f"{shard}: " in ended.stderr
+    assert said in ended.stderr
+    assert "remedy" in ended.stderr
     assert not output.exists()

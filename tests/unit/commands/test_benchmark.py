@@ -1,12 +1,19 @@
 """The command against an endpoint of a script: its files, and what it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 from tests.support.scripted_endpoint import scripted_endpoint
+from tests.support.served_in_foreground import SECRET, serving
+from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
 
+from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
+from posttrain.engines.ports import choose_free_ports
+from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.evaluation.serving_results import read_table
 
 SHORT = ("--input-tokens", "8", "--output-tokens", "16", "--concurrency", "1", "4", "--requests-per-client", "2")
@@ -34,6 +41,7 @@ def test_a_table_a_page_and_files(address, tmp_path):
     assert (table.name, len(table.rows)) == ("mine", 2)
     assert "HGX B200" in (tmp_path / "out" / "a.html").read_text()
     assert "mine: peak" in ended.stdout
+    assert ended.stderr.count("is not compared with what was trained") == 1
     assert "at 128; saturated from 128" in ended.stdout
     assert "4 in flight: 8 of 8 requests (100 %)" in ended.stderr
     # Its own table beside another one's.
@@ -51,12 +59,33 @@ def test_a_table_a_page_and_files(address, tmp_path):
         (("--chat",), "--dataset = not given, with --chat"),
         (("--dataset", "none.jsonl"), "none.jsonl"),
         (("--beside", "none.csv"), "beside = none.csv"),
+        (("--checkpoint", "none"), "checkpoint = 'none'"),
+        (("--checkpoint", "zai-org/GLM-5"), "--checkpoint = zai-org/GLM-5"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_sent(address, tmp_path, options, told):
     ended = ask(tmp_path, address, *options)
     assert ended.returncode == 1
     assert told in ended.stderr
+    assert not (tmp_path / "serving.json").exists()
+
+
+def test_who_serves_something_else_is_refused_before_anything_counts(tmp_path, monkeypatch):
+    """A real engine, and a checkpoint whose canary is nobody's."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    served, (port,) = tmp_path / "served", choose_free_ports(1)
+    make_random_checkpoint(served, TINY_QWEN3)
+    make_tokenizer(TINY_QWEN3.max_position_embeddings).save_pretrained(served)
+    exported = tmp_path / "exported"
+    shutil.copytree(served, exported)
+    nobodys = CanaryPrompt([{"role": "user", "content": "1"}], None, [5, 6, 7], [8, 9], [-0.01, -0.01])
+    write_canary(exported, Canary("fp32", {}, [nobodys]))
+    words = (served, "--engine", "embedded", "--hardware", "cpu", "--port", port)
+    with serving(tmp_path, *words, until="healthy at"):
+        ended = ask(tmp_path, f"http://127.0.0.1:{port}", "--checkpoint", str(exported), model=str(served))
+    assert ended.returncode == 1
+    assert f"http://127.0.0.1:{port} = its log-probabilities are" in ended.stderr
+    assert "chat" not in ended.stderr, "no conversation is sent"
     assert not (tmp_path / "serving.json").exists()
 
 

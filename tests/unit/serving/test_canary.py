@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.end_to_end.test_canary import environment, serve, serving
+from tests.support.served_in_foreground import environment, serve, serving
 from tests.support.sglang_environment import PYTHON, require_sglang
 from tests.support.tiny_checkpoint import write_shards
 from tests.unit.engines import conftest as engines
@@ -30,7 +30,7 @@ from posttrain.engines.ports import choose_free_ports
 from posttrain.engines.teacher_forcing import ForcedTokens
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.processes import end_processes, start_child
-from posttrain.serving.canary import BOUNDS, Held, compare, hold, problems_of
+from posttrain.serving.canary import BOUNDS, ROUNDED, Held, compare, hold, problems_of
 
 SECRET = "of the attempt"
 NUM_TOKENS = 12
@@ -113,6 +113,7 @@ def test_the_exported_weights_are_right(folder: Path) -> None:
     assert found.num_tokens == len(QUESTIONS) * NUM_TOKENS
     assert found.difference < 1e-4
     assert found.chat == ""
+    assert found.precision == ROUNDED, "the trainer had FP32"
 
 
 def test_quantised_ones_are_within_their_bound(fp8: Path) -> None:
@@ -189,26 +190,26 @@ def canary_of(*logprobs: float) -> Canary:
 
 
 def test_the_mean_over_all_tokens_counts() -> None:
-    found = compare(canary_of(-1.0, -2.0), [[-1.0, -5.0]])
-    assert found == Held(2, 1.5, 3.0, -3.0, -1.5)
+    found = compare(canary_of(-1.0, -2.0), [[-1.0, -5.0]], "bf16")
+    assert found == Held(2, 1.5, 3.0, -3.0, -1.5, "bf16")
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize(("share", "count"), [(1.0, 0), (1.01, 1)])
 def test_at_the_bound_nothing_is_said(precision: str, share: float, count: int) -> None:
-    found = Held(4, BOUNDS[precision] * share, 9.0, -1.0, -1.0)
-    assert len(problems_of("http://there", found, precision)) == count
+    found = Held(4, BOUNDS[precision] * share, 9.0, -1.0, -1.0, precision)
+    assert len(problems_of("http://there", found)) == count
 
 
 def test_what_is_no_number_is_refused() -> None:
     for value in (None, math.nan, -math.inf):
-        (problem,) = problems_of("http://there", compare(canary_of(-1.0, -2.0), [[-1.0, value]]), "bf16")
+        (problem,) = problems_of("http://there", compare(canary_of(-1.0, -2.0), [[-1.0, value]], "bf16"))
         assert "scales that were not loaded" in problem.remedy
 
 
 def test_causes_go_with_the_distance() -> None:
-    (near,) = problems_of("x", Held(4, 0.3, 9.0, -1.0, -1.0), "bf16")
-    (far,) = problems_of("x", Held(4, 0.6, 9.0, -1.0, -1.0), "bf16")
+    (near,) = problems_of("x", Held(4, 0.3, 9.0, -1.0, -1.0, "bf16"))
+    (far,) = problems_of("x", Held(4, 0.6, 9.0, -1.0, -1.0, "bf16"))
     assert "an older checkpoint" in near.remedy
     assert "dummy" in far.remedy
 

@@ -8,29 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
+import json
+import shutil
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
-from tests.end_to_end.test_canary import SECRET, serving
+from tests.support.folders_in_parts import make_folder
 from tests.support.learned_checkpoint import FIRST, LAST, PERIOD, make_learned_checkpoint
-from tests.support.sglang_environment import PYTHON as SGLANG
-from tests.support.sglang_environment import require_sglang
-from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3
-from tests.support.vllm_environment import ENVIRONMENT as VLLM
-from tests.support.vllm_environment import require_vllm
+from tests.support.served_engines import ENGINES, RESPONSE_TOKENS, Learned, Text, answered, forced, greedy, written
+from tests.support.served_in_foreground import SECRET, serve
+from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, write_shards
+from tests.support.vllm_environment import require_vllm, run_in_vllm
+from tests.support.workflow_runs import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.checkpoint.canary import Canary, CanaryPrompt, write_canary
+from posttrain.checkpoint.parts.recoded_folder import RecodedFolder
+from posttrain.checkpoint.quantization.dequantize import QuantizedCheckpoint
+from posttrain.checkpoint.quantization.quantize import Quantization
+from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.schema import Architecture
-from posttrain.engines.ports import choose_free_ports
-from posttrain.processes import end_processes, start_child
+from posttrain.data.chat import ChatTokenizer
+from posttrain.engines.responses import GenerateResult
+from posttrain.engines.secret import ENGINES_VARIABLE, SECRET_VARIABLE
+from posttrain.errors import ConfigError
+from posttrain.evaluation.heldout import Exam, GradedResponse, answer_exams, grade_responses
+from posttrain.planner.resolve import resolve
+from posttrain.reward.graders import GraderPool
+from posttrain.serving.canary import hold
+from posttrain.types import Prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -46,158 +56,71 @@ ARCHITECTURES = {
         **{"rms_norm_eps": 1e-6, "num_nextn_predict_layers": 0},
     ),
 }
-NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 7, 24
+# Whole blocks of 128, without which SGLang and vLLM take no FP8.
+BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+IN_FP8 = {"format": "fp8", "strategy": "block", "scale": "fp32"}
+NUM_PROMPTS, PROMPT_TOKENS = 8, 7
+SHORT_BENCHMARK = ("--input-tokens", "8", "--output-tokens", "16", "--vocabulary", "64", "--concurrency", "1", "2")
 # A margin below this is a tie; 95 % of all places agree in any case.
 TIE_NATS, AGREEING, APART_NATS = 0.05, 0.95, 1e-2
-READY_SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Text:
-    """What transformers says.
-
-    Args:
-        prompt: Token ids.
-        response: Its greedy continuation.
-        logprobs: Of each of these tokens.
-        margins: By which each is likelier than the second one, in nats.
-    """
-
-    prompt: list[int]
-    response: list[int]
-    logprobs: list[float]
-    margins: list[float]
+# Made once, whatever the order of tests.
+KNOWN: dict[tuple[str, str], Learned] = {}
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A checkpoint, its tokenizer, and what transformers says with it."""
-
-    folder: Path
-    tokenizer: AutoTokenizer
-    texts: list[Text]
-
-
-@torch.inference_mode()
-def greedy(model: torch.nn.Module, prompt: list[int]) -> Text:
-    tokens, logprobs, margins = list(prompt), [], []
-    for _ in range(RESPONSE_TOKENS):
-        row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
-        (first, second), (place, _) = row.topk(2)
-        tokens.append(int(place))
-        logprobs.append(float(first))
-        margins.append(float(first - second))
-    return Text(prompt, tokens[len(prompt) :], logprobs, margins)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    arch: Architecture = ARCHITECTURES[request.param]
-    folder = make_learned_checkpoint(tmp_path_factory.mktemp("learned") / request.param, arch)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if request.param not in KNOWN:
+        KNOWN[request.param] = make_learned(*request.param, tmp_path_factory.mktemp("learned"))
+    return KNOWN[request.param]
+
+
+def make_learned(kind: str, form: str, home: Path) -> Learned:
+    arch: Architecture = ARCHITECTURES[kind]
+    if form == "fp8":
+        more = {"moe_intermediate_size": 128} if arch.n_routed_experts else {}
+        arch = dataclasses.replace(arch, **BLOCKS, **more, **({"q_lora_rank": 128} if arch.kv_lora_rank else {}))
+    folder = spoken = make_learned_checkpoint(home / kind, arch)
+    if form == "fp8":
+        folder, spoken = home / f"{kind}-fp8", home / "plain"
+        make_folder(RecodedFolder(Quantization(home / kind, IN_FP8), "s1"), folder)
+        write_numbers(folder, spoken)
+    # What stands between the lines of a conversation, no such model has seen.
+    (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    model = AutoModelForCausalLM.from_pretrained(spoken, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
     begun = torch.randint(FIRST, LAST, (NUM_PROMPTS, PERIOD), generator=generator)
     prompts = begun.repeat(1, PROMPT_TOKENS // PERIOD + 1)[:, :PROMPT_TOKENS].tolist()
     texts = [greedy(model, prompt) for prompt in prompts]
     margins = torch.tensor([margin for text in texts for margin in text.margins])
     assert margins.median() > 1
-    return Learned(folder, AutoTokenizer.from_pretrained(folder), texts)
+    return Learned(kind, form, folder, AutoTokenizer.from_pretrained(folder), texts)
 
 
-@contextmanager
-def embedded(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
-    (port,) = choose_free_ports(1)
-    with serving(
-        folder, learned.folder, "--engine", "embedded", "--hardware", "cpu", "--port", port, until="healthy at"
-    ):
-        yield f"http://127.0.0.1:{port}", learned.folder.name
-
-
-@contextmanager
-def sglang(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
-    require_sglang()
-    (port,) = choose_free_ports(1)
-    words = ("--engine", "sglang", "--hardware", "cpu", "--python", SGLANG, "--port", port)
-    with serving(folder, learned.folder, *words, until="healthy at"):
-        yield f"http://127.0.0.1:{port}", learned.folder.name
-
-
-@contextmanager
-def vllm(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
-    """By its own command: `posttrain serve` knows no vLLM on CPUs."""
-    require_vllm()
-    (port,) = choose_free_ports(1)
-    words = ("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager")
-    command = [str(VLLM / "bin" / "vllm"), "serve", str(learned.folder), *words]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", learned.folder.name]
-    own = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    own |= {"PATH": f"{VLLM / 'bin'}:{os.environ['PATH']}", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    log = folder / "vllm.log"
-    with log.open("wb") as output:
-        child = start_child(command, env=inherited | own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while "Application startup complete" not in log.read_text():
-            assert child.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", learned.folder.name
-    finally:
-        end_processes([child])
-
-
-ENGINES = {"embedded": embedded, "sglang": sglang, "vllm": vllm}
-
-
-async def ask(url: str, path: str, body: dict) -> dict:
-    async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {SECRET}"}) as session,
-        session.post(url + path, json=body) as answer,
-    ):
-        assert answer.status == 200, await answer.text()
-        return dict(await answer.json())
-
-
-async def forced(engine: str, url: str, name: str, text: Text) -> tuple[list[str], list[float], list[float]]:
-    """Return, at each token of a response, the likeliest text, its log-probability, and that of the token itself."""
-    tokens, count = [*text.prompt, *text.response], len(text.response)
-    if engine == "sglang":
-        sampling = {"max_new_tokens": 1, "temperature": 0}
-        body = {
-            "input_ids": tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "return_text_in_logprobs": True,
-        }
-        answer = await ask(url, "/generate", body | {"logprob_start_len": len(text.prompt) - 1, "top_logprobs_num": 1})
-        firsts = [place[0] for place in answer["meta_info"]["input_top_logprobs"][-count:]]
-        own = [float(place[0]) for place in answer["meta_info"]["input_token_logprobs"][-count:]]
-        return [first[2] for first in firsts], [float(first[0]) for first in firsts], own
-    body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    told = (await ask(url, "/v1/completions", body))["choices"][0]["logprobs"]
-    stretch = slice(len(text.prompt), len(tokens))
-    firsts = [max(place.items(), key=lambda item: item[1]) for place in told["top_logprobs"][stretch]]
-    return [first[0] for first in firsts], [float(first[1]) for first in firsts], told["token_logprobs"][stretch]
-
-
-async def written(url: str, name: str, text: Text) -> str:
-    body = {"model": name, "prompt": text.prompt, "max_tokens": len(text.response), "temperature": 0}
-    return str((await ask(url, "/v1/completions", body))["choices"][0]["text"])
+def write_numbers(quantised: Path, folder: Path) -> None:
+    """Write what codes stand for, in FP32."""
+    shutil.copytree(quantised, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    numbers = QuantizedCheckpoint(quantised)
+    write_shards(folder, {name: numbers.tensor(name).float() for name in numbers.names}, 1)
 
 
 ALONE = pytest.mark.faults("engines")
-CASES = [
-    *(pytest.param("qwen3", engine) for engine in ("embedded", "sglang")),
-    *(
-        pytest.param(kind, engine, marks=ALONE)
-        for kind in ("glm4_moe", "deepseek_v3")
-        for engine in ("embedded", "sglang")
-    ),
-    # Of DeepSeek-V3's class vLLM's package for CPUs refuses FP32 ("expect weight to be bfloat16, ..."), and in BF16 it
-    # says something else than transformers.
-    *(pytest.param(kind, "vllm", marks=[ALONE, pytest.mark.vllm]) for kind in ("qwen3", "glm4_moe")),
-]
+VLLM = (ALONE, pytest.mark.vllm)
+
+
+def case(kind: str, form: str, engine: str, is_small: bool = False) -> object:
+    """One that is tried at every change, if it is small, or apart."""
+    marks = VLLM if engine == "vllm" else () if is_small else (ALONE,)
+    return pytest.param((kind, form), engine, marks=marks, id=f"{kind}-{form}-{engine}")
+
+
+CASES = [case(kind, "bf16", engine, kind == "qwen3") for kind in ARCHITECTURES for engine in ENGINES]
+SCORED = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
+CASES += [*(case(kind, "fp8", "embedded") for kind in ARCHITECTURES), case("qwen3", "fp8", "vllm")]
 
 
 @pytest.mark.parametrize(("learned", "engine"), CASES, indirect=["learned"])
@@ -223,3 +146,137 @@ def test_an_engine_says_what_transformers_says(learned: Learned, engine: str, tm
         text for text, said in zip(learned.texts, alone, strict=True) if said != learned.tokenizer.decode(text.response)
     ]
     assert all(min(text.margins) < TIE_NATS for text in different), different
+
+
+@pytest.mark.parametrize(("learned", "engine"), SCORED, indirect=["learned"])
+def test_scores_differ_on_ties_alone(
+    learned: Learned, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a suite whose labels transformers finds in every second question, each answer is graded as an evaluation's."""
+    words = "evaluation.num_samples_per_prompt=1 evaluation.temperature=0 data.reward=exact_match"
+    words += f" rollout.max_response_tokens={RESPONSE_TOKENS}"
+    config = resolve({"model": "tiny", "site": "local", "set": words}, ROOT / "config").config
+    decode = learned.tokenizer.decode
+    prompts = [
+        Prompt(
+            number,
+            ({"role": "user", "content": decode(text.prompt)},),
+            decode(text.response if number % 2 else text.response[::-1]),
+        )
+        for number, text in enumerate(learned.texts)
+    ]
+    exam = Exam("small", config, prompts)
+    with ENGINES[engine](learned, tmp_path) as (url, name):
+        if engine == "vllm":  # which has no /generate
+            results = [asyncio.run(answered(url, name, text)) for text in learned.texts]
+            found = graded(exam, learned.folder, results)
+        else:
+            monkeypatch.setenv(ENGINES_VARIABLE, url)
+            monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+            one = answer_exams(config, learned.folder, [exam], tmp_path)["small"]
+            results, found = [*one.results], [*one.graded]
+    expected = graded(exam, learned.folder, [said(text) for text in learned.texts])
+    assert [response.passes for response in expected] == [bool(number % 2) for number in range(NUM_PROMPTS)]
+    differing = [n for n, (one, other) in enumerate(zip(expected, found, strict=True)) if one.passes != other.passes]
+    print(f"{engine}, {learned.folder.name}: scores differ on {differing or 'no question'} of {NUM_PROMPTS}")
+    for number in differing:
+        text, said_here = learned.texts[number], results[number].output_ids
+        apart = next(n for n, (a, b) in enumerate(zip(text.response, said_here, strict=True)) if a != b)
+        print(f"  {prompts[number].messages[-1]['content']}: {min(text.margins[: apart + 1]):.2g} nats at a tie")
+        assert min(text.margins[: apart + 1]) < TIE_NATS
+
+
+def graded(exam: Exam, folder: Path, results: list[GenerateResult]) -> list[GradedResponse]:
+    with GraderPool.of(exam.config) as graders:
+        return asyncio.run(grade_responses(exam, ChatTokenizer(folder), graders, results))
+
+
+def said(text: Text) -> GenerateResult:
+    return GenerateResult(tuple(text.response), tuple(text.logprobs), "length", None)
+
+
+@pytest.mark.parametrize("learned", [pytest.param(("qwen3", "bf16"), marks=VLLM)], indirect=True)
+def test_vllm_is_asked_the_canary(learned: Learned, tmp_path: Path) -> None:
+    """By `hold`, and by `posttrain benchmark` before it counts."""
+    right = canary_of(learned.texts[:4])
+    backwards = [dataclasses.replace(text, response=text.response[::-1]) for text in learned.texts[:4]]
+    longer = [dataclasses.replace(text, prompt=[*text.prompt, FIRST]) for text in learned.texts[:4]]
+    of_others = dataclasses.replace(right, prompts=canary_of(backwards).prompts)
+    of_another_template = dataclasses.replace(
+        right,
+        prompts=[
+            dataclasses.replace(prompt, messages=other.messages)
+            for prompt, other in zip(right.prompts, canary_of(longer).prompts, strict=True)
+        ],
+    )
+    with ENGINES["vllm"](learned, tmp_path) as (url, name):
+        held = asyncio.run(hold(url, "", right, "bf16", 10))
+        print(f"vllm, {learned.folder.name}: {held.difference:.2g} nats from the canary")
+        for wrong, told in ((of_others, "nats from the trainer's"), (of_another_template, "tokens of prompt 1, which")):
+            with pytest.raises(ConfigError, match=told):
+                asyncio.run(hold(url, "", wrong, "bf16", 10))
+        for canary, code in ((of_others, 1), (right, 0)):
+            told_folder = tmp_path / f"ends-with-{code}"
+            told_folder.mkdir()
+            shutil.copy(learned.folder / "config.json", told_folder)
+            write_canary(told_folder, canary)
+            words = [url, "--model", name, "--checkpoint", told_folder.name, *SHORT_BENCHMARK]
+            command = [sys.executable, "-m", "posttrain", "benchmark", *words]
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert ended.returncode == code, ended.stderr
+            assert (tmp_path / "serving.json").exists() == (code == 0)
+    assert held.difference < 1e-3
+
+
+@pytest.mark.faults("engines")
+@pytest.mark.parametrize("learned", [("qwen3", "fp8")], indirect=True)
+def test_sglang_in_fp8_on_a_cpu_is_refused_by_name(learned: Learned, tmp_path: Path) -> None:
+    said = serve(tmp_path, learned.folder, "--engine", "sglang", "--hardware", "cpu", code=1)
+    assert "--precision = fp8" in said
+    assert "bf16 by sglang on cpu" in said
+
+
+# Three tokens of two heads, turned as DeepSeek-V3's class turns them, flat and with a dimension for heads.
+TURNED = """
+import json
+import torch
+from vllm import _custom_ops as ops
+angles = torch.outer(torch.arange(8.0), 1e4 ** (-torch.arange(0, 64, 2) / 64))
+places, cache = torch.arange(3, 6), torch.cat([angles.cos(), angles.sin()], -1)
+query = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0))
+cos, sin = angles.cos()[places][:, None], angles.sin()[places][:, None]
+even, odd = query[..., ::2], query[..., 1::2]
+expected = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+apart = []
+for shape in ((3, 128), (3, 2, 64)):
+    turned = query.clone().view(shape)
+    ops.rotary_embedding(places, turned, torch.zeros(3, 64), 64, cache, False)
+    apart.append((turned.view(3, 2, 64) - expected).abs().max().item())
+print("RESULT " + json.dumps(apart))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.faults("engines")
+def test_vllms_kernel_for_positions_on_cpus_knows_no_heads() -> None:
+    """Why DeepSeek-V3's class is served with `MLA_ON_CPUS`; where this fails, it no longer has to be."""
+    require_vllm()
+    ((flat, with_heads),) = run_in_vllm(TURNED, None)
+    assert flat < 1e-6
+    assert with_heads > 0.1
+
+
+def canary_of(texts: Sequence[Text]) -> Canary:
+    """Return a canary of which transformers is the trainer."""
+    tokenizer = make_tokenizer(256)
+    prompts = [
+        CanaryPrompt(
+            [{"role": "user", "content": tokenizer.decode(text.prompt)}],
+            None,
+            text.prompt,
+            text.response,
+            text.logprobs,
+        )
+        for text in texts
+    ]
+    return Canary("fp32", {}, prompts)

@@ -81,6 +81,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     MEASURES: {
         "url": {"metavar": "URL", "help": "http://HOST:PORT of an OpenAI-compatible endpoint"},
         "--model": {"required": True, "help": "what the endpoint calls the model"},
+        "--checkpoint": {
+            "default": "",
+            "help": "what it has to serve, a run or a folder: held against its canary before anything counts; "
+            "by default MODEL, where that is a folder",
+        },
         "--chat": {"action": "store_true", "help": "/v1/chat/completions instead of /v1/completions; with --dataset"},
         "--dataset": {"type": Path, "help": "prompts in lines of JSON, or ShareGPT's; by default random tokens"},
         "--input-tokens": {"type": int, "default": 2048, "help": "length of random prompts (2048)"},

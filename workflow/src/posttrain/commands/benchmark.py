@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from posttrain.artifacts import hash_file, write_text
+from posttrain.config.command_line import CONFIG_DIR
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, served_models
 from posttrain.errors import ConfigError, Problem, raise_if_any
@@ -18,6 +20,10 @@ from posttrain.evaluation.serving import Load, PromptOf
 from posttrain.evaluation.serving_page import render_serving
 from posttrain.evaluation.serving_prompts import given_prompts, random_prompts, read_prompts
 from posttrain.evaluation.serving_results import Record, format_tables, measure_table, tables_beside
+from posttrain.serving.asked import hold_all
+from posttrain.serving.checkpoint import find_checkpoint
+
+log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 30.0
 
@@ -25,6 +31,7 @@ PROBE_SECONDS = 30.0
 def main(
     url: str,
     model: str,
+    checkpoint: str,
     chat: bool,
     dataset: Path | None,
     input_tokens: int,
@@ -38,12 +45,17 @@ def main(
     beside: Sequence[str],
     output: Path,
 ) -> None:
-    """Look whether the endpoint can answer, measure what is missing, and write and show the table."""
+    """Look whether the endpoint can answer, and rightly, measure what is missing, and write and show the table."""
     endpoint = Endpoint(url.rstrip("/"), model, CHAT if chat else COMPLETIONS, os.environ.get(SECRET_VARIABLE, ""))
     others = tables_beside(beside)
     numbers = (input_tokens, vocabulary, output_tokens, requests_per_client, *concurrency)
     _refuse_nonsense(url, chat, dataset, min(numbers))
     raise_if_any(asyncio.run(_find_problems(endpoint, output_tokens + (0 if dataset else input_tokens))))
+    served = _served(checkpoint, model)
+    if served:
+        asyncio.run(hold_all([endpoint.url], endpoint.secret, served, chat))
+    else:
+        log.warning("what %s serves is not compared with what was trained: --checkpoint says what that is", url)
     prompts = _prompts(endpoint, dataset, input_tokens, vocabulary, seed)
     load = Load(output_tokens, requests_per_client, seed, temperature)
     rows = list(dict.fromkeys(concurrency))
@@ -82,6 +94,17 @@ async def _find_problems(endpoint: Endpoint, length: int) -> list[Problem]:
         allowed = f"at most {room:,}, what {endpoint.model} has room for there"
         return [Problem("--input-tokens + --output-tokens", f"{length:,}", allowed, "ask for fewer tokens")]
     return []
+
+
+def _served(checkpoint: str, model: str) -> Path | None:
+    """Return the folder that the endpoint has to serve; None where nobody has said so, and its name is none."""
+    if not checkpoint:
+        return Path(model) if Path(model).is_dir() else None
+    found = find_checkpoint(checkpoint, "", [CONFIG_DIR], Path("results"))
+    if not found.is_folder or found.missing:
+        remedy = found.missing or "name the folder that is served"
+        raise ConfigError([Problem("--checkpoint", checkpoint, "an export that is here", remedy)])
+    return Path(found.place)
 
 
 def _prompts(endpoint: Endpoint, dataset: Path | None, input_tokens: int, vocabulary: int, seed: int) -> PromptOf:

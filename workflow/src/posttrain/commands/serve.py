@@ -134,7 +134,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     url = address if "://" in address else f"http://{address}"
     secret = os.environ.get(SECRET_VARIABLE, "")
     held = asyncio.run(hold(url, secret, canary, checkpoint.precision, CHECK_SECONDS))
-    print(f"{url} serves {checkpoint.place}: {told(held, checkpoint.precision)}")
+    print(f"{url} serves {checkpoint.place}: {told(held)}")
 
 
 def _check_launch(launch: Launch, wish: Wish, checkpoint: Checkpoint) -> None:

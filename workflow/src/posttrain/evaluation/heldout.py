@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from posttrain.observability.progress import ProgressBar
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scored, Scorer, check_failures
 from posttrain.rollout.answers import answer_of
+from posttrain.serving.asked import right_engines
 from posttrain.types import Prompt
 
 # Of an exam: what was asked, a result for each request, and the seconds that sampling took.
@@ -101,7 +103,7 @@ def read_suites(config: Config, folders: Mapping[str, Path]) -> list[Exam]:
 def evaluate_checkpoint(
     config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Serve a checkpoint, sample every prompt k times, grade, and summarise.
+    """Serve a checkpoint, hold engines against its canary, sample every prompt k times, grade, and summarise.
 
     Args:
         config: The configuration of the engines (`serving_config`).
@@ -114,9 +116,10 @@ def evaluate_checkpoint(
         one key that differs from run to run.
 
     Raises:
+        ConfigError: An engine serves something else than what was trained.
         RuntimeError: When an engine does not start or fails.
     """
-    answered = answer_exams(config, checkpoint, exams, log_folder)
+    answered = answer_exams(config, checkpoint, exams, log_folder, is_held=True)
     return {
         name: {**summarize(one.graded), "tokens_per_second": one.tokens_per_second} for name, one in answered.items()
     }
@@ -145,7 +148,12 @@ class Answered:
 
 
 def answer_exams(
-    config: Config, checkpoint: Path, exams: Sequence[Exam], log_folder: Path, then: Then | None = None
+    config: Config,
+    checkpoint: Path,
+    exams: Sequence[Exam],
+    log_folder: Path,
+    is_held: bool = False,
+    then: Then | None = None,
 ) -> dict[str, Answered]:
     """Serve a checkpoint, sample, and grade, by the name of each exam; see `evaluate_checkpoint`.
 
@@ -154,12 +162,14 @@ def answer_exams(
         checkpoint: The same.
         exams: The same.
         log_folder: The same.
+        is_held: Engines are held against the canary first; not by whoever asks how much a precision loses.
         then: Asks the engines more when all is sampled.
     """
     with engines_to_ask(config, checkpoint, log_folder) as engines:
         # The tokenizer is read while the engines load.
         tokenizer = ChatTokenizer(checkpoint, config.data.chat_template_kwargs)
-        sampled = asyncio.run(_sample_all(config, engines, tokenizer, exams, then))
+        ready = right_engines(config, engines, checkpoint) if is_held else client_of(config, engines)
+        sampled = asyncio.run(_sample_all(ready, engines, tokenizer, exams, then))
     found = {}
     with GraderPool.of(config) as graders:
         for exam, (requests, answers, seconds) in zip(exams, sampled, strict=True):
@@ -282,12 +292,16 @@ async def sample_responses(
 
 
 async def _sample_all(
-    config: Config, engines: AskedEngines, tokenizer: ChatTokenizer, exams: Sequence[Exam], then: Then | None
+    ready: AbstractAsyncContextManager[EngineClient],
+    engines: AskedEngines,
+    tokenizer: ChatTokenizer,
+    exams: Sequence[Exam],
+    then: Then | None,
 ) -> list[Sampled]:
     """Return of each exam what was asked, a result per request, and the seconds that sampling took."""
     asked = [(exam.config, requests_of(exam, tokenizer)) for exam in exams]
     sampled: list[Sampled] = []
-    async with client_of(config, engines) as client:
+    async with ready as client:
         for of_exam, requests in asked:
             started = time.perf_counter()
             results = await sample_responses(of_exam, client, requests)

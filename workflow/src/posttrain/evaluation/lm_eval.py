@@ -24,9 +24,10 @@ import yaml
 from posttrain.artifacts import read_json
 from posttrain.config.schema import Config
 from posttrain.data.chat import parse_template_kwargs
-from posttrain.engines.given import AskedEngines, client_of, engines_to_ask
+from posttrain.engines.given import AskedEngines, engines_to_ask
 from posttrain.preflight.lm_eval import lm_eval_python
 from posttrain.processes import end_processes, start_child
+from posttrain.serving.asked import right_engines
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def evaluate_with_lm_eval(
         See `figures_of`.
 
     Raises:
+        ConfigError: The engine serves something else than what was trained.
         RuntimeError: A task does not exist; the engine or lm-eval ended with an error.
     """
     wanted = config.evaluation.lm_eval
@@ -63,7 +65,7 @@ def evaluate_with_lm_eval(
     _run(config, ["validate", "--tasks", ",".join(wanted.tasks), *include], folder / "lm_eval.log")
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, num_engines=1))
     with engines_to_ask(config, checkpoint, log_folder) as engines:
-        asyncio.run(_wait_ready(config, engines))
+        asyncio.run(_wait_right(config, engines, checkpoint))
         request = request_of(config, model, checkpoint, engines.urls[0], folder)
         (folder / "request.yaml").write_text(yaml.safe_dump(request, sort_keys=False), encoding="utf-8")
         log.info("lm-eval asks %s; its log: %s", ", ".join(wanted.tasks), folder / "lm_eval.log")
@@ -142,8 +144,8 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-async def _wait_ready(config: Config, engines: AskedEngines) -> None:
-    async with client_of(config, engines):
+async def _wait_right(config: Config, engines: AskedEngines, checkpoint: Path) -> None:
+    async with right_engines(config, engines, checkpoint, has_chat=config.evaluation.lm_eval.chat):
         pass
 
 

@@ -84,7 +84,7 @@ def ask(
         samples = given or samples_of(config, sampled[0])
         told.append((samples, await likeliest_in(engines, samples, config.engine.request_timeout_seconds)))
 
-    answered = answer_exams(config, checkpoint, exams, log_folder, force)
+    answered = answer_exams(config, checkpoint, exams, log_folder, then=force)
     ((samples, likeliest),) = told
     return Said(
         precision,

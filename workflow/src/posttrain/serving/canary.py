@@ -18,8 +18,10 @@ from posttrain.errors import ConfigError, Problem, one_line
 
 # Largest mean |server - trainer| in nats, by the precision of the weights served. The first two are training's own
 # limits, whose class says what was measured. Of four bits there is no published number; other weights than the
-# trainer's are at 0.7 and more.
+# trainer's are at 0.7 and more. What a trainer had in FP32 and exports in BF16 is rounded, too.
+ROUNDED = "bf16 of fp32"
 BOUNDS = {"bf16": MismatchLimits().bf16, "fp8": MismatchLimits().quantised, "nvfp4": 0.15}
+BOUNDS[ROUNDED] = BOUNDS["fp8"]
 # One prompt is short: kernels that compile for it at its first request take longest.
 REQUEST_TIMEOUT_SECONDS = 600.0
 
@@ -34,7 +36,8 @@ class Held:
         largest: The largest of them.
         server_mean: The server's mean log-probability.
         trainer_mean: The trainer's.
-        chat: What is wrong with the server's chat endpoint; empty where its prompts are the trainer's.
+        precision: Of the weights that were asked, one of `BOUNDS`.
+        chat: What is wrong with the server's chat endpoint; empty where its prompts are the trainer's, or nobody asked.
     """
 
     num_tokens: int
@@ -42,6 +45,7 @@ class Held:
     largest: float
     server_mean: float
     trainer_mean: float
+    precision: str
     chat: str = ""
 
 
@@ -52,6 +56,7 @@ async def hold(
     precision: str,
     ready_seconds: float = 0.0,
     check_process: Callable[[], None] | None = None,
+    has_chat: bool = True,
 ) -> Held:
     """Wait until a server is healthy, ask it, and compare.
 
@@ -62,6 +67,7 @@ async def hold(
         precision: Of the weights that it serves, "bf16", "fp8" or "nvfp4".
         ready_seconds: It must be healthy within this.
         check_process: Called while it is waited for; raises where its process has ended.
+        has_chat: Its chat endpoint is asked, too.
 
     Raises:
         RuntimeError: It does not become healthy, or cannot be asked.
@@ -71,8 +77,10 @@ async def hold(
         await server.wait_ready(ready_seconds, check_process)
         pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts]
         answers = await server.logprobs(pairs, await server.interface())
-        held = compare(canary, answers, await _chat_problem(server, canary, BOUNDS[precision]))
-    if wrong := problems_of(url, held, precision):
+        kind = ROUNDED if (precision, canary.trainer) == ("bf16", "fp32") else precision
+        chat = await _chat_problem(server, canary, BOUNDS[kind]) if has_chat else ""
+        held = compare(canary, answers, kind, chat)
+    if wrong := problems_of(url, held):
         raise ConfigError(wrong)
     return held
 
@@ -87,26 +95,31 @@ async def wait_healthy(url: str, secret: str, seconds: float, check_process: Cal
         await server.wait_ready(seconds, check_process)
 
 
-def problems_of(url: str, held: Held, precision: str) -> list[Problem]:
+def problems_of(url: str, held: Held) -> list[Problem]:
     """Return what forbids to call a server ready; nothing where it serves what was exported."""
-    bound, found = BOUNDS[precision], []
+    bound, found = BOUNDS[held.precision], []
     if not held.difference <= bound:
         value = (
             f"its log-probabilities are {held.difference:.3g} nats from the trainer's in the mean of {held.num_tokens} "
             f"tokens (largest {held.largest:.3g}; server {held.server_mean:.3g}, trainer {held.trainer_mean:.3g})"
         )
-        found.append(Problem(url, value, f"at most {bound:g} nats in {precision}", _causes(held, bound)))
+        found.append(Problem(url, value, f"at most {bound:g} nats in {held.precision}", _causes(held, bound)))
     if held.chat:
         remedy = "serve without a template of the server's own, from the exported folder's tokenizer and template"
         found.append(Problem(url, held.chat, "the tokens that the model was trained with", remedy))
     return found
 
 
-def told(held: Held, precision: str) -> str:
+def near(held: Held) -> str:
     """Return in a sentence how near a server is."""
-    bound = f"at most {BOUNDS[precision]:g} in {precision}"
-    near = f"{held.difference:.2g} nats from the trainer's in the mean of {held.num_tokens} tokens ({bound})"
-    return f"its log-probabilities are {near}, and its chat endpoint renders prompts as the trainer did"
+    bound = f"at most {BOUNDS[held.precision]:g} in {held.precision}"
+    apart = f"{held.difference:.2g} nats from the trainer's in the mean of {held.num_tokens} tokens ({bound})"
+    return f"its log-probabilities are {apart}"
+
+
+def told(held: Held) -> str:
+    """Return the same of one whose chat endpoint was asked, too."""
+    return f"{near(held)}, and its chat endpoint renders prompts as the trainer did"
 
 
 def _causes(held: Held, bound: float) -> str:
@@ -118,12 +131,13 @@ def _causes(held: Held, bound: float) -> str:
     return "another precision than the folder's, a quantised KV cache, attention to other keys, or an older checkpoint"
 
 
-def compare(canary: Canary, answers: Sequence[Sequence[float | None]], chat: str = "") -> Held:
+def compare(canary: Canary, answers: Sequence[Sequence[float | None]], precision: str, chat: str = "") -> Held:
     """Compare a server's log-probabilities with the trainer's.
 
     Args:
         canary: The trainer's.
         answers: The server's, of each continuation.
+        precision: See `Held`.
         chat: See `Held`.
 
     Example:
@@ -139,6 +153,7 @@ def compare(canary: Canary, answers: Sequence[Sequence[float | None]], chat: str
         largest=max(apart) if is_number else math.inf,
         server_mean=sum(server) / count,
         trainer_mean=sum(trainer) / count,
+        precision=precision,
         chat=chat,
     )
 

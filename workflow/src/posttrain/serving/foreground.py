@@ -65,7 +65,7 @@ def serve_in_foreground(
     try:
         if url and canary:
             held = asyncio.run(hold(url, secret, canary, precision, ready_seconds, check_process))
-            log.info("ready at %s: %s", url, told(held, precision))
+            log.info("ready at %s: %s", url, told(held))
         elif url:
             asyncio.run(wait_healthy(url, secret, ready_seconds, check_process))
             where = folder or "its repository"

@@ -90,7 +90,7 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
     """Read every tensor of a checkpoint into an update and check that nothing is missing.
 
     Raises:
-        CheckpointError: Naming the folder and the tensor that does not fit.
+        CheckpointError: Naming the folder and the tensor that does not fit, or the file that cannot be read.
     """
     try:
         bundles = _weights_with_scales(folder) if _is_sent_alike(folder) else _numbers(folder)
@@ -99,6 +99,8 @@ def fill_from_folder(update: WeightUpdate, folder: Path) -> None:
         update.require_complete()
     except WeightError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n  remedy: make the folder again, or fetch it again") from error
     log.info("loaded %s, %d tensors left out (MTP layers, copies)", folder, update.num_skipped)
 
 
