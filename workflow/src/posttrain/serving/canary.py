@@ -77,8 +77,9 @@ async def hold(
         await server.wait_ready(ready_seconds, check_process)
         pairs = [(prompt.prompt_tokens, prompt.response_tokens) for prompt in canary.prompts]
         answers = await server.logprobs(pairs, await server.interface())
+        # Two answers of one server are compared, in which nothing is rounded.
+        chat = await _chat_problem(server, canary, BOUNDS[precision]) if has_chat else ""
         kind = ROUNDED if (precision, canary.trainer) == ("bf16", "fp32") else precision
-        chat = await _chat_problem(server, canary, BOUNDS[kind]) if has_chat else ""
         held = compare(canary, answers, kind, chat)
     if wrong := problems_of(url, held):
         raise ConfigError(wrong)
