@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,7 @@ WORDS = (
     "site=local",
     "set=hardware.gpus_per_node=1 engine.gpus_per_engine=1 engine.num_engines=1",
 )
-SECONDS_TO_SAVE, SECONDS_TO_END = 600, 30
+SECONDS_TO_END = 30
 
 
 @pytest.mark.faults("rehearsal")
@@ -38,12 +37,13 @@ def test_killed_while_it_saves_it_leaves_what_was_there_and_nothing_else(tmp_pat
     write_text(plans / f"{name}.rehearsal.html", "an earlier page")
     before = _content(plans)
     command = [sys.executable, "-m", "posttrain", "rehearse", *WORDS]
-    running = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    family = _wait_for_save(running)
-    assert len(family) >= 3, "the one that forks ranks, a rank, and who removes what is temporary"
-    assert [*scratch.iterdir()]
-    running.kill()
-    running.wait()
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            family = _wait_for_save(running)
+            assert len(family) >= 3, "the one that forks ranks, a rank, and who removes what is temporary"
+            assert [*scratch.iterdir()]
+        finally:
+            running.kill()
     _, alive = psutil.wait_procs(family, timeout=SECONDS_TO_END)
     assert not alive
     assert [*scratch.rglob("*")] == []
@@ -61,10 +61,8 @@ def _name_of_record(folder: Path, environment: dict[str, str]) -> str:
 
 def _wait_for_save(running: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return all that a rehearsal has started, as soon as its first rank begins to save."""
-    give_up = time.monotonic() + SECONDS_TO_SAVE
     assert running.stderr
     for line in running.stderr:
-        assert time.monotonic() < give_up
         if line.startswith("rank 0: step 2") and "save" in line:
             return psutil.Process(running.pid).children(recursive=True)
     raise AssertionError("it ended before it saved")
