@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.config.derived import data_parallel_size
+from posttrain.config.schema import Config
 from posttrain.rehearsal.device import SimulatedDevice
 from posttrain.rehearsal.messages import HangError
 from posttrain.rehearsal.recorder import Recorder
@@ -56,19 +57,23 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
     def log_step(self: TrainingRun, step: int, rollout: Any, updates: Sequence[Any], *rest: Any) -> Any:
         recorder.sums.clear()
         metrics = log(self, step, rollout, updates, *rest)
-        arch = self.config.model.architecture
-        # Of each layer's experts; other sums of that file are of a few numbers.
-        sums = (pair for pair in recorder.sums if pair[0].startswith(LOAD) and len(pair[1]) >= arch.n_routed_experts)
-        where, counts = next(sums, ("", []))
-        if counts and all(_are_alike(update.samples) for update in updates):
-            tokens = sum(len(batch.tokens) for update in updates for batch in update.batches)
-            layers = len(counts) // arch.n_routed_experts
-            expected = layers * arch.num_experts_per_tok * tokens * data_parallel_size(self.config)
-            recorder.counted.append(("routed tokens in a step", int(sum(counts)), expected, where))
+        if self.config.model.architecture.n_routed_experts and all(_are_alike(update.samples) for update in updates):
+            _count_routed(recorder, self.config, updates)
         return metrics
 
     train_step._run_schedule = noted
     TrainingRun._update, TrainingRun.log_step = update, log_step  # type: ignore[assignment,method-assign]
+
+
+def _count_routed(recorder: Recorder, config: Config, updates: Sequence[Any]) -> None:
+    arch = config.model.architecture
+    # Of each layer's experts; other sums of that file are of a few numbers.
+    sums = (pair for pair in recorder.sums if pair[0].startswith(LOAD) and len(pair[1]) >= arch.n_routed_experts)
+    where, counts = next(sums, ("", []))
+    if counts:
+        tokens = sum(len(batch.tokens) for update in updates for batch in update.batches) * data_parallel_size(config)
+        expected = len(counts) // arch.n_routed_experts * arch.num_experts_per_tok * tokens
+        recorder.counted.append(("routed tokens in a step", int(sum(counts)), expected, where))
 
 
 def _are_alike(samples: Sequence[Any]) -> bool:
