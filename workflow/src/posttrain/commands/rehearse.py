@@ -16,10 +16,10 @@ from posttrain.rehearsal.start import rehearse, require_rehearsable
 def main(paths: Paths) -> None:
     """Rehearse, write JSON and page, and end with the problems."""
     require_rehearsable(paths.resolved)
-    # It needs torch, which whoever only imports this does not.
-    from posttrain.rehearsal.engine_side import rehearse_engines
-
     with scratch_folder("rehearsal-"), ThreadPoolExecutor(1) as beside:
+        # It needs torch, which whoever only imports this does not, and which leaves folders behind where it is imported.
+        from posttrain.rehearsal.engine_side import rehearse_engines
+
         of_engines = beside.submit(rehearse_engines, paths.resolved.config)
         found = rehearse(paths.resolved)
         engines = of_engines.result()

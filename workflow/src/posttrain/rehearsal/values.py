@@ -49,8 +49,11 @@ def provide(recorder: Recorder, device: SimulatedDevice, spoils: bool) -> None:
             where = next((where for where, values in recorder.sums if statistics.num_tokens in values), "")
             recorder.counted.append(("tokens in an update", statistics.num_tokens, trained, where))
         if recorder.step == SPOILED_STEP and is_last:
-            spoiled = _without_passes(train_step, device, reports), device.assuming_nothing_finite(spoils)
-            with recorder.phase(SPOILED), spoiled[0], spoiled[1]:
+            with (
+                recorder.phase(SPOILED),
+                _without_passes(train_step, device, reports),
+                device.assuming_nothing_finite(spoils),
+            ):
                 _expect_nothing(recorder, lambda: apply(self, given, lr, None, True))
         return statistics
 
