@@ -17,7 +17,7 @@ def main(paths: Paths) -> None:
     """Rehearse, write JSON and page, and end with the problems."""
     require_rehearsable(paths.resolved)
     with scratch_folder("rehearsal-"), ThreadPoolExecutor(1) as beside:
-        # It needs torch, which whoever only imports this does not, and which leaves folders behind where it is imported.
+        # It needs torch, which whoever only imports this does not, and which leaves folders behind.
         from posttrain.rehearsal.engine_side import rehearse_engines
 
         of_engines = beside.submit(rehearse_engines, paths.resolved.config)
