@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,34 @@ child = subprocess.Popen(["sleep", "60"], preexec_fn=partial(die_with_parent, os
 print(child.pid, flush=True)
 child.wait()
 """
+
+SCRATCH = """
+import subprocess, sys, tempfile, time
+from posttrain.processes import scratch_folder
+with scratch_folder("scratch-") as folder:
+    # A child that writes a little longer than this process lives.
+    subprocess.Popen(["sh", "-c", f"for i in 1 2 3 4 5; do echo $i > {folder}/$i; sleep 0.1; done"])
+    assert tempfile.mkdtemp().startswith(str(folder))
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nothing_is_left_of_a_scratch_folder(tmp_path: Path, is_killed: bool) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    owner = subprocess.Popen([sys.executable, "-c", SCRATCH], env=environment, text=True, **pipes)
+    folder = Path(owner.stdout.readline().strip())
+    assert folder.parent == tmp_path
+    assert folder.is_dir()
+    if is_killed:
+        owner.kill()
+    owner.communicate("\n" if not is_killed else None)
+    give_up = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_killed_driver_takes_its_steps_along(tmp_path: Path) -> None:

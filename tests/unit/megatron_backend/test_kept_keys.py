@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -30,3 +33,19 @@ def test_a_choice_is_made_once() -> None:
     assert made == [(0, 3), (3, 9)]
     assert torch.equal(masks[1], masks[2])
     assert masks[3].tolist() == [[[True, False, False], [True, True, False], [True, True, True]]]
+
+
+def test_what_a_choice_is_made_from_is_let_go_of() -> None:
+    def select(row: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        return row[:, first:end, :end].clone()
+
+    row = torch.ones(1, 4, 4, dtype=torch.bool)
+    kept, held = KeptKeys(partial(select, row)), weakref.ref(row)
+    kept(0, 4)
+    del row
+    assert held() is not None
+    kept.close()
+    assert held() is None
+    assert kept(0, 4).all()
+    with pytest.raises(AssertionError, match="no layer before has chosen keys for the queries 4 to 8"):
+        kept(4, 8)

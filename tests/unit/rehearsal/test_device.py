@@ -20,3 +20,17 @@ def test_what_asks_about_a_tensor_or_makes_an_empty_one_is_no_kernel() -> None:
     assert made.device.type == "cuda"
     assert phase.kernels == 1
     assert phase.moved == 3 * 16 * 4
+
+
+def test_numbers_that_nobody_knows_are_finite_unless_they_are_not_to_be() -> None:
+    device = SimulatedDevice(Recorder(), lambda func, args: None, lambda func, args: NotImplemented)
+    known = FakeTensor(device.fake, torch.empty(4, device="meta"), torch.device("cuda"))
+    with device:
+        device.set_values(known, torch.zeros(4))
+        assert device.mirror(known.amax()).item() == 0
+        device.forget(known)
+        assert device.mirror(known.amax()).item() == 1
+        with device.assuming_nothing_finite(True):
+            assert device.mirror(known.amax()).isnan()
+        with device.assuming_nothing_finite(False):
+            assert device.mirror(known.amax()).item() == 1

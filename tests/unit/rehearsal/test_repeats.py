@@ -3,6 +3,7 @@ from functools import partial
 import torch
 
 from posttrain.algorithm.logprobs import logit_chunks
+from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys
 from posttrain.rehearsal.recorder import BLOCK, Recorder
 from posttrain.rehearsal.repeats import _like_places, few_of_alike, once
 
@@ -57,7 +58,33 @@ def test_what_a_chunk_leaves_behind_is_there_once() -> None:
     assert phase.peak == 6 * BLOCK
 
 
-def test_who_keeps_what_it_chooses_is_asked_each_time() -> None:
+def test_a_choice_that_is_kept_is_made_once_for_all_layers_and_leaves_its_bits_in_each() -> None:
+    recorder, calls = Recorder(), []
+
+    def choose(row: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        calls.append((first, end))
+        return torch.ones(1, end - first, end, dtype=torch.bool)
+
+    def places_of_block(select: KeptKeys, places: torch.Tensor) -> torch.Tensor:
+        recorder.kernel(flops=7, moved=0)
+        return torch.cat([select(0, 4).sum(-1), select(4, 9).sum(-1)], dim=1)
+
+    counted, kept = once(places_of_block, recorder, _like_places), []
+    with recorder.phase("train") as phase:
+        for _ in range(3):
+            kept.append(KeptKeys(partial(choose, torch.ones(9, 2))))
+            assert counted(kept[-1], torch.zeros(1, 9)).shape == (1, 9)
+            kept[-1].close()
+        counted(kept[-1], torch.zeros(1, 9))
+        counted(kept[0], torch.zeros(1, 9))
+    assert calls == [(0, 4), (4, 9)]
+    assert phase.flops == 5 * 7
+    assert [{span: bits.shape for span, bits in one.bits.items()} for one in kept] == [
+        {(0, 4): (1, 4, 1), (4, 9): (1, 5, 2)}
+    ] * 3
+
+
+def test_who_keeps_what_it_chooses_otherwise_is_asked_each_time() -> None:
     """Masks that later layers take over are memory."""
     calls = []
     recorder = Recorder()

@@ -167,10 +167,15 @@ def test_gradients_are_added_up_over_those_who_hold_the_weight(of_0, of_4, found
     assert all(words in one and "megatron_backend/model.py:103" in one for words, one in zip(found, told_, strict=True))
 
 
-def test_tokens_are_counted_once():
-    assert told(trace(0, counted=[(8, 8, "train_step.py:9")])) == []
-    (found,) = told(trace(0, counted=[(8, 8, ""), (16, 8, "megatron_backend/train_step.py:9")]))
-    assert "rank 0 counts 16 tokens in an update of 8" in found
+def counted(found, what="tokens in an update", where="megatron_backend/train_step.py:9"):
+    return [(what, 8, 8, where), (what, found, 8, where)]
+
+
+@pytest.mark.parametrize("what", ["tokens in an update", "routed tokens in a step", "spoiled updates left out"])
+def test_what_ranks_count_is_counted_once(what):
+    assert told(trace(0, counted=counted(8))) == []
+    (found,) = told(trace(0, counted=counted(16, what)))
+    assert f"rank 0 counts 16 {what} of 8" in found
     assert "look at megatron_backend/train_step.py:9" in found
 
 
@@ -184,7 +189,7 @@ def test_a_message_of_another_shape_comes_before_what_fails_for_it(shapes, count
 
 
 def test_a_sum_is_looked_for_where_it_was_made():
-    (found,) = told(trace(0, counted=[(16, 8, "")]), trace(1, counted=[(16, 8, "megatron_backend/train_step.py:9")]))
+    (found,) = told(trace(0, counted=counted(16, where="")), trace(1, counted=counted(16)))
     assert "rank 1 counts 16 tokens in an update of 8" in found
     assert "look at megatron_backend/train_step.py:9" in found
 

@@ -17,13 +17,17 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,6 +35,8 @@ import psutil
 DRIVER_VARIABLE = "POSTTRAIN_DRIVER"
 # The embedded engine gives open requests half of it; the next attempt waits for who needs all of it.
 GRACE_SECONDS = 10.0
+# Who removes a folder tries so often, with a pause behind each.
+REMOVALS, REMOVAL_SECONDS = 50, 0.1
 # Nobody waits for what a process that has ended left behind; it only has to hear the signal.
 ORPHAN_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -76,6 +82,44 @@ def end_processes(roots: Sequence[psutil.Process], grace_seconds: float = GRACE_
     _, stubborn = psutil.wait_procs(orphans, timeout=ORPHAN_SECONDS)
     _signal(stubborn, signal.SIGKILL)
     psutil.wait_procs(stubborn, timeout=GRACE_SECONDS)
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for temporary files, this process's and its children's, that is gone when the process has ended.
+
+    A process of its own waits for that end, so that nothing is left of one that was killed either.
+
+    Args:
+        prefix: Of the folder's name.
+    """
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        ended, alive = os.pipe()
+        remover = os.fork()
+        if remover == 0:
+            _remove_when(ended, alive, Path(name))
+        os.close(ended)
+        tempfile.tempdir = name
+        try:
+            yield Path(name)
+        finally:
+            tempfile.tempdir = before
+            os.close(alive)
+            os.waitpid(remover, 0)
+
+
+def _remove_when(ended: int, alive: int, folder: Path) -> None:
+    """Wait until the other end of a pipe is closed, remove a folder, and end."""
+    os.setsid()
+    os.close(alive)
+    os.read(ended, 1)
+    for _ in range(REMOVALS):  # those who end by the same death may be writing still
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(REMOVAL_SECONDS)
+    os._exit(0)
 
 
 def name_driver() -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from posttrain.artifacts import Paths, write_json, write_text
 from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan_page import plan_title
+from posttrain.processes import scratch_folder
 from posttrain.rehearsal.outcome import judge, render
 from posttrain.rehearsal.record import file_of
 from posttrain.rehearsal.start import rehearse, require_rehearsable
@@ -15,10 +16,10 @@ from posttrain.rehearsal.start import rehearse, require_rehearsable
 def main(paths: Paths) -> None:
     """Rehearse, write JSON and page, and end with the problems."""
     require_rehearsable(paths.resolved)
-    # It needs torch, which whoever only imports this does not.
-    from posttrain.rehearsal.engine_side import rehearse_engines
+    with scratch_folder("rehearsal-"), ThreadPoolExecutor(1) as beside:
+        # It needs torch, which whoever only imports this does not, and which leaves folders behind.
+        from posttrain.rehearsal.engine_side import rehearse_engines
 
-    with ThreadPoolExecutor(1) as beside:
         of_engines = beside.submit(rehearse_engines, paths.resolved.config)
         found = rehearse(paths.resolved)
         engines = of_engines.result()

@@ -7,8 +7,10 @@ what they would be, and code that asks for their values gets them. Where nobody 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -90,6 +92,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._recorder, self._collective, self._unknown = recorder, collective, unknown
         self._mirrors: dict[int, torch.Tensor] = {}
+        self._assumed = 1.0
         self._alive: dict[int, weakref.ref] = {}
 
     def __enter__(self) -> SimulatedDevice:
@@ -285,19 +288,32 @@ class SimulatedDevice(TorchDispatchMode):
             if key not in self._mirrors and tensor.untyped_storage().nbytes() <= most:
                 self.set_values(tensor, values)
 
+    @contextmanager
+    def assuming_nothing_finite(self, is_so: bool) -> Iterator[None]:
+        """Let numbers that nobody knows be NaN in the block, if it is so."""
+        self._assumed = math.nan if is_so else 1.0
+        try:
+            yield
+        finally:
+            self._assumed = 1.0
+
     def _assume(self, out: Any) -> None:
         """Let vectors of numbers that nobody knows be 1, whose logarithm and inverse are finite: sums, norms."""
         for tensor in tensors_of(out):
             size = tensor.untyped_storage().nbytes()
             if tensor.dim() < 2 and tensor.is_floating_point() and _size(tensor) == size <= VECTOR_BYTES:
-                self.set_values(tensor, torch.ones((), dtype=tensor.dtype))
+                self.set_values(tensor, torch.full((), self._assumed, dtype=tensor.dtype))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in tensors_of(value):
-                    self._mirrors.pop(tensor.untyped_storage()._cdata, None)
+                    self.forget(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """From now on nobody knows what is in a tensor."""
+        self._mirrors.pop(tensor.untyped_storage()._cdata, None)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from posttrain.engines.launch_command import render_engine_command
 from posttrain.errors import Problem
 from posttrain.planner.flags.flag import Flag
 from posttrain.planner.flags.sglang_flags import nodes_per_engine, roles, sglang_flags, world_size
+from posttrain.processes import start_child
 from posttrain.rehearsal.in_sglang.stand_in_gpus import KERNELS
 from posttrain.rehearsal.members import shallow
 from posttrain.weight_sync.publish import MIB, served_format
@@ -172,7 +172,7 @@ def _run(environment: Path, folder: Path, variables: Mapping[str, str]) -> None:
     own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "SGLANG_CACHE_DIR": str(folder)}
     own |= {"PYTHONPATH": in_sglang.__path__[0]}
     words = [str(environment / "bin" / "python"), str(Path(__file__).with_name("in_sglang")), str(folder)]
-    subprocess.run(words, env={**shell, **variables, **own}, check=False, stdout=sys.stderr)
+    start_child(words, env={**shell, **variables, **own}, stdout=sys.stderr).wait()
 
 
 def _row(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -20,7 +20,8 @@ STAND_INS = {
     "pinned memory": "no page of the host is pinned",
     "streams": "all work happens at once and in the order of the calls",
     "random state": "devices have none; dropout is 0",
-    "rollouts": "no engine is asked: a step has as many rows as stages, short ones, then full ones",
+    "rollouts": "no engine is asked: a step has as many rows as stages, three at least, full ones; the first fewer, "
+    "shorter ones",
     "weights": "one layer of each kind is compared, and gathered for engines through rank 0, also where they would get "
     "it from shard to shard: nobody is there to receive",
     "disks": "tensors are planned, copied to the host and back, and no byte of them is read or written; ranks do not "

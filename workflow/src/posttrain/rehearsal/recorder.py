@@ -67,8 +67,8 @@ class Recorder:
         self.collectives: list[dict[str, Any]] = []
         # Of small tensors that ranks added up: the place in the code, and the result.
         self.sums: list[tuple[str, list[float]]] = []
-        # Of each update whose samples are alike: tokens that were counted, tokens that it has, place of the sum.
-        self.counted: list[tuple[int, int, str]] = []
+        # What ranks count together, how many they count, how many there are, place of the sum (`values`).
+        self.counted: list[tuple[str, int, int, str]] = []
         # Parts of weights, the ranks over which their gradients are added up, and what made their buffer.
         self.reductions: list[dict[str, Any]] = []
         # What made the buffers whose gradients grew after they had been given away to be added up.

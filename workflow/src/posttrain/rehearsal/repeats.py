@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
+from posttrain.megatron_backend.glm5.sparse_attention import KeptKeys
 from posttrain.rehearsal.recorder import Phase, Recorder
 
 
@@ -35,31 +36,41 @@ def once(
     """Return a function that returns a tensor without values where it knows what the given one would have done.
 
     Args:
-        function: Keeps nothing but what it returns, on the device of its second argument.
+        function: Keeps nothing but what it returns, on the device of its second argument, and what its first keeps.
         recorder: Counts.
         like: Returns of its arguments what decides what it does; None where it has to be asked each time.
     """
-    known: dict[Any, tuple[Phase, torch.Tensor]] = {}
+    known: dict[Any, tuple[Phase, torch.Tensor, dict[Any, torch.Tensor]]] = {}
 
     def counted(first: Any, second: torch.Tensor, *others: Any) -> torch.Tensor:
         key = like(first, second, *others)
         if key in known:
-            counts, made = known[key]
+            counts, made, left = known[key]
             recorder.repeat(counts)
-            return torch.empty(made.shape, dtype=made.dtype, device=second.device)
+            if isinstance(first, KeptKeys):
+                first.bits |= {span: _without_values(bits, second.device) for span, bits in left.items()}
+            return _without_values(made, second.device)
         with recorder.counts() as counts:
             made = function(first, second, *others)
+        left = first.bits if isinstance(first, KeptKeys) else {}
         if key is not None:
-            known[key] = counts, made.to("meta")
+            known[key] = counts, made.to("meta"), {span: bits.to("meta") for span, bits in left.items()}
         return made
 
     return counted
 
 
+def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
 def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
-    if select is not None and not isinstance(select, partial):
-        return None  # it keeps what it has chosen
-    return (select and tuple(part.shape for part in select.args), places.shape, *numbers)
+    # A choice that is kept is made once, and read by layers that take it over.
+    kept = sorted(select.bits) if isinstance(select, KeptKeys) else None
+    chosen = select.select if isinstance(select, KeptKeys) else select
+    if chosen is not None and not isinstance(chosen, partial):
+        return None
+    return (chosen and tuple(part.shape for part in chosen.args), str(kept), places.shape, *numbers)
 
 
 def _like_part(served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: Any) -> Any:

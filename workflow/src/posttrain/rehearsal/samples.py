@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,16 @@ from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.rehearsal.drawn import AS_PLANNED, Drawn, Length, rehearsed_row
 from posttrain.rollout.coordinator import RolloutResult
 from posttrain.rollout.persisted import RolloutStore
+from posttrain.training.batch import plan_rows, row_multiples
 from posttrain.types import Prompt, Routes, Sample, SampleGroup
 
-# Lengths of the first step's samples, as parts of the longest. Few: each new length of a row takes time.
-SHORTER = (0.3, 0.6)
+# Lengths of the first step's samples, as parts of the longest: most have the first, some of the first data-parallel
+# rank the second, some of the others the third. Few: each new length of a row takes time.
+SHORTER, AT_LEAST = (0.6, 0.15, 0.05), (2, 3, 2)
+# Fewest rows of a rank in the second step: the first has fewer, and of different lengths.
+FEWEST_ROWS = 3
+# So many samples of a rank are made shorter at most.
+TRIES = 3
 # A step that no rehearsal comes to.
 NEVER = 100
 
@@ -34,8 +41,8 @@ def shortened(config: Config, drawn: Drawn = AS_PLANNED) -> Config:
         config: The resolved configuration.
         drawn: Shorter samples are more in a row.
     """
-    stages = config.parallel.pipeline_model_parallel_size
-    rows, fullest = max(2, stages, micro_batch_multiple(config)), fullest_micro_batch(config, ASSUMPTIONS)
+    stages, at_a_time = config.parallel.pipeline_model_parallel_size, micro_batch_multiple(config)
+    rows, fullest = max(FEWEST_ROWS, stages, 2 * at_a_time), fullest_micro_batch(config, ASSUMPTIONS)
     per_row = fullest.num_sequences
     if drawn.lengths:
         mean = sum(map(sum, drawn.lengths)) / len(drawn.lengths)
@@ -104,8 +111,36 @@ class MadeUpRollouts:
             half = of_both[count:] if step > 1 else of_both[:count]
             random.Random(step).shuffle(half)
             return half
-        wholes = [max(2, self._longest)] * count
-        if step == 1:
-            shorter = [max(2, int(self._longest * share)) for share in SHORTER]
-            wholes = random.Random(step).choices(shorter, k=count)
+        wholes = self._shorter(count) if step == 1 else [max(2, self._longest)] * count
         return [(whole - answer, answer) for whole in wholes for answer in [min(response, whole - 1)]]
+
+    def _shorter(self, count: int) -> list[int]:
+        """Return lengths of samples that make fewer rows than the longest do, on no rank all of the same length.
+
+        Nor do the first two ranks have the same, where there are two. Where samples are so short that nothing is left
+        of these differences, there is none.
+        """
+        lengths = (int(self._longest * share) for share in SHORTER)
+        most, some, others = map(max, AT_LEAST, lengths)
+        ranks = data_parallel_size(self._config)
+        fewer_than = len(self._rows([max(2, self._longest)] * count)[0])
+        found = [most] * count
+        for times in range(1, min(TRIES, count // ranks) + 1):
+            shorter = [some] * times + [others] * times * (ranks - 1)
+            found = [*shorter, *[most] * (count - len(shorter))]
+            rows = self._rows(found)
+            is_uneven = all(len({*map(self._padded, row)}) > 1 for row in rows)
+            if is_uneven and rows[:1] != rows[1:2] and len(rows[0]) < fewer_than:
+                break
+        return found
+
+    def _rows(self, wholes: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each row of each data-parallel rank, before the row is padded."""
+        of_sequence = row_multiples(self._config)[1]
+        lengths = [-(-whole // of_sequence) * of_sequence for whole in wholes]
+        plan = plan_rows(self._config, wholes)
+        return [[sum(lengths[place] for place in places) for places in rank] for rank in plan]
+
+    def _padded(self, tokens: int) -> int:
+        multiple = row_multiples(self._config)[0]
+        return -(-tokens // multiple) * multiple

@@ -43,7 +43,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     from posttrain.megatron_backend.initialize import initialize
     from posttrain.megatron_backend.model import build_policy
     from posttrain.megatron_backend.simulated import tell_of_late_gradients
-    from posttrain.rehearsal import asleep, disk, repeats
+    from posttrain.rehearsal import asleep, disk, repeats, values
     from posttrain.training import loop
 
     small = shortened(config, drawn)
@@ -52,12 +52,12 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
     device = groups.device = SimulatedDevice(recorder, groups, Unknown(config, drawn.assumptions, rank))
     recorder.values = device.mirror
     _follow_phases(recorder)
-    _follow_counts(recorder)
     tell_of_late_gradients(
         lambda buffer: recorder.late.append(recorder.place_of(buffer.grad_data.untyped_storage()._cdata))
     )
     disk.provide(device.fake)
     repeats.provide(recorder)
+    values.provide(recorder, device, spoils=rank == messages.members[0])
     asleep.provide(device, recorder)
     with device:
         with recorder.phase("build"):
@@ -213,27 +213,6 @@ def _follow_phases(recorder: Recorder) -> None:
             yield
 
     PhaseClock._timed = timed  # type: ignore[method-assign]
-
-
-def _follow_counts(recorder: Recorder) -> None:
-    """Hold the tokens that an update says it trained on against those that it was given.
-
-    Where samples differ in length nobody knows those of ranks that are not rehearsed.
-    """
-    from posttrain.training.run import TrainingRun
-
-    original = TrainingRun._update
-
-    def update(self: TrainingRun, given: Any, *rest: Any, **more: Any) -> Any:
-        recorder.sums.clear()
-        statistics = original(self, given, *rest, **more)
-        if len({sample.num_tokens for sample in given.samples}) == 1:
-            trained = sum(len(sample.response_tokens) for sample in given.samples)
-            where = next((where for where, values in recorder.sums if statistics.num_tokens in values), "")
-            recorder.counted.append((statistics.num_tokens, trained, where))
-        return statistics
-
-    TrainingRun._update = update  # type: ignore[assignment,method-assign]
 
 
 def reductions(recorder: Recorder, policy: Any, weights: Any) -> list[dict[str, Any]]:

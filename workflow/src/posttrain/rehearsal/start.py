@@ -119,7 +119,7 @@ def simulated(config: Config, folder: Path) -> dict[str, str]:
 
 
 def _run_gang(path: Path, folder: Path, config: Config, library: Path | None) -> None:
-    environment = simulated(config, home())
+    environment = simulated(config, home()) | {"TMPDIR": str(folder)}
     if library:
         environment["PYTHONPATH"] = str(library)
     words = [str(home() / "bin" / "python"), "-m", "posttrain.rehearsal.gang", str(path), str(folder)]

@@ -72,7 +72,7 @@ class Trace:
         phases: In order, as `recorder.Phase` has them.
         groups: Ranks of each process group, in the order in which they were made.
         calls: In order.
-        counted: Of updates: tokens that were counted, tokens that it has, place of the sum.
+        counted: What ranks count together, how many they count, how many there are, place of the sum.
         reductions: Part of a weight, the ranks over which its gradients are added up, what made their buffer.
         late: What made the buffers whose gradients grew after ranks had begun to add them up.
     """
@@ -83,7 +83,7 @@ class Trace:
     phases: Sequence[Mapping[str, Any]]
     groups: Sequence[Sequence[int]]
     calls: Sequence[Call]
-    counted: Sequence[tuple[int, int, str]] = ()
+    counted: Sequence[tuple[str, int, int, str]] = ()
     reductions: Sequence[Mapping[str, Any]] = ()
     late: Sequence[str] = ()
 
@@ -279,12 +279,12 @@ def _gradients_by_group(config: Config, traces: Sequence[Trace]) -> Iterator[Pro
 
 
 def _miscounted(traces: Sequence[Trace]) -> Iterator[Problem]:
-    wrong = [(trace.rank, row) for trace in traces for row in trace.counted if row[0] != row[1]]
+    wrong = [(trace.rank, row) for trace in traces for row in trace.counted if row[1] != row[2]]
     if wrong:
         # Stages that are only told the sum do not know where it was made.
-        rank, (found, trained, where) = max(wrong, key=lambda pair: bool(pair[1][2]))
-        value = f"rank {rank} counts {found} tokens in an update of {trained}"
-        yield Problem(KEY, value, "each token once", f"look at {where}: over which ranks it adds up")
+        rank, (what, found, expected, where) = max(wrong, key=lambda pair: bool(pair[1][3]))
+        value = f"rank {rank} counts {found} {what} of {expected}"
+        yield Problem(KEY, value, "each once", f"look at {where}: over which ranks it adds up")
 
 
 def _waiting(config: Config, traces: Sequence[Trace]) -> Iterator[Problem]:

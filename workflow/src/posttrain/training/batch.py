@@ -124,12 +124,18 @@ def pack_samples(
         Those, and the plan: the places of the samples in each micro-batch of each rank.
     """
     multiple, sequence_multiple = row_multiples(config)
-    lengths = [-(-sample.num_tokens // sequence_multiple) * sequence_multiple for sample in samples]
+    plan = plan_rows(config, [sample.num_tokens for sample in samples])
+    return [build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
+
+
+def plan_rows(config: Config, num_tokens: Sequence[int]) -> list[list[list[int]]]:
+    """Return the places of samples of so many tokens in each micro-batch of each data-parallel rank."""
+    multiple, sequence_multiple = row_multiples(config)
+    lengths = [-(-count // sequence_multiple) * sequence_multiple for count in num_tokens]
     # Rounded down, so that a padded row keeps the budget too.
     budget = token_budget(config) // multiple * multiple
     costs, ranks = sample_costs(config, lengths), data_parallel_size(config)
-    plan = pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
-    return [build_packed_batch(samples, indices, multiple, sequence_multiple) for indices in plan[dp_rank]], plan
+    return pack(lengths, costs, budget, ranks, micro_batch_multiple(config))
 
 
 def sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:

@@ -71,6 +71,7 @@ class SparseCoreAttention(MegatronModule):
         topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
         blocks = zip(sequences.queries.split(query), *map(sequences.gather_keys, (key, value)), selectors, strict=True)
         outputs = [attend_in_chunks(q, k, v, select, topk, self.softmax_scale, chunk) for q, k, v, select in blocks]
+        _close(selectors)
         return sequences.queries.join(outputs).flatten(1)
 
     def serves_latents(self, sequences: PackedSequences) -> bool:
@@ -95,6 +96,7 @@ class SparseCoreAttention(MegatronModule):
         selectors = self._selectors(x, q_latent, sequences, frequencies)
         topk, chunk = self.config.dsa_indexer_topk, self.config.attention_chunk_tokens
         places = kept_places(selectors, sequences, topk, chunk)
+        _close(selectors)
         return self.kernel(query, sequences.gather_row(key), places, self.softmax_scale, self.config.kv_lora_rank)
 
     def _selectors(
@@ -111,6 +113,12 @@ class SparseCoreAttention(MegatronModule):
         if self.is_shared:
             sequences.kept_keys[self.chooser] = selectors = [KeptKeys(select) for select in selectors]
         return selectors
+
+
+def _close(selectors: Sequence[Selector | None]) -> None:
+    for select in selectors:
+        if isinstance(select, KeptKeys):
+            select.close()
 
 
 class Glm5SelfAttention(LatentAttention):

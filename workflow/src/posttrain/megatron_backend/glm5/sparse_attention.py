@@ -35,20 +35,26 @@ class KeptKeys:
     """A choice that later layers take over: made once, then held as one bit per pair of a query and a key it may see.
 
     Args:
-        select: Makes the choice.
+        select: Makes the choice; None when it is made.
+        bits: (first query, behind the last) -> `pack_bits` of their keys.
     """
 
     def __init__(self, select: Selector):
-        self._select = select
-        self._bits: dict[tuple[int, int], torch.Tensor] = {}
+        self.select: Selector | None = select
+        self.bits: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, first: int, end: int) -> torch.Tensor:
         """Return the kept keys of these queries, as `Selector` does."""
-        if (first, end) not in self._bits:
-            keep = self._select(first, end)
-            self._bits[first, end] = pack_bits(keep)
+        if (first, end) not in self.bits:
+            assert self.select is not None, f"no layer before has chosen keys for the queries {first} to {end}"
+            keep = self.select(first, end)
+            self.bits[first, end] = pack_bits(keep)
             return keep
-        return unpack_bits(self._bits[first, end], end)
+        return unpack_bits(self.bits[first, end], end)
+
+    def close(self) -> None:
+        """Let go of what the choice is made from, queries and keys of the row: all of it is made."""
+        self.select = None
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:

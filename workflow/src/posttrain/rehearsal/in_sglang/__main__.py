@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import inspect
 import io
@@ -18,6 +19,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -32,6 +34,8 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Scales of an FP8 cache: no part of an update.
 CACHE_SCALES = (".k_scale", ".v_scale")
+# Of `linux/prctl.h`: a process ends with the one that started it.
+PR_SET_PDEATHSIG = 1
 
 
 def resolve(argv: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -245,6 +249,7 @@ def _in_child(work: Callable[[], None]) -> None:
     if child := os.fork():
         os.waitpid(child, 0)
         return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         work()
     except BaseException:
