@@ -16,6 +16,7 @@ from posttrain.artifacts import (
     record_files,
     write_receipt,
 )
+from posttrain.checkpoint import verification
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.verification import find_uncovered, raise_bad_files, verify
 from posttrain.errors import CheckpointError
@@ -245,6 +246,26 @@ def test_finished_parts_of_an_unfinished_folder_are_checked(paths):
     assert "serving part 0" in [verdict.artefact.name for verdict in verify(paths)]
     (partial / "model-00001-of-00002.safetensors").write_bytes(b"abd")
     assert list(problems_of(paths)) == ["serving part 0"]
+
+
+def test_a_folder_that_is_finished_meanwhile_is_looked_at_again(paths, monkeypatch):
+    folder, inputs = paths.serving, {"hf_patched": read_receipt(receipt_of(paths.hf_patched)).digest}
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir()
+    (partial / "model-00001-of-00001.safetensors").write_bytes(b"abc")
+    write_receipt(part_receipt_of(folder, 0), Receipt("quantize_serving", record_files(partial), inputs, {"part": 0}))
+    check, looked_at = verification._check_files, []
+
+    def finish(verdicts, content):
+        looked_at.append([verdict.artefact.name for verdict in verdicts])
+        if partial.exists():
+            partial.rename(folder)
+            write_receipt(receipt_of(folder), Receipt("finalize_serving", record_files(folder), inputs, {}))
+        check(verdicts, content)
+
+    monkeypatch.setattr(verification, "_check_files", finish)
+    assert problems_of(paths) == {}
+    assert ["serving part 0" in names for names in looked_at] == [True, False]
 
 
 def test_leftover_parts_beside_a_finished_folder_do_not_count(paths):

@@ -57,6 +57,7 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
         whole_run: Up to the trained model; otherwise only what training begins with.
     """
     artefacts = find_artefacts(paths) if whole_run else find_store_artefacts(paths)
+    building = {a.folder for a in artefacts if a.folder.name.endswith(".partial") and a.folder.is_dir()}
     artefacts += _find_gaps(paths, artefacts, whole_run)
     known = {artefact.receipt.digest: artefact.name for artefact in artefacts if artefact.receipt is not None}
     verdicts = [Verdict(a, problems=[a.damage] if a.damage else []) for a in artefacts]
@@ -71,6 +72,9 @@ def verify(paths: Paths, content: bool = True, whole_run: bool = True) -> list[V
     _check_files(readable, content)
     for verdict in readable:
         verdict.problems.extend(_doubtful_record(verdict))
+    if not all(folder.is_dir() for folder in building):
+        # A step has finished one meanwhile: its files have other names now, and its receipt vouches for all of them.
+        return verify(paths, content, whole_run)
     return verdicts
 
 
