@@ -70,6 +70,7 @@ def test_a_server_is_ready_checked_and_stopped(undisturbed: WorkflowFolder, tmp_
         assert "nothing to end" in serve(tmp_path, export, "--stop")
 
 
+@pytest.mark.faults("slow")
 def test_one_that_serves_noise_is_ended(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
     export, (port,) = undisturbed.run_folder / "hf", choose_free_ports(1)
     noise = copied(export, tmp_path / "noise")

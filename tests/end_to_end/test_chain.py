@@ -86,6 +86,7 @@ def test_one_step_alone_leaves_the_others_untouched(finished: WorkflowFolder) ->
     assert receipts == {path: path.stat().st_mtime_ns for path in finished.store.rglob("*.receipt.json")}
 
 
+@pytest.mark.faults("slow")
 def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, workflow: WorkflowFolder) -> None:
     workflow.settings |= {"engine.weight_transport": "disk"}
     workflow.run("train_grpo")
@@ -95,12 +96,13 @@ def test_weights_that_go_over_disk_train_the_same(undisturbed: WorkflowFolder, w
     assert workflow.metrics() == undisturbed.metrics()
 
 
+@pytest.mark.faults("slow")
 @pytest.mark.parametrize(
     ("settings", "is_copied"),
     [
-        pytest.param({"stage.copy": "nothing"}, False, marks=pytest.mark.faults("slow")),
+        ({"stage.copy": "nothing"}, False),
         ({"stage.copy": "slices", "site.node_names": "[node0]"}, True),
-        pytest.param({"stage.broadcast": "bittorrent"}, True, marks=pytest.mark.faults("slow")),
+        ({"stage.broadcast": "bittorrent"}, True),
     ],
     ids=["nothing", "slices", "broadcast"],
 )

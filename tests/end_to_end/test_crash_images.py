@@ -209,6 +209,7 @@ def test_a_step_that_does_not_sync_its_files_is_found_out(disk: Disk) -> None:
         cut_step(disk, step, [*range(20, 40), 10**9], forgetful=True)
 
 
+@pytest.mark.faults("images")
 def test_a_power_cut_in_every_step(disk: Disk, undisturbed: Store) -> None:
     rng = random.Random(SEED)
     cuts = cut_all_steps(disk, undisturbed, lambda: [rng.randint(5, 25)])

@@ -25,7 +25,8 @@ def settings(seed: int) -> dict[str, object]:
     return {"data.seed": seed, "training.seed": seed, **steps}
 
 
-@pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.faults("slow")) for seed in (8, 9))])
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("seed", [7, 8, 9])
 def test_a_task_is_learned_from_its_own_reward(seed: int, store: Path, tmp_path: Path) -> None:
     """Held-out prompts, before and after, of a model whose warm-up is over."""
     workflow = WorkflowFolder(tmp_path / "run", store, settings(seed))

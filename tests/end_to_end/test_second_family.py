@@ -10,7 +10,8 @@ from tests.support.workflow_runs import WorkflowFolder
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.faults("slow")) for seed in (8, 9))])
+@pytest.mark.faults("slow")
+@pytest.mark.parametrize("seed", [7, 8, 9])
 def test_it_learns_from_the_reward_alone(seed: int, tmp_path: Path) -> None:
     """A fifth of the demo's steps: held-out prompts, before and after, of a model whose warm-up is over."""
     settings = {"data.seed": seed, "training.seed": seed, "training.num_steps": 16, "trainer.save_interval": 16}
