@@ -67,7 +67,7 @@ def test_every_rule_says_where_it_starts(rule: str) -> None:
     elif rule in ON_THE_DRIVER | {"preflight"}:
         assert where == []
     else:
-        assert where in (["IN_IMAGE"], ["WHERE_SERVED"])
+        assert where in (["IN_IMAGE"], ["WHERE_SERVED"], ["ON_ONE_NODE"])
 
 
 def test_what_starts_outside_needs_a_small_environment() -> None:

@@ -176,8 +176,8 @@ IN_IMAGE = prefix_of_jobs(CFG)
 # What evaluates starts its engines itself on one node, or runs beside engines on several (`beside_engines`).
 SERVING_NODES = job_needs(CFG, "evaluate").nodes
 STARTS_ENGINES = SERVING_NODES == 1 and not CFG.evaluation.addresses
-ON_ONE_POD = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else ""
-WHERE_SERVED = ON_ONE_POD if HAS_PODS and STARTS_ENGINES else IN_IMAGE
+ON_ONE_NODE = f"{ON_PODS} --num-nodes 1 -- " if HAS_PODS else IN_IMAGE
+WHERE_SERVED = ON_ONE_NODE if STARTS_ENGINES else IN_IMAGE
 EVALUATIONS = literal(PATHS.run / "evaluation")
 SIZE = CFG.model.source.repo_id or CFG.model.name
 # What is made when no target is named.

@@ -84,5 +84,5 @@ rule compare_precisions:
             FROM_CONFIG,
             "--original-receipt {input.original:q} --checkpoints {params.checkpoints:q}",
             "--said {input.said:q} --output {params.compared:q}",
-            where=ON_ONE_POD or IN_IMAGE,
+            where=ON_ONE_NODE,
         )
