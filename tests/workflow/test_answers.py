@@ -124,6 +124,7 @@ def test_benchmark_serving(finished: WorkflowFolder) -> None:
     assert shard.name in asked_twice(finished, "benchmark_serving", lambda: flip_a_byte(shard), code=1)[1]
 
 
+@pytest.mark.faults("answers")
 def test_compare_precisions(finished: WorkflowFolder) -> None:
     def change() -> None:
         told = json.loads((finished.run_folder / "evaluation" / "precisions.json").read_text())
