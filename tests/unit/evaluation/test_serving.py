@@ -23,6 +23,8 @@ TOKENS, CLIENTS, ROUNDS = 128, 8, 2
 PROMPTS = random_prompts(16, 1000, seed=1)
 # A machine may be busy for a while; a row says when it was.
 TRIES = 5
+# Each takes as long as the script says; the others say the same of other ways to answer.
+SLOW = pytest.mark.faults("slow")
 
 
 def test_a_row_by_hand():
@@ -98,12 +100,12 @@ def p99(values):
     ("model", "api", "first_ms", "itl_p50_ms", "itl_p99_ms", "tokens_per_chunk"),
     [
         # What the script says: 50 ms, then 10 ms, every 25th gap 60 ms; with chunks of four 40 and 90 ms.
-        ("single", COMPLETIONS, 50, 10, 60, 1),
+        pytest.param("single", COMPLETIONS, 50, 10, 60, 1, marks=SLOW),
         ("batched", COMPLETIONS, 50, 40, 90, 4),
-        ("empty", COMPLETIONS, 50, 10, 60, 1),
+        pytest.param("empty", COMPLETIONS, 50, 10, 60, 1, marks=SLOW),
         ("empty", CHAT, 50, 10, 60, 1),
         # turned away once: 200 ms of waiting belong to the time to the first token
-        ("busy", COMPLETIONS, 250, 10, 60, 1),
+        pytest.param("busy", COMPLETIONS, 250, 10, 60, 1, marks=SLOW),
         ("hangs-up", COMPLETIONS, 250, 10, 60, 1),
     ],
 )
