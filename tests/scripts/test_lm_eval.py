@@ -26,7 +26,7 @@ from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.config.suites import HELD_OUT
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.dataset_files import make_suite
+from posttrain.data.dataset_files import make_rows
 from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
 from posttrain.evaluation import heldout
 from posttrain.planner.resolve import resolve
@@ -241,7 +241,7 @@ def test_answers_to_a_suite_in_the_schema_of_math500_are_ours_one_by_one(served:
     result, logged = served.ask("digits_math", chat=True)
     file = str(served.tasks / "digits_math.jsonl")
     suite = Suite(kind="files", file=file, system_prompt=INSTRUCTION, reward="exact_match", temperature=0.0)
-    make_suite(suite, tmp_path / "suite", tmp_path / "no.manifest.json")
+    make_rows(suite, tmp_path / "suite", tmp_path / "no.manifest.json")
     evaluation = dataclasses.replace(served.config.evaluation, suites={"math": suite})
     config = dataclasses.replace(served.config, evaluation=evaluation)
     exams = heldout.read_suites(config, {"math": tmp_path / "suite"})
