@@ -18,7 +18,15 @@ from posttrain.engines.given import client_of, engines_to_ask
 from posttrain.engines.responses import GenerateRequest, GenerateResult
 from posttrain.errors import CheckpointError
 from posttrain.evaluation.divergence import Likeliest, Sample, Spoken, truncated_divergence
-from posttrain.evaluation.precisions import NUM_LIKELIEST, Said, likeliest_in, read_said, samples_of, write_said
+from posttrain.evaluation.precisions import (
+    NUM_LIKELIEST,
+    Said,
+    likeliest_in,
+    read_said,
+    samples_of,
+    tokens_of,
+    write_said,
+)
 from posttrain.planner.resolve import resolve
 
 SAMPLES = [Sample((5, 9, 33, 12, 60, 2, 8, 40), 4), Sample((7, 7, 1), 1)]
@@ -92,7 +100,13 @@ def test_what_was_said_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.likeliest.logprobs.tolist() == likeliest.logprobs.tolist()
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("{}")])
+def truncate(path: Path) -> None:
+    """Leave half of the tensors."""
+    tensors = tokens_of(path)
+    tensors.write_bytes(tensors.read_bytes()[: tensors.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("{}"), truncate])
 def test_what_is_damaged_is_named(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     likeliest = Likeliest(torch.tensor([[3]], dtype=torch.int32), torch.tensor([[-0.1]]))
     write_said(Said("fp8", "sglang", 1, 1.0, 1.0, {}, SAMPLES, likeliest), tmp_path / "fp8.json", "digest")

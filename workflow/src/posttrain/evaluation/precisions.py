@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from posttrain.artifacts import read_json, write_atomic, write_json
@@ -171,7 +172,7 @@ def read_said(path: Path) -> tuple[Said, str]:
         told["samples"] = [Sample(tuple(tokens), count) for count, tokens in told["samples"]]
         told["passed"] = {name: [(int(i), bool(ok)) for i, ok in each] for name, each in told["passed"].items()}
         return Said(**told, likeliest=Likeliest(found["tokens"], found["logprobs"])), digest
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is not what engines of a precision said: {error!r}") from error
 
 
