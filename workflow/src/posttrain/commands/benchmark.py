@@ -50,8 +50,8 @@ def main(
     others = tables_beside(beside)
     numbers = (input_tokens, vocabulary, output_tokens, requests_per_client, *concurrency)
     _refuse_nonsense(url, chat, dataset, min(numbers))
-    raise_if_any(asyncio.run(_find_problems(endpoint, output_tokens + (0 if dataset else input_tokens))))
     served = _served(checkpoint, model)
+    raise_if_any(asyncio.run(_find_problems(endpoint, output_tokens + (0 if dataset else input_tokens))))
     if served:
         asyncio.run(hold_all([endpoint.url], endpoint.secret, served, chat))
     else:
