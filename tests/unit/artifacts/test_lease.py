@@ -56,6 +56,13 @@ def test_epochs_rise_and_a_released_lease_is_free(tmp_path: Path) -> None:
         assert second.epoch == 2
 
 
+def test_when_it_was_given_back(tmp_path: Path) -> None:
+    with Lease(tmp_path, tmp_path / "lease") as lease:
+        assert not (lease.folder / "epoch-000001.released").exists()
+        before = time.time()
+    assert before <= json.loads((lease.folder / "epoch-000001.released").read_text())["unix"] <= time.time()
+
+
 def test_a_living_holder_keeps_others_out(tmp_path: Path) -> None:
     holder = start_holder(tmp_path)
     try:

@@ -383,13 +383,6 @@ def test_only_ones_own_epoch_is_given_back(tmp_path: Path) -> None:
     assert living_holder(lease.folder) == elsewhere(2)
 
 
-def test_when_it_was_given_back(tmp_path: Path) -> None:
-    with Lease(tmp_path, tmp_path / "lease") as lease:
-        assert not (lease.folder / "epoch-000001.released").exists()
-        before = time.time()
-    assert before <= json.loads((lease.folder / "epoch-000001.released").read_text())["unix"] <= time.time()
-
-
 def test_a_lease_that_cannot_be_given_back_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As on a full disk: what has ended the work is what the user must hear."""
     (tmp_path / "lease" / "epoch-000001.released").mkdir(parents=True)
