@@ -27,7 +27,7 @@ PARTS = {
     "nodes": "nodes of a SLURM lost, slowed down, without disk",
     "queue": "what a SLURM's queue does: scancel, time limits, drivers, users, preflight",
     "rehearsal": "recipes and seeded faults, rehearsed on devices that are said to be there (`make env-rehearsal`)",
-    "rehearsal-plan": "the plan's memory against the rehearsal's, of recipes and of 30 combinations",
+    "rehearsal-plan": "the plan's memory against the rehearsal's, of 30 combinations",
     "transfer": "messages of a weight transfer dropped, repeated, cut, spoiled or forged; members that end in it",
     "bridge": "conversions of every family compared with megatron-bridge's (`make env-bridge`)",
     "engines": "small checkpoints served by SGLang, vLLM and the embedded engine, held against transformers",

@@ -75,6 +75,6 @@ def test_values_that_nobody_knows_have_no_size():
 )
 def test_nccl_takes_whole_tensors_of_the_device(tensor, error, words, monkeypatch):
     monkeypatch.setattr(distributed, "DEVICE", "meta")
-    distributed._require_nccl_takes([torch.zeros(2, 3, device="meta")])
+    distributed.require_nccl_takes([torch.zeros(2, 3, device="meta")])
     with pytest.raises(error, match=words):
-        distributed._require_nccl_takes([tensor])
+        distributed.require_nccl_takes([tensor])

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from posttrain.config.derived import nodes_with_spares
@@ -172,7 +173,6 @@ def _rate_part(
     run = [*features.values()][-1]
     gained = dict(zip(features, _best(features.values()), strict=True))
     (configured,), best = effective_shares([run]), [*gained.values()][-1]
-    by_interval = effective_shares(with_intervals(run, INTERVALS))
     return {
         "name": rate.name,
         "source": rate.source,
@@ -180,7 +180,7 @@ def _rate_part(
         "configured": _share_part(run.save_interval, configured),
         "best": _share_part(*best),
         "reaches_goal": best[1] >= GOAL,
-        "by_interval": [_share_part(*pair) for pair in zip(INTERVALS, by_interval, strict=True)],
+        "by_interval": [_share_part(*pair) for pair in zip(INTERVALS, _by_interval(run), strict=True)],
         "features": _gains(gained),
         "missing": _gains(dict(zip(missing, _best(missing.values()), strict=True)), best[1]),
         "by_spares": _by_spares(run, config.nodes),
@@ -261,7 +261,13 @@ def _what_is_missing(run: Scenario, today: Means, restart_with: Callable[..., Re
 
 def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:
     """Return the best save interval of each scenario, and its share there."""
-    return [best_of(INTERVALS, effective_shares(with_intervals(scenario, INTERVALS))) for scenario in scenarios]
+    return [best_of(INTERVALS, _by_interval(scenario)) for scenario in scenarios]
+
+
+@lru_cache
+def _by_interval(scenario: Scenario) -> list[float]:
+    """Return the share of a scenario with each save interval; not to be changed."""
+    return effective_shares(with_intervals(scenario, INTERVALS))
 
 
 def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) -> list[dict[str, Any]]:

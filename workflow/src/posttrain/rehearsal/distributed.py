@@ -61,7 +61,7 @@ class Groups:
         of_host = group.group_name in self.of_host
         self._recorder.collective(name, group, tensors, size, None if peer is None else ranks[peer], of_host)
         if name != "barrier" and not of_host:
-            _require_nccl_takes(tensors)
+            require_nccl_takes(tensors)
         is_small = name in ("broadcast_", "allreduce_") and size <= SMALL
         if name == "barrier" or (tensors and (not tensors[0].is_floating_point() or is_small)):
             self._deliver(name, group.group_name, ranks, args)
@@ -117,7 +117,7 @@ class Groups:
             tensor.copy_(values)
 
 
-def _require_nccl_takes(tensors: Sequence[torch.Tensor]) -> None:
+def require_nccl_takes(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse what torch refuses to give NCCL, in its words (`ProcessGroupNCCL.cpp`, `check_gpu_single_tensor`).
 
     Of tensors with gaps that one rank sends another it only warns, and sends what lies between as well.

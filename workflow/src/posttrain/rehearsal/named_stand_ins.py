@@ -22,8 +22,8 @@ STAND_INS = {
     "random state": "devices have none; dropout is 0",
     "rollouts": "no engine is asked: a step has as many rows as stages, three at least, full ones; the first fewer, "
     "shorter ones",
-    "weights": "one layer of each kind is compared, and gathered for engines through rank 0, also where they would get "
-    "it from shard to shard: nobody is there to receive",
+    "weights": "one layer of each kind is compared, and of every rank one sent from shard to shard, or gathered where "
+    "engines get it so: nobody is there to receive, and which part goes to which of an engine's ranks is made up",
     "disks": "tensors are planned, copied to the host and back, and no byte of them is read or written; ranks do not "
     "agree on who writes what, and a checkpoint is written at once, not beside a rollout",
 }

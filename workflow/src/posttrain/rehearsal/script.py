@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from posttrain.config.derived import takes_turns, uses_engines, world_size
+from posttrain.config.derived import takes_turns, uses_engines, weight_transport, world_size
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.assumptions import Assumptions
 from posttrain.planner.sizing.phases import ASLEEP
@@ -67,7 +66,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
         with recorder.phase("open"):
             trainer = _sleeper(recorder, policy) if takes_turns(small) else None
             state = disk.saved_state(policy, files / "torch_dist", files / "checkpoints", 0, trainer)
-            run, weights = _run_of(small, drawn, policy, state, trainer, rank, messages.members)
+            run, weights = _run_of(small, drawn, policy, state, trainer, rank, messages.members, recorder)
         recorder.reductions = reductions(recorder, policy, weights)
         with recorder.phase("load"):
             run.resume()
@@ -150,13 +149,20 @@ class _Metrics:
 
 
 def _run_of(
-    config: Config, drawn: Drawn, policy: Any, state: Any, trainer: Any, rank: int, there: Sequence[int]
+    config: Config,
+    drawn: Drawn,
+    policy: Any,
+    state: Any,
+    trainer: Any,
+    rank: int,
+    there: Sequence[int],
+    recorder: Recorder,
 ) -> tuple[Any, Any]:
     from posttrain.megatron_backend import weights as weights_module
     from posttrain.megatron_backend.plain_data import share_plain
     from posttrain.megatron_backend.served_values import ServedValues
     from posttrain.megatron_backend.weights import HubWeights
-    from posttrain.rehearsal import asleep
+    from posttrain.rehearsal import asleep, receivers
     from posttrain.rollout.source import SynchronousSource
     from posttrain.training.assembly import objective_of
     from posttrain.training.mismatch import EngineComparison
@@ -173,32 +179,29 @@ def _run_of(
 
     weights_module.gather_plain = those_there
     weights = HubWeights(policy.chunks, config.model.architecture)
-    weights.leave_only(one_of_each_kind(weights.names))
+    weights.leave_only(receivers.one_of_each_kind(weights.names))
     values = ServedValues(weights, served_format(config))
     has_engines, runner = uses_engines(config), asyncio.Runner()
-    # Nobody is there to receive anything: what every rank would send through rank 0 is gathered instead.
-    by_rank0 = replace(config, engine=replace(config.engine, weight_transport="tensor"))
+    if weight_transport(config) == "sharded":
+        receivers.provide(recorder, config)
+        holdings: Holdings = receivers.MadeUpHoldings(values, None, runner, config)
+    else:
+        # Nobody is there to receive anything: what every rank would send through rank 0 is gathered.
+        holdings = Holdings(values, None, runner)
+        config = replace(config, engine=replace(config.engine, weight_transport="tensor"))
     run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
-        publisher=WeightPublisher(by_rank0, Holdings(values, None, runner), Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(config, holdings, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
         turns=Turns(trainer, asleep.NoEngines(), wait_for_all) if trainer else None,
     )
     return run, weights
-
-
-def one_of_each_kind(names: Sequence[str]) -> set[str]:
-    """Return the names of one layer and expert of each kind: the others are like them."""
-    chosen: dict[str, str] = {}
-    for name in names:
-        chosen.setdefault(re.sub(r"\.\d+\.", ".#.", name), name)
-    return {*chosen.values()}
 
 
 def _follow_phases(recorder: Recorder) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from posttrain.config.families import chooses_keys, family_of
 from posttrain.config.formats import FP8_BLOCK, NVFP4_GROUP
@@ -56,7 +57,7 @@ class Weight:
     is_buffer: bool = False
     max_shards: int = 0
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Numbers in all of them."""
         return math.prod(self.shape) * self.count
@@ -102,10 +103,11 @@ def layer_weights(arch: Architecture, layer: int, is_moe: bool) -> tuple[Weight,
     return (*attention, *indexer, norms, *feed_forward)
 
 
-def decoder_weights(arch: Architecture) -> list[tuple[Weight, ...]]:
+@lru_cache
+def decoder_weights(arch: Architecture) -> tuple[tuple[Weight, ...], ...]:
     """Return the weights of each decoder layer, first to last; MTP layers are not among them."""
     num_dense = arch.first_k_dense_replace if arch.n_routed_experts else arch.num_hidden_layers
-    return [layer_weights(arch, layer, is_moe=layer >= num_dense) for layer in range(arch.num_hidden_layers)]
+    return tuple(layer_weights(arch, layer, is_moe=layer >= num_dense) for layer in range(arch.num_hidden_layers))
 
 
 def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
@@ -123,10 +125,11 @@ def edge_weights(arch: Architecture, num_stages: int = 1) -> tuple[tuple[Weight,
     return first, (norm, Weight("lm_head", vocabulary, split="tensor"))
 
 
-def model_weights(arch: Architecture) -> list[Weight]:
+@lru_cache
+def model_weights(arch: Architecture) -> tuple[Weight, ...]:
     """Return all weights but those of the MTP layers."""
     first, last = edge_weights(arch)
-    return [*first, *(weight for layer in decoder_weights(arch) for weight in layer), *last]
+    return (*first, *(weight for layer in decoder_weights(arch) for weight in layer), *last)
 
 
 def mtp_weights(arch: Architecture) -> list[Weight]:
