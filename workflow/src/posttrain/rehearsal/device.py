@@ -15,11 +15,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from posttrain.rehearsal.compiled import require_same_type
+from posttrain.rehearsal.known_shapes import KnownShapes
 from posttrain.rehearsal.recorder import Recorder
 
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ class SimulatedDevice(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._shapes = KnownShapes(self.fake)
         self._recorder, self._collective, self._unknown = recorder, collective, unknown
         self._mirrors: dict[int, torch.Tensor] = {}
         self._assumed = 1.0
@@ -167,15 +169,7 @@ class SimulatedDevice(TorchDispatchMode):
             return *map(torch.empty_like, args[1:4]), args[1].new_empty(())
         if func is aten._unsafe_view.default:
             func = aten.view.default  # whose result is the same
-        if func.is_view and isinstance(args[0], FakeTensor):
-            return self._view(func, args, kwargs)
-        return self.fake.dispatch(func, types, args, kwargs)
-
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what shares a tensor's storage: shapes are all there is to it, and fake mode takes long for them."""
-        with in_kernel_invocation_manager(self.fake):
-            seen = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda tensor: FakeTensor(self.fake, tensor, args[0].fake_device), seen)
+        return self._shapes(func, types, args, kwargs)
 
     def _places(self, func: Any, index: Any) -> Sequence[Any]:
         """Return an index of positions for one of a mask, which costs a wait, and others as they are."""
