@@ -92,7 +92,7 @@ def _made_of(out: Any, args: Any) -> Any:
         return ITSELF
     if isinstance(out, list | tuple):
         parts = [_made_of(part, ()) for part in out]
-        return None if None in parts else type(out)(parts)
+        return None if None in parts else parts if isinstance(out, list) else (*parts,)
     if not isinstance(out, FakeTensor):
         return None
     made = Made(out.shape, out.stride(), out.dtype, out.fake_device)
