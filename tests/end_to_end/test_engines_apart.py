@@ -36,7 +36,9 @@ def test_the_bits_are_those_of_engines_on_the_trainers_node(undisturbed: Workflo
         assert code == 0, output[-4000:]
         assert_gone(run)
     assert_same_training(run, undisturbed)
-    killed, done = attempts_of(run)
+    attempts = attempts_of(run)
+    assert len(attempts) == 2, attempts
+    killed, done = attempts
     assert "on node-0: trainer rank 0 was ended by SIGKILL" in killed["reason"]
     assert (done["reason"], done["nodes"]) == ("done", ["node-0", "node-1"])
     attempt = run.run_folder / "train" / "attempts" / "001"

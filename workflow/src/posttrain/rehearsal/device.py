@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from posttrain.rehearsal.compiled import require_same_type
+from posttrain.rehearsal.known_shapes import KnownShapes
 from posttrain.rehearsal.recorder import Recorder
 
 aten = torch.ops.aten
@@ -29,8 +30,8 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror. Nor have larger numbers of floating point that come from the host or are overwritten
-# with one number: weights, and the optimizer's state, which are many and decide nothing.
+# Larger tensors have no mirror. Nor have larger numbers of floating point: weights, the optimizer's state, tables of
+# rotations, which are many and decide nothing.
 MIRROR_BYTES = 1 << 24
 FLOATING_BYTES = 1 << 20
 # On the host the same holds: rollouts that ranks are told are long rows of bytes. Of pinned tensors only vectors have
@@ -90,6 +91,7 @@ class SimulatedDevice(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._shapes = KnownShapes(self.fake)
         self._recorder, self._collective, self._unknown = recorder, collective, unknown
         self._mirrors: dict[int, torch.Tensor] = {}
         self._assumed = 1.0
@@ -153,7 +155,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._recorder.operation(func, args, kwargs, out)
         self._noted(func, out)
         if mirrored is not None:
-            self._keep(func, out, mirrored)
+            self._keep(out, mirrored)
         elif _writes(func):
             self._forget(func, args, kwargs)
         else:
@@ -166,8 +168,8 @@ class SimulatedDevice(TorchDispatchMode):
             # torch's shape function has a parameter less than the operation: `out`.
             return *map(torch.empty_like, args[1:4]), args[1].new_empty(())
         if func is aten._unsafe_view.default:
-            func = aten.view.default  # whose result is the same, and which fake mode remembers
-        return self.fake.dispatch(func, types, args, kwargs)
+            func = aten.view.default  # whose result is the same
+        return self._shapes(func, types, args, kwargs)
 
     def _places(self, func: Any, index: Any) -> Sequence[Any]:
         """Return an index of positions for one of a mask, which costs a wait, and others as they are."""
@@ -234,7 +236,7 @@ class SimulatedDevice(TorchDispatchMode):
         with self.fake:
             out = torch.empty(values.shape, dtype=values.dtype, device="cuda")
         self._noted(None, out)
-        self._keep(None, out, values)
+        self._keep(out, values)
         return out
 
     # ---- what is alive, and what it is mirrored by ----
@@ -280,12 +282,11 @@ class SimulatedDevice(TorchDispatchMode):
         assert mirror is not None
         mirror.copy_(values)
 
-    def _keep(self, func: Any, out: Any, mirrored: Any) -> None:
+    def _keep(self, out: Any, mirrored: Any) -> None:
         """Let the results have the values that were computed on the host."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             key = tensor.untyped_storage()._cdata
-            most = MIRROR_BYTES if func else _most_bytes(tensor)
-            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= most:
+            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= _most_bytes(tensor):
                 self.set_values(tensor, values)
 
     @contextmanager
