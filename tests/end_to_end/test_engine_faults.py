@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +26,12 @@ from tests.support.workflow_runs import WorkflowFolder
 pytestmark = pytest.mark.slow
 IN_FIRST_ROLLOUT = "rollouts/step_000000/chunk_0000.json"
 NUM_STEPS, NUM_RUNS = 16, 13
+WAIT_AND_KILL = """
+import os, signal, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.001)
+os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
 
 
 def engines_of(driver: Driver) -> list[psutil.Process]:
@@ -33,13 +41,14 @@ def engines_of(driver: Driver) -> list[psutil.Process]:
 
 
 def kill_within(driver: Driver, point: str) -> None:
-    """End the one engine as soon as a file of the training is there: another chunk of the rollout follows."""
+    """End the one engine as soon as a file of the training is there: another chunk of the rollout follows.
+
+    A process of its own does it: other threads of this one may be busy for as long as the other chunk takes.
+    """
     driver.wait_until(lambda: bool(find_processes(driver.workflow, ENGINE)))
     (engine,) = find_processes(driver.workflow, ENGINE)
     file = driver.workflow.run_folder / "train" / point
-    while not file.exists():
-        time.sleep(0.001)
-    engine.send_signal(signal.SIGKILL)
+    subprocess.run([sys.executable, "-S", "-c", WAIT_AND_KILL, str(file), str(engine.pid)], check=True, timeout=300)
 
 
 def finish_at_once(driver: Driver) -> str:
