@@ -1,8 +1,8 @@
 """What is computed once for all arguments of the same shapes, and counted each time.
 
-Which keys queries attend to is found block by block of queries, log-probabilities chunk by chunk of tokens, and the
-weights that are served matrix by matrix, in thousands of small operations for each layer, pass and row: there a
-rehearsal would spend most of its time.
+Which keys queries attend to is found block by block of queries, positions of tokens layer by layer, log-probabilities
+chunk by chunk of tokens, and the weights that are served matrix by matrix, in thousands of small operations for each
+layer, pass and row: there a rehearsal would spend most of its time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from posttrain.rehearsal.recorder import Phase, Recorder
 
 
 def provide(recorder: Recorder) -> None:
-    """Let the choice of keys, log-probabilities of a chunk, and a served matrix be such computations."""
+    """Let the choice of keys, positions, log-probabilities of a chunk, and a served matrix be such computations."""
     from posttrain.algorithm import logprobs
-    from posttrain.megatron_backend import served_values
+    from posttrain.megatron_backend import packed_rotary, served_values
     from posttrain.megatron_backend.glm5 import latent_space
 
     latent_space.places_of_block = once(latent_space.places_of_block, recorder, _like_places)
+    packed_rotary.own_positions = once(packed_rotary.own_positions, recorder, _like_positions)
     served_values.served_part = once(served_values.served_part, recorder, _like_part)
     logprobs.logit_chunks = few_of_alike(logprobs.logit_chunks, recorder)  # type: ignore[assignment]
 
@@ -36,25 +37,25 @@ def once(
     """Return a function that returns a tensor without values where it knows what the given one would have done.
 
     Args:
-        function: Keeps nothing but what it returns, on the device of its second argument, and what its first keeps.
+        function: Keeps nothing but what it returns, and what its first argument keeps.
         recorder: Counts.
         like: Returns of its arguments what decides what it does; None where it has to be asked each time.
     """
-    known: dict[Any, tuple[Phase, torch.Tensor, dict[Any, torch.Tensor]]] = {}
+    known: dict[Any, tuple[Phase, torch.device, torch.Tensor, dict[Any, torch.Tensor]]] = {}
 
-    def counted(first: Any, second: torch.Tensor, *others: Any) -> torch.Tensor:
-        key = like(first, second, *others)
+    def counted(first: Any, *others: Any) -> torch.Tensor:
+        key = like(first, *others)
         if key in known:
-            counts, made, left = known[key]
+            counts, device, made, left = known[key]
             recorder.repeat(counts)
             if isinstance(first, KeptKeys):
-                first.bits |= {span: _without_values(bits, second.device) for span, bits in left.items()}
-            return _without_values(made, second.device)
+                first.bits |= {span: _without_values(bits, device) for span, bits in left.items()}
+            return _without_values(made, device)
         with recorder.counts() as counts:
-            made = function(first, second, *others)
+            made = function(first, *others)
         left = first.bits if isinstance(first, KeptKeys) else {}
         if key is not None:
-            known[key] = counts, made.to("meta"), {span: bits.to("meta") for span, bits in left.items()}
+            known[key] = counts, made.device, made.to("meta"), {span: bits.to("meta") for span, bits in left.items()}
         return made
 
     return counted
@@ -71,6 +72,10 @@ def _like_places(select: Any, places: torch.Tensor, *numbers: int) -> Any:
     if chosen is not None and not isinstance(chosen, partial):
         return None
     return (chosen and tuple(part.shape for part in chosen.args), str(kept), places.shape, *numbers)
+
+
+def _like_positions(boundaries: torch.Tensor, *numbers: int) -> Any:
+    return (boundaries.shape, *numbers)
 
 
 def _like_part(served: Fp8Format, values: torch.Tensor, corner: tuple[int, ...], magnitudes: Any) -> Any:
