@@ -236,7 +236,8 @@ class SimulatedDevice(TorchDispatchMode):
         with self.fake:
             out = torch.empty(values.shape, dtype=values.dtype, device="cuda")
         self._noted(None, out)
-        self._keep(out, values)
+        if out.untyped_storage().nbytes() <= _most_bytes(out):
+            self.set_values(out, values)
         return out
 
     # ---- what is alive, and what it is mirrored by ----
@@ -283,10 +284,14 @@ class SimulatedDevice(TorchDispatchMode):
         mirror.copy_(values)
 
     def _keep(self, out: Any, mirrored: Any) -> None:
-        """Let the results have the values that were computed on the host."""
+        """Let the results have the values that were computed on the host, and are nobody else's."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
-            key = tensor.untyped_storage()._cdata
-            if key not in self._mirrors and tensor.untyped_storage().nbytes() <= _most_bytes(tensor):
+            storage, other = tensor.untyped_storage(), values.untyped_storage()
+            if storage._cdata in self._mirrors or storage.nbytes() > _most_bytes(tensor):
+                continue
+            if other.nbytes() == storage.nbytes() and values.stride() == tensor.stride():
+                self._mirrors[storage._cdata] = values
+            else:
                 self.set_values(tensor, values)
 
     @contextmanager

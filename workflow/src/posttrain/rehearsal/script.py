@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -70,6 +71,7 @@ def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messag
         recorder.reductions = reductions(recorder, policy, weights)
         with recorder.phase("load"):
             run.resume()
+        gc.freeze()  # what is there by now stays, and need not be looked at again and again
         for step in range(1, STEPS + 1):
             recorder.step = step
             loop.train_step(run, step)
@@ -116,7 +118,7 @@ class Unknown:
             if scores.shape[-1] != self._arch.n_routed_experts or count != self._arch.num_experts_per_tok:
                 return NotImplemented
             chosen = self._drawn(tuple(scores.shape), count)
-            return torch.zeros(chosen.shape, dtype=scores.dtype), chosen
+            return torch.zeros(chosen.shape, dtype=scores.dtype), chosen.clone()
         if func is aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 0
         if func is aten.nonzero.default:
