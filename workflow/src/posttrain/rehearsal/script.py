@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,8 @@ from posttrain.rehearsal.samples import MadeUpRollouts, shortened
 
 aten = torch.ops.aten
 STEPS = 2
+# What experts of the first rank are preferred by at most, in their scores, and how often half of that is taken.
+MOST_PREFERRED, BISECTIONS = 8.0, 12
 
 
 def rehearse(config: Config, drawn: Drawn, rank: int, recorder: Recorder, messages: Messages, files: Path) -> None:
@@ -128,15 +131,29 @@ class Unknown:
     def _draw(self, shape: tuple[int, ...], count: int) -> torch.Tensor:
         experts = self._arch.n_routed_experts // self._parallel.expert_model_parallel_size
         number = self._place // self._parallel.expert_tensor_parallel_size % self._parallel.expert_model_parallel_size
-        likelihood = torch.ones(self._arch.n_routed_experts)
-        mine = slice(number * experts, (number + 1) * experts)
-        if self._parallel.expert_model_parallel_size > 1:
-            likelihood[mine] = self._imbalance if self._place == 0 else 1.0
-            if self._place and experts > 1:
-                likelihood[mine.start] = 0.0
         source = torch.Generator().manual_seed(self._place)
-        noise = -torch.rand(shape, generator=source).log().neg().log()
-        return (likelihood.log() + noise).topk(count, dim=-1).indices
+        scores = -torch.rand(shape, generator=source).log().neg().log()
+        mine = slice(number * experts, (number + 1) * experts)
+        if self._parallel.expert_model_parallel_size == 1:
+            return scores.topk(count, dim=-1).indices
+        if self._place == 0:
+            share = min(1.0, self._imbalance / self._parallel.expert_model_parallel_size)
+            scores[..., mine] += _preference(scores, mine, count, share)
+        elif experts > 1:
+            scores[..., mine.start] = -math.inf
+        return scores.topk(count, dim=-1).indices
+
+
+def _preference(scores: torch.Tensor, mine: slice, count: int, share: float) -> float:
+    """Return what has to be added to the scores of some experts so that they are such a share of those chosen."""
+    low, high = 0.0, MOST_PREFERRED
+    for _ in range(BISECTIONS):
+        middle, raised = (low + high) / 2, scores.clone()
+        raised[..., mine] += middle
+        chosen = raised.topk(count, dim=-1).indices
+        found = ((chosen >= mine.start) & (chosen < mine.stop)).float().mean().item()
+        low, high = (middle, high) if found < share else (low, middle)
+    return high
 
 
 class _Metrics:

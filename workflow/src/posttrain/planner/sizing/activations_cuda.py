@@ -29,7 +29,8 @@ Then the peak is the largest of some moments; they do not meet:
     a layer, forward         three rows 2 s H; 6 t F of an MLP, or 2 (U H + R (2 H + 3 M)) and shared experts as above
       or attention           2 t (q + k + v) of the matrix, 2 t (q + k) turned and as many of their norms, 2 t (v + o),
                              4 t heads and 2 s H; without latents; where ranks share a row of T, 2 (3 t o + T (k + v)),
-                             the outputs of both halves of this rank's queries, once more in full, and all ranks' keys
+                             the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
+                             of latents 2 t (q + k + v) as matrices make them, and as they are put together, and 2 s H
 
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then. Where the embedding
 is the output matrix as well, its gradient 2 V H of the loss lies beside the layers' until the embedding has its own.
@@ -316,11 +317,12 @@ class _Moments:
         return blocks + latents + statistics + row.mask_bytes
 
     def _attention_forward(self, layer: Layer) -> float:
-        """Return what attention holds while it is computed and nothing is kept; 0 where keys come from latents."""
+        """Return what attention holds while it is computed and nothing is kept; 0 where latents are attended to."""
         row, arch = self._row, self._arch
-        if arch.kv_lora_rank:
-            return 0.0
         query, key_value, output = row.widths(layer)
+        if arch.kv_lora_rank:
+            latents = row.s * (arch.q_lora_rank + arch.kv_lora_rank)
+            return 0.0 if self._in_latents else BF16 * (2 * row.t * (query + key_value) + latents) + self._thin
         turned = query + key_value / 2
         normed = turned if self._has_norms() else 0.0
         own = row.t * (query + key_value + turned + normed + key_value / 2 + output)
