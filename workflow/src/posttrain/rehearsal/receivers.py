@@ -58,7 +58,7 @@ def provide(recorder: Recorder, config: Config) -> None:
         def close(self) -> None:
             """Nobody waits for this rank."""
 
-    sharded.Channel = SimulatedChannel  # type: ignore[misc]
+    sharded.Channel = SimulatedChannel  # type: ignore[assignment,misc]
     sharded._meeting_place = lambda: (None, "")
     sharded._store = lambda *_: None  # type: ignore[assignment,return-value]
     sending.Shared = _Shared  # type: ignore[assignment,misc]

@@ -162,7 +162,7 @@ class Sender:
         for by, to in sorted(messages):
             if self._is_shared((by, to)):
                 assert shared
-                about[to].append(messages[by, to].storage_offset() - shared.values.storage_offset())
+                about[to].append(int(messages[by, to].storage_offset()))
         return {to: notice_of(shared, begins) for to, begins in about.items() if shared}
 
     def _on_host(self, message: torch.Tensor, number: int, member: int) -> torch.Tensor:
