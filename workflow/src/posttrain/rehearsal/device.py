@@ -30,8 +30,8 @@ ASKED: dict[Any, Callable[[FakeTensor], Any]] = {
     aten.is_pinned.default: lambda tensor: False,
 }
 
-# Larger tensors have no mirror. Nor have larger numbers of floating point: weights, the optimizer's state, tables of
-# rotations, which are many and decide nothing.
+# Larger tensors have no mirror. Nor have larger numbers of floating point that come from the host or are overwritten
+# with one number: weights, and the optimizer's state, which are many and decide nothing.
 MIRROR_BYTES = 1 << 24
 FLOATING_BYTES = 1 << 20
 # On the host the same holds: rollouts that ranks are told are long rows of bytes. Of pinned tensors only vectors have
@@ -287,7 +287,7 @@ class SimulatedDevice(TorchDispatchMode):
         """Let the results have the values that were computed on the host, and are nobody else's."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             storage, other = tensor.untyped_storage(), values.untyped_storage()
-            if storage._cdata in self._mirrors or storage.nbytes() > _most_bytes(tensor):
+            if storage._cdata in self._mirrors or storage.nbytes() > MIRROR_BYTES:
                 continue
             if other.nbytes() == storage.nbytes() and values.stride() == tensor.stride():
                 self._mirrors[storage._cdata] = values

@@ -32,7 +32,8 @@ Then the peak is the largest of some moments; they do not meet:
                              the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
                              of latents 2 t (q + k + v) as matrices make them, and as they are put together, and 2 s H
 
-Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then. Where the embedding
+Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, and s K where no
+other rank has experts. Where the embedding
 is the output matrix as well, its gradient 2 V H of the loss lies beside the layers' until the embedding has its own.
 
 Source: counted operation by operation in the rehearsal (`posttrain.rehearsal`) of Transformer Engine and Megatron Core,
@@ -225,7 +226,8 @@ class _Moments:
         self._rows = sent * experts * share * self._expert_cut
         reached = experts * row.s * (1 - (1 - share) ** arch.num_experts_per_tok)
         is_spread = trainer.deepep and experts * self._expert_cut > 1
-        self._reached = reached if is_spread else sent + self._rows
+        arriving = self._rows if experts * self._expert_cut > 1 else 0.0
+        self._reached = reached if is_spread else sent + arriving
         self._known: dict[tuple[int, bool], tuple[float, float, float]] = {}
 
     def kept(self, stage: int, chunks: Sequence[range]) -> float:
