@@ -201,20 +201,21 @@ def _run_of(
     weights.leave_only(receivers.one_of_each_kind(weights.names))
     values = ServedValues(weights, served_format(config))
     has_engines, runner = uses_engines(config), asyncio.Runner()
+    published = config
     if weight_transport(config) == "sharded":
         receivers.provide(recorder, config)
         holdings: Holdings = receivers.MadeUpHoldings(values, None, runner, config)
     else:
         # Nobody is there to receive anything: what every rank would send through rank 0 is gathered.
         holdings = Holdings(values, None, runner)
-        config = replace(config, engine=replace(config.engine, weight_transport="tensor"))
+        published = replace(config, engine=replace(config.engine, weight_transport="tensor"))
     run = TrainingRun(
         config=config,
         policy=policy,
         objective=objective_of(config),
         source=SynchronousSource(runner, share_plain, 0.0, None, MadeUpRollouts(config, drawn) if rank == 0 else None),
         comparison=EngineComparison(config, policy, values) if has_engines else None,
-        publisher=WeightPublisher(config, holdings, Path(), Path()) if has_engines else None,
+        publisher=WeightPublisher(published, holdings, Path(), Path()) if has_engines else None,
         state=state,
         sinks=cast(Any, _Metrics()) if rank == 0 else None,
         traces=Path(),
