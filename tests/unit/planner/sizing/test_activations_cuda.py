@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.planner.resolve import resolve
+from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.activations_cuda import WORKSPACE_BYTES, fullest_moment, is_measured, kernel_bytes
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.memory import GIB
@@ -139,3 +140,18 @@ def test_what_is_not_recomputed_is_kept():
     kept = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, recompute_granularity="none"))
     one, all_of_it = (fullest_moment(each, 0, rehearsed_row(each), ASSUMPTIONS, True) for each in (config, kept))
     assert all_of_it.activations > 10 * one.activations
+
+
+@pytest.mark.parametrize(
+    ("words", "rehearsed_gib"),
+    [
+        # A dense layer with short rows: attention that makes keys from latents needs most.
+        ({"model": "glm5_4layer", "hardware": "gb300", "nodes": 2}, 0.120),
+        # One rank holds all experts: rows are permuted once.
+        ({"model": "qwen3_30b_a3b", "hardware": "h200", "nodes": 4}, 2.441),
+    ],
+)
+def test_a_forward_pass_is_what_it_was_in_a_rehearsal(words: dict[str, object], rehearsed_gib: float) -> None:
+    config = resolve({"site": "local", **words}, CONFIG).config
+    moment = fullest_moment(config, 0, fullest_micro_batch(config, ASSUMPTIONS), ASSUMPTIONS, is_backward=False)
+    assert moment.total / GIB == pytest.approx(rehearsed_gib, rel=0.1)
