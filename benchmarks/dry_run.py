@@ -19,12 +19,12 @@ from tests.support.workflow_runs import ROOT, run_snakemake
 
 GOAL, GOAL_OF_MANY_JOBS = 2.5, 6.0
 REPEATS = 5
-# 2 x 430 parts, 128 copies to nodes, and the rules that run once or twice.
+# 4 x 215 parts, 128 copies to nodes, and the rules that run once or twice.
 NODES = 128
 MANY_JOBS: dict[str, object] = {
     "model": "glm5",
     "nodes": NODES,
-    "set": f"convert.num_parts=430 site.node_names=[{','.join(f'n{node}' for node in range(NODES))}]",
+    "set": f"convert.num_parts=215 site.node_names=[{','.join(f'n{node}' for node in range(NODES))}]",
 }
 ONE_RULE = 'rule all:\n    output:\n        "done",\n    shell:\n        "touch {output}"\n'
 

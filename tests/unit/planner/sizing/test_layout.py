@@ -229,6 +229,8 @@ def test_a_size_that_cannot_work_is_refused_by_its_rule():
 def test_the_best_layout_that_fits_is_the_first_of_all(resolved, model, more):
     config = resolved(model, **more).config
     assert best_fitting_layout(config) == propose_layouts(config)[0]
+    pinned = {"tensor_model_parallel_size": 2}
+    assert best_fitting_layout(config, pinned) == propose_layouts(config, pinned)[0]
 
 
 def test_the_best_layout_may_have_little_room_or_there_is_none(resolved):

@@ -55,6 +55,8 @@ UNINITIALISED = {
     aten.new_empty_strided.default,
 }
 FILLED = {aten.zeros.default, aten.ones.default, aten.full.default}
+# What they make may become a mask, by an operation that writes into it or another that gives it a type.
+ONE_NUMBER = SHAPE_ONLY | FILLED
 # What they write does not depend on what was there.
 OVERWRITING = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 # They wait for the device, because their result is on the host, or has a size that depends on values.
@@ -155,7 +157,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._recorder.operation(func, args, kwargs, out)
         self._noted(func, out)
         if mirrored is not None:
-            self._keep(out, mirrored)
+            self._keep(out, mirrored, MIRROR_BYTES if func in ONE_NUMBER else FLOATING_BYTES)
         elif _writes(func):
             self._forget(func, args, kwargs)
         else:
@@ -283,11 +285,12 @@ class SimulatedDevice(TorchDispatchMode):
         assert mirror is not None
         mirror.copy_(values)
 
-    def _keep(self, out: Any, mirrored: Any) -> None:
+    def _keep(self, out: Any, mirrored: Any, floating_bytes: int) -> None:
         """Let the results have the values that were computed on the host, and are nobody else's."""
         for tensor, values in zip(tensors_of(out), tensors_of(mirrored), strict=True):
             storage, other = tensor.untyped_storage(), values.untyped_storage()
-            if storage._cdata in self._mirrors or storage.nbytes() > MIRROR_BYTES:
+            most = floating_bytes if tensor.is_floating_point() else MIRROR_BYTES
+            if storage._cdata in self._mirrors or storage.nbytes() > most:
                 continue
             if other.nbytes() == storage.nbytes() and values.stride() == tensor.stride():
                 self._mirrors[storage._cdata] = values

@@ -104,15 +104,16 @@ def propose_layouts(config: Config, pinned: Mapping[str, int] | None = None) -> 
     return sorted((assess_layout(variant, served) for variant in valid), key=_rank)
 
 
-def best_fitting_layout(config: Config) -> LayoutProposal | None:
+def best_fitting_layout(config: Config, pinned: Mapping[str, int] | None = None) -> LayoutProposal | None:
     """Return the first of `propose_layouts` if it fits, sooner: phases are counted of what could be the best alone.
 
     Args:
         config: A configuration; its own layout does not matter.
+        pinned: Sizes that must stay, by their keys in the section `parallel`.
     """
     served, capacity, found = engine_memory(config), capacity_gib(config), []
     costs: list[tuple[float, tuple[int, ...], Config]] = []
-    for variant in filter(_is_valid, _variants(config, {})):
+    for variant in filter(_is_valid, _variants(config, pinned or {})):
         stages = stage_memory(variant)
         if all(stage.total_gib <= capacity for stage in stages):
             cost = layout_cost(variant, stages, fullest_micro_batch(variant, ASSUMPTIONS))

@@ -18,6 +18,7 @@ from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.layout import (
     LayoutProposal,
+    best_fitting_layout,
     nearly_valid,
     propose_layouts,
     some_layout_fits,
@@ -43,6 +44,8 @@ def choose_layout(config: Config, origins: Mapping[str, str]) -> Chosen:
     if world_size(config) == 1:
         return Chosen(engine)
     config, pinned = _with_engine(config, engine), pinned_sizes(config, origins)
+    if fitting := best_fitting_layout(config, pinned):
+        return Chosen(_free_values(fitting.sizes, pinned) | engine)
     proposals = propose_layouts(config, pinned)
     if not proposals:
         sizes = dataclasses.asdict(nearly_valid(config, pinned).parallel)
