@@ -111,9 +111,10 @@ def simulated(config: Config, folder: Path) -> dict[str, str]:
         # A rank that waits longer than others compute is nothing to warn of.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
-        # What a rank gives back the system gets back: weights that are made on the host are many ranks' at a time.
-        "MALLOC_MMAP_THRESHOLD_": "1048576",
-        "MALLOC_TRIM_THRESHOLD_": "1048576",
+        # Values of up to 16 MiB (`device.MIRROR_BYTES`) come and go with every operation: their pages are kept. Weights
+        # that are made on the host are many ranks' at a time: the system gets them back.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
         "PYTHONWARNINGS": "ignore",
     }
 
