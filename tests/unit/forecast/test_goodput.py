@@ -11,7 +11,6 @@ from posttrain.forecast.goodput import (
     Scenario,
     best_of,
     effective_shares,
-    with_intervals,
 )
 
 SAME = RestartSeconds(120.0, 120.0, 120.0)
@@ -31,6 +30,11 @@ RUN = Scenario(
 WITHOUT_REPLAY = dataclasses.replace(RUN, redone_step=RUN.step, restart=SAME)
 # Some 12,000 failures of each scenario: the share's standard error is about 0.2 %.
 CLOSE = 0.006
+
+
+def share_of(scenario: Scenario, seed: int = 0) -> float:
+    """Return the share with the scenario's own interval."""
+    return effective_shares(scenario, [scenario.save_interval], seed)[0]
 
 
 def share_without_failures(scenario: Scenario) -> float:
@@ -69,7 +73,7 @@ def young_interval_seconds(save: float, failures_per_second: float) -> float:
 @pytest.mark.parametrize("interval", [1, 5, 20, 38, 100])
 def test_without_replay_it_is_dalys_formula(interval, hidden):
     scenario = dataclasses.replace(WITHOUT_REPLAY, save_interval=interval, hidden_save=hidden)
-    assert effective_shares([scenario]) == pytest.approx([share_without_replay(scenario)], rel=CLOSE)
+    assert share_of(scenario) == pytest.approx(share_without_replay(scenario), rel=CLOSE)
 
 
 def test_the_formula_is_dalys_where_nothing_else_happens_during_a_save():
@@ -82,7 +86,7 @@ def test_the_formula_is_dalys_where_nothing_else_happens_during_a_save():
 def test_the_best_interval_is_youngs():
     scenario = dataclasses.replace(WITHOUT_REPLAY, hidden_save=0.0, restart=RestartSeconds(0.0, 0.0, 0.0))
     intervals = range(5, 120)
-    interval, share = best_of(intervals, effective_shares(with_intervals(scenario, intervals)))
+    interval, share = best_of(intervals, effective_shares(scenario, intervals))
     young = young_interval_seconds(scenario.save, scenario.failures_per_second) / scenario.step
     assert young == pytest.approx(37.9, abs=0.1)
     assert 0.75 * young < interval < 1.25 * young
@@ -92,13 +96,13 @@ def test_the_best_interval_is_youngs():
 
 def test_without_failures_only_saves_are_lost():
     rare = dataclasses.replace(RUN, failures_per_second=1e-9)
-    assert effective_shares([rare]) == pytest.approx([share_without_failures(rare)], rel=1e-4)
+    assert share_of(rare) == pytest.approx(share_without_failures(rare), rel=1e-4)
     assert share_without_failures(rare) == 200 / 212
 
 
 def test_a_failure_before_each_checkpoint_keeps_nothing():
     hopeless = dataclasses.replace(RUN, save_interval=100_000)
-    assert effective_shares([hopeless]) == [0.0]
+    assert share_of(hopeless) == 0.0
 
 
 def step_by_step(run: Scenario, failures: int) -> float:
@@ -154,13 +158,14 @@ def test_with_replay_it_is_what_happens_event_by_event(interval, save, hidden, r
     scenario = dataclasses.replace(
         RUN, save_interval=interval, save=float(save), hidden_save=float(hidden), refill=refill, spares=2
     )
-    assert effective_shares([scenario]) == pytest.approx([step_by_step(scenario, 8000)], rel=0.01)
+    assert share_of(scenario) == pytest.approx(step_by_step(scenario, 8000), rel=0.01)
 
 
 def test_each_feature_gains():
     bare = dataclasses.replace(RUN, redone_step=RUN.step, hidden_save=0.0)
-    shares = effective_shares(
-        [
+    shares = [
+        share_of(scenario)
+        for scenario in (
             dataclasses.replace(bare, restart=RestartSeconds(900.0, 900.0, 900.0), spares=0),
             dataclasses.replace(bare, spares=0),
             bare,
@@ -168,16 +173,16 @@ def test_each_feature_gains():
             RUN,
             dataclasses.replace(RUN, refill=7200.0),
             dataclasses.replace(RUN, spares=4),
-        ]
-    )
+        )
+    ]
     assert shares == sorted(shares)
     assert len(set(shares)) == len(shares)
 
 
 def test_the_same_seed_gives_the_same_shares_and_another_hardly_other_ones():
-    assert effective_shares([RUN], seed=1) == effective_shares([RUN], seed=1)
-    assert effective_shares([RUN], seed=1) != effective_shares([RUN], seed=2)
-    assert effective_shares([RUN], seed=1) == pytest.approx(effective_shares([RUN], seed=2), rel=2 * CLOSE)
+    assert share_of(RUN, seed=1) == share_of(RUN, seed=1)
+    assert share_of(RUN, seed=1) != share_of(RUN, seed=2)
+    assert share_of(RUN, seed=1) == pytest.approx(share_of(RUN, seed=2), rel=2 * CLOSE)
 
 
 def test_of_equal_shares_the_longest_interval_is_best():

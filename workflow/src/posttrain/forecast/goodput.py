@@ -18,7 +18,6 @@ everything has a closed form, for all runs of all scenarios at a time.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,23 +73,21 @@ class Scenario:
     restart: RestartSeconds
 
 
-def effective_shares(scenarios: Sequence[Scenario], seed: int = 0) -> list[float]:
-    """Return the share of wall time that ends in kept steps, of each scenario.
+def effective_shares(scenario: Scenario, intervals: Sequence[int], seed: int = 0) -> list[float]:
+    """Return the share of wall time that ends in kept steps, with each of some save intervals.
 
-    All scenarios meet the same failures, scaled by their rates: differences between them are not chance.
+    Scenarios of the same seed meet the same failures, scaled by their rates: differences are not chance.
 
     Args:
-        scenarios: What to simulate, each with a positive rate of failures; some dozens, so that their arrays stay in a
-            processor's cache.
+        scenario: What to simulate, with a positive rate of failures; its own interval does not matter.
+        intervals: Steps between checkpoints.
         seed: Of the failures.
     """
-    random = np.random.default_rng(seed)
-    waits = random.exponential(size=(NUM_FAILURES, 1, NUM_RUNS))
-    luck = random.random(size=(NUM_FAILURES, 1, NUM_RUNS))
-    runs = _Runs(scenarios)
-    for wait, draw in zip(waits, luck, strict=True):
-        runs.meet_failure(wait, draw)
-    return runs.shares()
+    random, shape = np.random.default_rng(seed), (NUM_FAILURES, NUM_RUNS)
+    seconds = random.exponential(size=shape) / scenario.failures_per_second
+    trained = seconds - _restarts(scenario, seconds, random.random(size=shape))
+    kept = _kept_steps(scenario, np.array(intervals, dtype=np.float64)[:, None], trained)
+    return [float(share) for share in kept * scenario.step / seconds.sum()]
 
 
 def best_of(intervals: Sequence[int], shares: Sequence[float]) -> tuple[int, float]:
@@ -99,77 +96,59 @@ def best_of(intervals: Sequence[int], shares: Sequence[float]) -> tuple[int, flo
     return interval, share
 
 
-def with_intervals(scenario: Scenario, intervals: Sequence[int]) -> list[Scenario]:
-    """Return the scenario with each save interval."""
-    return [dataclasses.replace(scenario, save_interval=interval) for interval in intervals]
+def _restarts(scenario: Scenario, seconds: Array, draws: Array) -> Array:
+    """Return how long each run restarts before it trains until its next failure [failure, run].
+
+    Args:
+        scenario: What is simulated.
+        seconds: From each failure to the next [failure, run].
+        draws: Uniform in [0, 1): decide what a failure takes away [failure, run].
+    """
+    runs, places = np.arange(seconds.shape[1]), np.arange(max(1, scenario.spares))[:, None]
+    # Seconds until each spare node is there [place, run]; one that there is not never comes.
+    all_there = np.where(places < scenario.spares, 0.0, np.inf)
+    until_there = np.repeat(all_there, len(runs), axis=1)
+    restarts = np.full(seconds.shape, scenario.restart.in_place)
+    for restart, until_next, loses_node in zip(restarts, seconds, draws < scenario.node_loss_share, strict=True):
+        place = until_there.argmin(axis=0)
+        is_there = until_there[place, runs] == 0.0
+        takes, is_requeued = loses_node & is_there, loses_node & ~is_there
+        until_there[place[takes], runs[takes]] = scenario.refill
+        until_there[:, is_requeued] = all_there
+        restart[takes], restart[is_requeued] = scenario.restart.on_spare, scenario.restart.requeued
+        np.maximum(until_there - until_next, 0.0, out=until_there)
+    return restarts
 
 
-class _Runs:
-    """The state of NUM_RUNS runs of each scenario: arrays [scenario, run]."""
+def _kept_steps(scenario: Scenario, interval: Array, trained: Array) -> Array:
+    """Return the steps of committed checkpoints with each save interval, of all runs together.
 
-    def __init__(self, scenarios: Sequence[Scenario]):
-        self._step, self._redone = _column(scenarios, "step"), _column(scenarios, "redone_step")
-        self._save, self._interval = _column(scenarios, "save"), _column(scenarios, "save_interval")
-        self._hidden_save, self._rate = _column(scenarios, "hidden_save"), _column(scenarios, "failures_per_second")
-        self._refill, spares = _column(scenarios, "refill"), _column(scenarios, "spares")
-        self._node_loss_share = _column(scenarios, "node_loss_share")
-        restarts = [scenario.restart for scenario in scenarios]
-        self._in_place, self._on_spare = _column(restarts, "in_place"), _column(restarts, "on_spare")
-        self._requeued = _column(restarts, "requeued")
-        shape = (len(scenarios), NUM_RUNS)
-        # Seconds until each spare node is there [place, scenario, run]; one that there is not never comes.
-        places = np.arange(max(1, int(spares.max())))[:, None, None]
-        self._all_there = np.where(places < spares, 0.0, np.inf)
-        self._until_there = np.broadcast_to(self._all_there, (len(places), *shape)).copy()
-        self._rolled_out, self._kept_steps, self._wall = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-
-    def meet_failure(self, wait: Array, draw: Array) -> None:
-        """Let each run restart and train until its next failure.
-
-        Args:
-            wait: Time until then, in mean times between failures.
-            draw: Uniform in [0, 1): decides what the failure before took away.
-        """
-        seconds = wait / self._rate
-        self._wall += seconds
-        trained = seconds - self._restart(draw)
-        self._until_there = np.maximum(self._until_there - seconds, 0.0)
-        redone = np.minimum(self._rolled_out, self._interval)
-        until_saved = redone * self._redone + (self._interval - redone) * self._step + self._save
-        is_saved = trained >= until_saved
-        cycle = self._interval * self._step + self._save - self._hidden_save
-        later = np.where(is_saved, trained - until_saved, 0.0)
+    Args:
+        scenario: What is simulated.
+        interval: Steps between checkpoints [interval, 1].
+        trained: Seconds between a restart's end and the next failure; negative where it is interrupted [failure, run].
+    """
+    until_new_saved = interval * scenario.step + scenario.save
+    cycle = until_new_saved - scenario.hidden_save
+    # The rollout beside a save may end before the save does.
+    most = interval + (scenario.hidden_save > 0)
+    rolled_out = saves = np.zeros((len(interval), trained.shape[1]))
+    for seconds in trained:
+        redone = np.minimum(rolled_out, interval)
+        later = seconds - (until_new_saved - redone * (scenario.step - scenario.redone_step))
+        is_saved = later >= 0.0
         cycles = np.floor(later / cycle)
-        self._kept_steps += np.where(is_saved, (1 + cycles) * self._interval, 0.0)
+        saves = saves + np.where(is_saved, 1 + cycles, 0.0)
         # Of the steps since the last checkpoint, those that were there when this attempt began come first. When a
         # checkpoint begins to count, the next rollout has been going on for as long as hides the save.
-        new = np.where(is_saved, later - cycles * cycle + self._hidden_save, trained - redone * self._redone)
-        before = np.where(is_saved, 0.0, self._rolled_out)
-        # The rollout beside a save may end before the save does.
-        most = self._interval + (self._hidden_save > 0)
-        self._rolled_out = np.minimum(before + self._rollouts_in(np.maximum(new, 0.0)), most)
-
-    def shares(self) -> list[float]:
-        """Return the share of each scenario, all its runs together."""
-        kept = self._kept_steps.sum(axis=1) * self._step[:, 0]
-        return [float(share) for share in kept / self._wall.sum(axis=1)]
-
-    def _restart(self, draw: Array) -> Array:
-        loses_node = draw < self._node_loss_share
-        has_spare = np.zeros(loses_node.shape, dtype=bool)
-        for place in self._until_there:
-            takes = loses_node & ~has_spare & (place == 0.0)
-            np.copyto(place, self._refill, where=takes)
-            has_spare |= takes
-        without = loses_node & ~has_spare
-        np.copyto(self._until_there, self._all_there, where=without)
-        return np.where(has_spare, self._on_spare, np.where(without, self._requeued, self._in_place))
-
-    def _rollouts_in(self, seconds: Array) -> Array:
-        """Return how many rollouts of new steps end in so many seconds: a step begins with its rollout."""
-        whole = np.floor(seconds / self._step)
-        return whole + (seconds - whole * self._step >= self._step - self._redone)
+        since_saved = later - cycles * cycle + scenario.hidden_save
+        new = np.where(is_saved, since_saved, seconds - redone * scenario.redone_step)
+        before = np.where(is_saved, 0.0, rolled_out)
+        rolled_out = np.minimum(before + _rollouts_in(scenario, np.maximum(new, 0.0)), most)
+    return saves.sum(axis=1) * interval[:, 0]
 
 
-def _column(rows: Sequence[object], name: str) -> Array:
-    return np.array([[getattr(row, name)] for row in rows], dtype=np.float64)
+def _rollouts_in(scenario: Scenario, seconds: Array) -> Array:
+    """Return how many rollouts of new steps end in so many seconds: a step begins with its rollout."""
+    whole = np.floor(seconds / scenario.step)
+    return whole + (seconds - whole * scenario.step >= scenario.step - scenario.redone_step)

@@ -21,7 +21,6 @@ from posttrain.forecast.goodput import (
     Scenario,
     best_of,
     effective_shares,
-    with_intervals,
 )
 from posttrain.forecast.restart import KINDS, Means, means_today, restart_parts, total
 from posttrain.observability.report_charts import Chart, Series
@@ -172,7 +171,7 @@ def _rate_part(
     features, missing = at_rate(features), at_rate(missing)
     run = [*features.values()][-1]
     gained = dict(zip(features, _best(features.values()), strict=True))
-    (configured,), best = effective_shares([run]), [*gained.values()][-1]
+    (configured,), best = effective_shares(run, [run.save_interval]), [*gained.values()][-1]
     return {
         "name": rate.name,
         "source": rate.source,
@@ -267,7 +266,7 @@ def _best(scenarios: Iterable[Scenario]) -> list[tuple[int, float]]:
 @lru_cache
 def _by_interval(scenario: Scenario) -> list[float]:
     """Return the share of a scenario with each save interval; not to be changed."""
-    return effective_shares(with_intervals(scenario, INTERVALS))
+    return effective_shares(scenario, INTERVALS)
 
 
 def _gains(found: Mapping[str, tuple[int, float]], before: float | None = None) -> list[dict[str, Any]]:

@@ -111,10 +111,9 @@ def kernel_bytes(config: Config, stage: int, has_trained: bool = True) -> int:
         return 0
     arch, parallel, kinds = config.model.architecture, config.parallel, _stage_kinds(config, stage)
     cuts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    groups = any(has_experts(layer_kinds(arch)[0][kind]) for kind in kinds)
     width = BYTES[config.trainer.params_dtype].weight
     gradients = width * _cut_elements(arch, kinds, cuts) if has_trained else 0
-    return WORKSPACE_BYTES * (1 + GROUPED_STREAMS * groups) + gradients
+    return WORKSPACE_BYTES * (1 + GROUPED_STREAMS * _groups_experts(arch, kinds)) + gradients
 
 
 def fullest_moment(
@@ -145,10 +144,18 @@ def fullest_moment(
 
 def _stage_kinds(config: Config, stage: int) -> tuple[int, ...]:
     """Return which of the model's different layers a stage has."""
-    _, kind_of = layer_kinds(config.model.architecture)
-    return tuple(
-        sorted({kind for layers in stage_chunks(config)[stage] for kind in kind_of[layers.start : layers.stop]})
-    )
+    return _kinds_of(config.model.architecture, stage_chunks(config)[stage])
+
+
+@lru_cache(maxsize=1024)
+def _kinds_of(arch: Architecture, chunks: tuple[range, ...]) -> tuple[int, ...]:
+    _, kind_of = layer_kinds(arch)
+    return tuple(sorted({kind for layers in chunks for kind in kind_of[layers.start : layers.stop]}))
+
+
+@lru_cache(maxsize=1024)
+def _groups_experts(arch: Architecture, kinds: tuple[int, ...]) -> bool:
+    return any(has_experts(layer_kinds(arch)[0][kind]) for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
