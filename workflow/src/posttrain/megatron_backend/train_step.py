@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from posttrain.algorithm.finite import are_finite
 from posttrain.algorithm.objective import Objective, TokenBatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
@@ -281,8 +282,7 @@ def _weigh_auxiliary_loss(policy: Policy, batches: Sequence[TrainingMicroBatch])
 
 def _count_non_finite_gradients(policy: Policy) -> int:
     """Return the number of gradient buffers, over all ranks, that hold a NaN or an infinity."""
-    # min and max carry a NaN along, and need no copy of the buffer as `isfinite(...).all()` would.
-    bad = sum(int(not torch.isfinite(torch.stack(torch.aminmax(buffer.grad_data))).all()) for buffer in policy.buffers)
+    bad = sum(int(not are_finite(buffer.grad_data)) for buffer in policy.buffers)
     count = torch.tensor(float(bad), device=policy.device)
     dist.all_reduce(count)
     return int(count)

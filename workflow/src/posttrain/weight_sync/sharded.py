@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from posttrain.algorithm.finite import are_finite
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
 from posttrain.engines.in_sglang.posttrain_plugin.changes import ALL_OF_IT, Told, changes
@@ -281,8 +282,7 @@ class _Made:
             for part in self._values.parts(shard, self._magnitudes, as_codes):
                 self._parts[part.name, part.box, as_codes] = part
                 if part.values.dtype != torch.float8_e4m3fn:
-                    # Of all numbers at once it would take two and a half times their memory.
-                    self._finite.append(torch.isfinite(torch.stack(part.values.aminmax())).all())
+                    self._finite.append(are_finite(part.values))
         return self._parts[letter.name, letter.made, as_codes]
 
     def are_finite(self) -> bool:
