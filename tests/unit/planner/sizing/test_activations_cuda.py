@@ -149,9 +149,13 @@ def test_what_is_not_recomputed_is_kept():
         ({"model": "glm5_4layer", "hardware": "gb300", "nodes": 2}, 0.120),
         # One rank holds all experts: rows are permuted once.
         ({"model": "qwen3_30b_a3b", "hardware": "h200", "nodes": 4}, 2.441),
+        # The last matrix of attention is cut: all rows of what is to be added up.
+        ({"model": "qwen3_0.6b", "hardware": "h100", "nodes": 11}, 0.1516),
+        # Shared experts leave nothing but what comes out.
+        ({"model": "moonlight", "hardware": "h200", "nodes": 6}, 0.766),
     ],
 )
 def test_a_forward_pass_is_what_it_was_in_a_rehearsal(words: dict[str, object], rehearsed_gib: float) -> None:
     config = resolve({"site": "local", **words}, CONFIG).config
     moment = fullest_moment(config, 0, fullest_micro_batch(config, ASSUMPTIONS), ASSUMPTIONS, is_backward=False)
-    assert moment.total / GIB == pytest.approx(rehearsed_gib, rel=0.1)
+    assert moment.total / GIB == pytest.approx(rehearsed_gib, rel=0.02)

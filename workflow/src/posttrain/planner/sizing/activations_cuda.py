@@ -26,10 +26,13 @@ Then the peak is the largest of some moments; they do not meet:
                              (as wide as keys), their gradients of both halves of this rank's queries, and the sums
       or selecting keys      8 (indexer's heads) + 5 B a pair that is scored, at least 20; in the latents' space
                              without attention's output, and with the indexer's queries and keys
-    a layer, forward         three rows 2 s H; 6 t F of an MLP, or 2 (U H + R (2 H + 3 M)) and shared experts as above
+    a layer, forward         2 s H of the stage's input, of the layer's where it is not the first, and of what went to
+                             the next stage; 4 s H and 6 t F of an MLP; or 4 s H, 2 (U H + R (2 H + 3 M)), 12 E s, and
+                             2 s H of shared experts; where keys are chosen three rows of 2 s H;
       or attention           2 t (q + k + v) of the matrix, 2 t (q + k) turned and as many of their norms, 2 t (v + o),
                              4 t heads and 2 s H; without latents; where ranks share a row of T, 2 (3 t o + T (k + v)),
                              the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
+                             or its last matrix: 2 t H, of which ranks that cut it keep 2 s H, for 2 t v and 4 t heads;
                              of latents 2 t (q + k + v) as matrices make them, and as they are put together, and 2 s H
 
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, and s K where no
@@ -131,8 +134,11 @@ def fullest_moment(
     moments, kinds = _moments(config, batch, assumptions), _stage_kinds(config, stage)
     is_first, is_last = stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1
     if not is_backward:
+        num_layers = sum(map(len, stage_chunks(config)[stage]))
+        # Behind other layers there is the one before's output; what went to the next stage is there until more does.
+        rows = 1 + (num_layers > 1) + (not is_last)
         ends = [moments.loss_forward()] if is_last else []
-        return max([*map(moments.layer_forward, kinds), *ends], key=lambda moment: moment.total)
+        return max([*(moments.layer_forward(kind, rows) for kind in kinds), *ends], key=lambda moment: moment.total)
     kept, found = moments.kept(stage, stage_chunks(config)[stage]), [*map(moments.layer_backward, kinds)]
     if is_first:
         found.append(moments.embedding_backward())
@@ -264,13 +270,15 @@ class _Moments:
             return Moment(first + alone)
         return Moment(first + attention + activations, dispatch)
 
-    def layer_forward(self, kind: int) -> Moment:
-        """Return what a layer takes without a backward pass behind it."""
-        _, activations, dispatch = self._parts(kind, False)
-        alone = max(self._choosing(kind, False), self._attention_forward(self._kinds[kind]))
+    def layer_forward(self, kind: int, rows: int) -> Moment:
+        """Return what a layer takes without a backward pass behind it, beside so many rows of hidden states."""
+        layer, (_, activations, dispatch) = self._kinds[kind], self._parts(kind, False)
+        activations += (rows + 2) * self._thin - self._inside_shared(layer)
+        choosing, attention = self._choosing(kind, False), self._attention_forward(layer)
+        alone = max(choosing and choosing + 3 * self._thin, attention and attention + rows * self._thin)
         if alone > activations + dispatch:
             activations, dispatch = alone, 0.0
-        return Moment(self._angles + 3 * self._thin + activations, dispatch)
+        return Moment(self._angles + activations, dispatch)
 
     def loss_backward(self) -> Moment:
         """Return what log-probabilities take while they are differentiated; the last norm's input is there, too."""
@@ -334,9 +342,11 @@ class _Moments:
             return 0.0 if self._in_latents else BF16 * (2 * row.t * (query + key_value) + latents) + self._thin
         turned = query + key_value / 2
         normed = turned if self._has_norms() else 0.0
-        own = row.t * (query + key_value + turned + normed + key_value / 2 + output)
+        own = BF16 * row.t * (query + key_value + turned + normed + output)
         shared = 3 * row.t * output + row.keys * key_value if row.t != row.keys else 0.0
-        return BF16 * (own + shared) + FP32 * row.heads() * row.t + self._thin
+        attended = own + BF16 * (row.t * key_value / 2 + shared) + FP32 * row.heads() * row.t
+        projected = own + self._wide + self._thin * (row.tp > 1)
+        return max(attended, projected) + self._thin
 
     def _has_norms(self) -> bool:
         """Tell whether queries and keys have norms."""
@@ -351,14 +361,18 @@ class _Moments:
         key = value = query if arch.kv_lora_rank else key_value / 2
         return BF16 * (row.keys * (4 * (key + value) + key) + 3 * row.t * query)
 
+    def _inside_shared(self, layer: Layer) -> float:
+        """Return what shared experts keep of their own, besides what comes out."""
+        width = self._arch.n_shared_experts * self._arch.moe_intermediate_size * has_experts(layer)
+        return 3 * BF16 * self._row.t * width / self._row.tp
+
     def _mlp(self, layer: Layer, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of an MLP, or of router and shared experts; and those of routed rows."""
         row, arch = self._row, self._arch
         if not has_experts(layer):
             width = BF16 * row.t * arch.intermediate_size / row.tp
             return (5 * width + self._thin if is_backward else 3 * width), 0.0
-        shared_width = arch.n_shared_experts * arch.moe_intermediate_size / row.tp
-        shared = (3 * BF16 * row.t * shared_width + self._thin) if shared_width else 0.0
+        shared = self._inside_shared(layer) + self._thin * bool(arch.n_shared_experts)
         copies = (1 + is_backward) * self._reached * row.hidden
         width = arch.moe_intermediate_size / self._expert_cut
         rows = self._rows * (2 * row.hidden + 3 * width)
