@@ -35,9 +35,9 @@ Then the peak is the largest of some moments; they do not meet:
                              or its last matrix: 2 t H, of which ranks that cut it keep 2 s H, for 2 t v and 4 t heads;
                              of latents 2 t (q + k + v) as matrices make them, and as they are put together, and 2 s H
 
-Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, and s K where no
-other rank has experts. Where the embedding
-is the output matrix as well, its gradient 2 V H of the loss lies beside the layers' until the embedding has its own.
+Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, in a forward pass R,
+and s K where no other rank has experts. Where the embedding is the output matrix as well, its gradient 2 V H of the
+loss lies beside the layers' until the embedding has its own.
 
 Source: counted operation by operation in the rehearsal (`posttrain.rehearsal`) of Transformer Engine and Megatron Core,
 whose places are `pytorch/module/base.py` (`get_dummy_wgrad`), `pytorch/cpp_extensions/gemm.py` (workspaces),
@@ -241,6 +241,7 @@ class _Moments:
         is_spread = trainer.deepep and experts * self._expert_cut > 1
         arriving = self._rows if experts * self._expert_cut > 1 else 0.0
         self._reached = reached if is_spread else sent + arriving
+        self._reached_forward = self._reached if is_spread or not arriving else arriving
         self._known: dict[tuple[int, bool], tuple[float, float, float]] = {}
 
     def kept(self, stage: int, chunks: Sequence[range]) -> float:
@@ -373,7 +374,7 @@ class _Moments:
             width = BF16 * row.t * arch.intermediate_size / row.tp
             return (5 * width + self._thin if is_backward else 3 * width), 0.0
         shared = self._inside_shared(layer) + self._thin * bool(arch.n_shared_experts)
-        copies = (1 + is_backward) * self._reached * row.hidden
+        copies = (2 * self._reached if is_backward else self._reached_forward) * row.hidden
         width = arch.moe_intermediate_size / self._expert_cut
         rows = self._rows * (2 * row.hidden + 3 * width)
         return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, BF16 * (copies + rows)
