@@ -34,3 +34,15 @@ def test_numbers_that_nobody_knows_are_finite_unless_they_are_not_to_be() -> Non
             assert device.mirror(known.amax()).isnan()
         with device.assuming_nothing_finite(False):
             assert device.mirror(known.amax()).item() == 1
+
+
+def test_of_large_numbers_only_those_of_one_have_values() -> None:
+    """Megatron makes the map of who goes to which expert of zeros that are like scores."""
+    device = SimulatedDevice(Recorder(), lambda func, args: None, lambda func, args: NotImplemented)
+    scores = FakeTensor(device.fake, torch.empty(1 << 10, 1 << 9, device="meta"), torch.device("cuda"))
+    with device:
+        zeros = torch.zeros_like(scores)
+        nobody = device.mirror(zeros.int())
+        assert nobody is not None
+        assert not nobody.any()
+        assert device.mirror(zeros + 1) is None
