@@ -12,9 +12,8 @@ from tests.support.rehearsals import hold_against_plan, rehearsed
 
 from posttrain.errors import ConfigError
 from posttrain.planner.resolve import resolve
-from posttrain.planner.sizing.activations_cuda import is_measured
 
-SEED, NUM_DRAWN = 20261127, 30
+SEED, NUM_DRAWN = 20261128, 30
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "models").glob("*.yaml"))
 # Those whose kernels are the rehearsal's: of NVIDIA.
 HARDWARE = ("b200", "gb300", "h100", "h200")
@@ -23,10 +22,7 @@ MOST_NODES = 16
 
 @lru_cache
 def drawn() -> list[dict[str, Any]]:
-    """Return combinations in BF16 that have a layout; the others are refused before there is a plan.
-
-    FP32 is what the made models of a few MiB have: `test_recipes` holds their plan.
-    """
+    """Return combinations that have a layout; the others are refused before there is a plan."""
     source, found, seen = random.Random(SEED), [], set()
     while len(found) < NUM_DRAWN:
         words = source.choice(MODELS), source.choice(HARDWARE), source.randint(1, MOST_NODES)
@@ -36,11 +32,10 @@ def drawn() -> list[dict[str, Any]]:
         model, hardware, nodes = words
         try:
             request = {"site": "local", "model": model, "hardware": hardware, "nodes": nodes, "quick": 1}
-            config = resolve(request, CONFIG_DIR).config
+            resolve(request, CONFIG_DIR)
         except ConfigError:
             continue
-        if is_measured(config):
-            found.append(request)
+        found.append(request)
     return found
 
 

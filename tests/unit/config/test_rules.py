@@ -131,6 +131,7 @@ VIOLATIONS = (
     ("tiny", "trainer.deepep=true", ["trainer.deepep"]),
     ("tiny", "trainer.optimizer_cpu_offload=true", ["trainer.optimizer_cpu_offload"]),
     ("glm5_4layer", "trainer.optimizer_cpu_offload=true trainer.params_dtype=fp32", ["trainer.params_dtype"]),
+    ("qwen3_4b", "trainer.params_dtype=fp32 parallel.context_parallel_size=2", ["parallel.context_parallel_size"]),
     ("tiny", "site.node_names=[../node0]", ["site.node_names"]),
     ("tiny", "quantize.keep_last_layers=60", ["quantize.keep_last_layers"]),
     ("glm4.5_air", "quantize.keep_first_layers=0", ["quantize.keep_first_layers"]),

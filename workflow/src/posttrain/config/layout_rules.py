@@ -67,6 +67,14 @@ def _links(config: Config) -> Problems:
             yield Problem(f"parallel.{name}", str(size), allowed, "use more pipeline, context or expert parallelism")
 
 
+def _context(config: Config) -> Problems:
+    # Transformer Engine shares sequences between ranks with fused attention alone, which is not to be had in FP32.
+    ranks, is_ours = config.parallel.context_parallel_size, config.model.architecture.index_n_heads > 0
+    if ranks > 1 and config.hardware.device != "cpu" and config.trainer.params_dtype == "fp32" and not is_ours:
+        allowed = "1 on GPUs with trainer.params_dtype=fp32: Transformer Engine has no attention for it"
+        yield Problem("parallel.context_parallel_size", str(ranks), allowed, "set trainer.params_dtype=bf16")
+
+
 def _experts(config: Config) -> Problems:
     parallel, num_experts = config.parallel, config.model.architecture.n_routed_experts
     tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
@@ -150,6 +158,7 @@ LAYOUT_RULES: tuple[Callable[[Config], Problems], ...] = (
     _ranks,
     _divisors,
     _links,
+    _context,
     _experts,
     _stages,
     _batches,

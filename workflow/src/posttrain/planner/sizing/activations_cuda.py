@@ -1,42 +1,35 @@
-"""What a micro-batch of BF16 puts on an NVIDIA GPU, under Transformer Engine's modules: the table for those.
+"""What a micro-batch puts on an NVIDIA GPU, under Transformer Engine's modules: the table for those.
 
 Letters as in `activations`; besides, on this rank: F width of an MLP, M of an expert; q, k, v, o widths of queries,
 keys, values and the attention's output; a response tokens of the row, r = min(a, chunk of log-probabilities); V words;
-U tokens that reach its experts, R rows that these compute. E experts in all. R width of
-MLA's latent, K keys that a query attends to.
+U tokens that reach its experts, R rows that these compute. E experts in all.
 
-    kept for the backward pass, per layer      its input, 2 s H; of a pipeline's stage its output, too
+    kept for the backward pass, per layer      its input, p s H; of a pipeline's stage its output, too; what is not
+                                               recomputed keeps all that its backward pass finds
     of Transformer Engine, from the first use  32 MiB for cuBLAS, four more where experts are grouped; from the first
-                                               backward pass one gradient that nobody reads, 2 B an element, of each
+                                               backward pass one gradient that nobody reads, p B an element, of each
                                                different shape of a matrix that is cut (one expert's among them)
 
-Then the peak is the largest of some moments; they do not meet:
+Then the peak is the largest of some moments; they do not meet. What attention takes stands in `attention_cuda`:
 
-    loss, backward           4 V H + 2 V H of the matrix's gradient, (4 + 2) r V of logits, 4 a H of hidden states;
-                             or 4 V H, (4 + 2 + 2) r V: a chunk's gradient meets that of the one before
-    loss, forward            (4 + 2 + 4 / 16) r V, 2 a H
-    embedding, backward      2 V H, 2 t H
-    a layer, backward        of attention 2 t (q + k + v + o), with norms of queries and keys 2 t (2 q + 2 k + v + o),
-                             4 t heads; masks where keys are selected; 2 s H of each norm, the residual, the gradient;
-                             in the latents' space 2 t (q + o + heads (2 R + rope)) and 4 t K of places instead;
-      its MLP                10 t F at the activation function's gradient, 2 s H of its output
-      or its experts         2 (2 U H + R (2 H + 3 M)) at the end of the recomputed forward pass, 12 E s of the router,
-                             6 t F and 2 s H of shared experts
-      or attention alone     where ranks share a row of T, 2 (T (4 (k + v) + k) + 3 t q): all ranks' keys and values
-                             (as wide as keys), their gradients of both halves of this rank's queries, and the sums
-      or selecting keys      8 (indexer's heads) + 5 B a pair that is scored, at least 20; in the latents' space
-                             without attention's output, and with the indexer's queries and keys
-    a layer, forward         2 s H of the stage's input, of the layer's where it is not the first, and of what went to
-                             the next stage; 4 s H and 6 t F of an MLP; or 4 s H, 2 (U H + R (2 H + 3 M)), 12 E s, and
-                             2 s H of shared experts; where keys are chosen three rows of 2 s H;
-      or attention           2 t (q + k + v) of the matrix, 2 t (q + k) turned and as many of their norms, 2 t (v + o),
-                             4 t heads and 2 s H; without latents; where ranks share a row of T, 2 (3 t o + T (k + v)),
-                             the outputs of both halves of this rank's queries, once more in full, and all ranks' keys;
-                             or its last matrix: 2 t H, of which ranks that cut it keep 2 s H, for 2 t v and 4 t heads;
-                             of latents 2 t (q + k + v) as matrices make them, and as they are put together, and 2 s H
+    loss, backward           4 V H + p V H of the matrix's gradient, (4 + p) r V of logits, 2 p a H of hidden states;
+                             or 4 V H, (4 + p + p) r V: a chunk's gradient meets that of the one before; with p = 4
+                             nothing is copied, and there are 4 V H and 4 r V
+    loss, forward            (4 + p + 4 / 16) r V, p a H; with p = 4 one p less
+    embedding, backward      p V H, p t H
+    a layer, backward        what attention keeps; p s H of each norm, the residual, the gradient;
+      its MLP                5 p t F at the activation function's gradient, p s H of its output
+      or its experts         p (2 U H + R (2 H + 3 M)) at the end of the recomputed forward pass, 12 E s of the router,
+                             3 p t F and p s H of shared experts
+      or attention alone     while it is differentiated, or selects keys
+    a layer, forward         p s H of the stage's input, of the layer's where it is not the first, and of what went to
+                             the next stage; 2 p s H and 3 p t F of an MLP; or 2 p s H, p (U H + R (2 H + 3 M)), 12 E s,
+                             and p s H of shared experts; where keys are chosen three rows of p s H;
+      or attention           alone
 
+Without recomputation a layer's backward pass adds to what is kept no more than its gradients, first of the last layer.
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, in a forward pass R,
-and s K where no other rank has experts. Where the embedding is the output matrix as well, its gradient 2 V H of the
+and s K where no other rank has experts. Where the embedding is the output matrix as well, its gradient p V H of the
 loss lies beside the layers' until the embedding has its own.
 
 Source: counted operation by operation in the rehearsal (`posttrain.rehearsal`) of Transformer Engine and Megatron Core,
@@ -52,26 +45,21 @@ from functools import lru_cache
 from itertools import groupby
 
 from posttrain.config.derived import stage_chunks
-from posttrain.config.families import chooses_keys, family_of
+from posttrain.config.families import chooses_keys
 from posttrain.config.schema import Architecture, Config, Parallel, Trainer
 from posttrain.planner.flags.sparse_kernels import FUSED, sparse_kernel
 from posttrain.planner.sizing.activations import MicroBatch, cached_row, has_experts, most_in_flight
 from posttrain.planner.sizing.assumptions import Assumptions
+from posttrain.planner.sizing.attention_cuda import Attention, Layer
 from posttrain.planner.sizing.memory import BYTES, layer_kinds
-from posttrain.planner.sizing.model_size import Weight
 
 WORKSPACE_BYTES = 32 << 20
 GROUPED_STREAMS = 4
-BF16 = 2
 FP32 = 4
 # Exponentials exist beside their logits for one part in so many of a chunk (`algorithm.logprobs`).
 BLOCKS_PER_CHUNK = 16
-# Of a pair of a query and a key: its score and whether the key is seen; what it takes to choose by scores.
-SCORE_BYTES, CHOICE_BYTES = 5, 20
 # The router's scores, probabilities and maps, per expert and token.
 ROUTER_BYTES = 12
-
-Layer = tuple[Weight, ...]
 
 
 @dataclass(frozen=True)
@@ -92,11 +80,6 @@ class Moment:
     def total(self) -> float:
         """All of it."""
         return self.activations + self.dispatch + self.logprobs
-
-
-def is_measured(config: Config) -> bool:
-    """Tell whether the table is that of a configuration."""
-    return config.hardware.compute_capability != "" and config.trainer.params_dtype == "bf16"
 
 
 def kernel_bytes(config: Config, stage: int, has_trained: bool = True) -> int:
@@ -139,7 +122,10 @@ def fullest_moment(
         rows = 1 + (num_layers > 1) + (not is_last)
         ends = [moments.loss_forward()] if is_last else []
         return max([*(moments.layer_forward(kind, rows) for kind in kinds), *ends], key=lambda moment: moment.total)
-    kept, found = moments.kept(stage, stage_chunks(config)[stage]), [*map(moments.layer_backward, kinds)]
+    chunks = stage_chunks(config)[stage]
+    if config.trainer.recompute_granularity == "none":
+        kinds = _kinds_of(config.model.architecture, (chunks[-1][-1:],))  # the others have freed what they kept by then
+    kept, found = moments.kept(stage, chunks), [*map(moments.layer_backward, kinds)]
     if is_first:
         found.append(moments.embedding_backward())
     if is_last:
@@ -221,16 +207,16 @@ class _Moments:
             parallel.expert_tensor_parallel_size,
         )
         self._row = row = cached_row(arch, trainer, cuts, batch, imbalance)
-        self._in_latents = has_kernel and row.is_selected()
+        self._p, self._narrow = row.p, row.p if row.p < FP32 else 0
+        self._attention = Attention(arch, row, batch.longest, has_kernel)
         self._kinds, self._kind_of = layer_kinds(arch)
         asked = min(batch.tokens, batch.num_sequences * longest_response)
         self._asked = asked / parallel.context_parallel_size
-        self._key_width = arch.kv_lora_rank + arch.qk_rope_head_dim
         self._words = arch.vocab_size / row.tp
         self._logits = min(self._asked, trainer.log_probs_chunk_size) * self._words
-        self._thin = BF16 * row.s * row.hidden  # hidden states, of which each tensor-parallel rank has a part
-        self._wide = BF16 * row.t * row.hidden
-        self._matrix = BF16 * self._words * row.hidden
+        self._thin = self._p * row.s * row.hidden  # hidden states, of which each tensor-parallel rank has a part
+        self._wide = self._p * row.t * row.hidden
+        self._matrix = self._p * self._words * row.hidden
         self._tied = self._matrix * (arch.tie_word_embeddings and self._stages == 1)
         self._angles = 2 * FP32 * (arch.qk_rope_head_dim or arch.head_dim) * batch.longest
         self._expert_cut = parallel.expert_tensor_parallel_size
@@ -261,12 +247,14 @@ class _Moments:
 
     def layer_backward(self, kind: int) -> Moment:
         """Return what a layer adds where its backward pass needs most, with others that are recomputed with it."""
-        attention, activations, dispatch = self._parts(kind, True)
+        layer, (attention, activations, dispatch) = self._kinds[kind], self._parts(kind, True)
         # Both norms' outputs, what is added to the second one's, and the gradient that came.
         first = 4 * self._thin + self._tied
-        if self._trainer.recompute_granularity == "full" and self._trainer.recompute_method == "uniform":
+        if self._trainer.recompute_granularity == "none":
+            first -= self._saved(kind)  # it is among what is kept
+        elif self._trainer.recompute_method == "uniform":
             first += (self._trainer.recompute_num_layers - 1) * self._saved(kind)
-        alone = max(self._choosing(kind, True), attention + self._gathered_gradients(self._kinds[kind]))
+        alone = max(self._attention.choosing(layer, True), attention + self._attention.gradients(layer))
         if alone > attention + activations + dispatch:
             return Moment(first + alone)
         return Moment(first + attention + activations, dispatch)
@@ -275,7 +263,7 @@ class _Moments:
         """Return what a layer takes without a backward pass behind it, beside so many rows of hidden states."""
         layer, (_, activations, dispatch) = self._kinds[kind], self._parts(kind, False)
         activations += (rows + 2) * self._thin - self._inside_shared(layer)
-        choosing, attention = self._choosing(kind, False), self._attention_forward(layer)
+        choosing, attention = self._attention.choosing(layer, False), self._attention.forward(layer)
         alone = max(choosing and choosing + 3 * self._thin, attention and attention + rows * self._thin)
         if alone > activations + dispatch:
             activations, dispatch = alone, 0.0
@@ -283,14 +271,16 @@ class _Moments:
 
     def loss_backward(self) -> Moment:
         """Return what log-probabilities take while they are differentiated; the last norm's input is there, too."""
-        hidden = 2 * BF16 * self._asked * self._row.hidden
-        product = max(self._matrix, BF16 * self._logits)
-        return Moment(self._thin, logprobs=hidden + 2 * self._matrix + product + (FP32 + BF16) * self._logits)
+        hidden = 2 * self._p * self._asked * self._row.hidden
+        elements = self._words * self._row.hidden
+        product = self._narrow * max(elements, self._logits)
+        logits = (FP32 + self._narrow) * self._logits
+        return Moment(self._thin, logprobs=hidden + FP32 * elements + product + logits)
 
     def loss_forward(self) -> Moment:
         """Return what log-probabilities take."""
         exponentials = FP32 / BLOCKS_PER_CHUNK
-        logprobs = BF16 * self._asked * self._row.hidden + (FP32 + BF16 + exponentials) * self._logits
+        logprobs = self._p * self._asked * self._row.hidden + (FP32 + self._narrow + exponentials) * self._logits
         return Moment(self._angles + 2 * self._thin, logprobs=logprobs)
 
     def embedding_backward(self) -> Moment:
@@ -301,83 +291,29 @@ class _Moments:
         """Return the bytes of attention, of the MLP or router and shared experts, and of routed rows."""
         if (kind, is_backward) not in self._known:
             layer = self._kinds[kind]
-            self._known[kind, is_backward] = self._attention(layer), *self._mlp(layer, is_backward)
+            self._known[kind, is_backward] = self._attention.kept(layer), *self._mlp(layer, is_backward)
         return self._known[kind, is_backward]
-
-    def _choosing(self, kind: int, is_backward: bool) -> float:
-        """Return what attention holds while keys are chosen; 0 where a layer does not choose."""
-        row, arch = self._row, self._arch
-        if not row.is_selected() or not any(weight.component == "indexer" for weight in self._kinds[kind]):
-            return 0.0
-        pairs = max(2 * FP32 * arch.index_n_heads + SCORE_BYTES, CHOICE_BYTES) * row.scored_pairs()
-        if not self._in_latents:
-            return pairs + self._attention(self._kinds[kind])
-        expanded = row.widths(self._kinds[kind])[0] if is_backward else 0.0
-        queries = expanded + (row.heads() + 1) * self._key_width + arch.index_n_heads * arch.index_head_dim
-        return pairs + BF16 * row.t * queries + FP32 * row.t * (arch.index_n_heads + arch.index_topk)
 
     def _saved(self, kind: int) -> float:
         """Return what a layer keeps that is not recomputed."""
         return sum(self._parts(kind, False)) + 4 * self._thin
 
-    def _attention(self, layer: Layer) -> float:
-        row, arch = self._row, self._arch
-        query, key_value, output = row.widths(layer)
-        statistics = FP32 * row.heads() * row.t
-        if not arch.kv_lora_rank:
-            before_norms = query + key_value / 2 if self._has_norms() else 0.0
-            return BF16 * row.t * (before_norms + query + key_value + output) + statistics
-        latents = BF16 * row.s * (arch.q_lora_rank + arch.kv_lora_rank)
-        if self._in_latents:
-            attended = query + output + (row.heads() + 1) * self._key_width + row.heads() * arch.kv_lora_rank
-            return BF16 * row.t * attended + latents + statistics + FP32 * row.t * arch.index_topk
-        blocks = BF16 * (row.padded * (query + output) + row.padded_keys * key_value)
-        return blocks + latents + statistics + row.mask_bytes
-
-    def _attention_forward(self, layer: Layer) -> float:
-        """Return what attention holds while it is computed and nothing is kept; 0 where latents are attended to."""
-        row, arch = self._row, self._arch
-        query, key_value, output = row.widths(layer)
-        if arch.kv_lora_rank:
-            latents = row.s * (arch.q_lora_rank + arch.kv_lora_rank)
-            return 0.0 if self._in_latents else BF16 * (2 * row.t * (query + key_value) + latents) + self._thin
-        turned = query + key_value / 2
-        normed = turned if self._has_norms() else 0.0
-        own = BF16 * row.t * (query + key_value + turned + normed + output)
-        shared = 3 * row.t * output + row.keys * key_value if row.t != row.keys else 0.0
-        attended = own + BF16 * (row.t * key_value / 2 + shared) + FP32 * row.heads() * row.t
-        projected = own + self._wide + self._thin * (row.tp > 1)
-        return max(attended, projected) + self._thin
-
-    def _has_norms(self) -> bool:
-        """Tell whether queries and keys have norms."""
-        return self._arch.use_qk_norm or family_of(self._arch).always_qk_norm
-
-    def _gathered_gradients(self, layer: Layer) -> float:
-        """Return what Transformer Engine takes besides to differentiate attention to other ranks' keys."""
-        row, arch = self._row, self._arch
-        if row.t == row.keys or arch.index_n_heads:
-            return 0.0
-        query, key_value, _ = row.widths(layer)
-        key = value = query if arch.kv_lora_rank else key_value / 2
-        return BF16 * (row.keys * (4 * (key + value) + key) + 3 * row.t * query)
-
     def _inside_shared(self, layer: Layer) -> float:
         """Return what shared experts keep of their own, besides what comes out."""
         width = self._arch.n_shared_experts * self._arch.moe_intermediate_size * has_experts(layer)
-        return 3 * BF16 * self._row.t * width / self._row.tp
+        return 3 * self._p * self._row.t * width / self._row.tp
 
     def _mlp(self, layer: Layer, is_backward: bool) -> tuple[float, float]:
         """Return the bytes of an MLP, or of router and shared experts; and those of routed rows."""
         row, arch = self._row, self._arch
         if not has_experts(layer):
-            width = BF16 * row.t * arch.intermediate_size / row.tp
+            width = self._p * row.t * arch.intermediate_size / row.tp
             return (5 * width + self._thin if is_backward else 3 * width), 0.0
         shared = self._inside_shared(layer) + self._thin * bool(arch.n_shared_experts)
         copies = (2 * self._reached if is_backward else self._reached_forward) * row.hidden
         width = arch.moe_intermediate_size / self._expert_cut
         rows = self._rows * (2 * row.hidden + 3 * width)
-        return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, BF16 * (copies + rows)
+        return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, self._p * (copies + rows)
 
 
 _cached_moments = lru_cache(maxsize=1024)(_Moments)

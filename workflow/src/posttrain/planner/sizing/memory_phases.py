@@ -42,7 +42,7 @@ from posttrain.config.derived import (
 )
 from posttrain.config.schema import Config
 from posttrain.planner.sizing.activations import MicroBatch, forward_bytes, fullest_micro_batch, stage_activations
-from posttrain.planner.sizing.activations_cuda import fullest_moment, is_measured, kernel_bytes
+from posttrain.planner.sizing.activations_cuda import fullest_moment, kernel_bytes
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS, Assumptions
 from posttrain.planner.sizing.engine import EngineMemory, engine_memory
 from posttrain.planner.sizing.memory import (
@@ -284,7 +284,7 @@ class _Plan:
 
     def _micro_batch(self, phase: Phase, stage: StageMemory) -> dict[str, float]:
         config, batch, assumptions = self.config, self.batch, self.assumptions
-        if is_measured(config):
+        if config.hardware.compute_capability:
             return asdict(fullest_moment(config, stage.stage, batch, assumptions, phase.name == "train"))
         chunks = stage_chunks(config)[stage.stage]
         needed = stage_activations(config, stage.stage, chunks, batch, assumptions)
