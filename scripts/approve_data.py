@@ -41,6 +41,7 @@ def main() -> None:
     print_check(found)
     raise_if_any(found.problems)
     inputs = {"dataset": dataset.digest, **{name: receipt.digest for name, receipt in receipts.items()}}
+    receipt_of(args.output).unlink(missing_ok=True)  # of a result before, which this one replaces
     write_json(args.output, {**found.as_dict(), "inputs": inputs})
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("approve_data", files, inputs, {}), started)

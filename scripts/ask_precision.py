@@ -47,6 +47,7 @@ def main() -> None:
         given = read_said(args.original)[0].samples
     exams = read_exams(config, {HELD_OUT: args.dataset, **suites})
     said = ask(config, args.precision, args.checkpoint, exams, args.output.with_suffix(".engines"), given)
+    receipt_of(args.output).unlink(missing_ok=True)  # of what was said before, file by file
     write_said(said, args.output, checkpoint.digest)
     files = record_files(args.output.parent, [args.output.name, tokens_of(args.output).name])
     settings = {"precision": args.precision}

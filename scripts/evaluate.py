@@ -55,6 +55,7 @@ def main() -> None:
         **({"suites": of_suites} if suites else {}),
         "inputs": inputs,
     }
+    receipt_of(args.output).unlink(missing_ok=True)  # of a result before, which this one replaces
     write_json(args.output, measured)
     files = record_files(args.output.parent, [args.output.name])
     write_receipt(receipt_of(args.output), Receipt("evaluate", files, inputs, {"when": args.when}), started)

@@ -16,6 +16,19 @@ from posttrain.rehearsal.members import members
 FAST = ("qwen3_0.6b_1", "tiny_1")
 DEMOS = ("tiny_1", "tiny_qwen3_1")
 RECIPES = sorted({path.stem for path in (ROOT / "config" / "nodes").glob("*.yaml")} | {*FAST, *DEMOS})
+# What recipes leave as it is: stages that interleave, and what is not recomputed layer by layer.
+OTHERS = {
+    "three stages of two chunks": (
+        "glm5_20layer_6",
+        "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=3"
+        " parallel.num_layers_in_last_pipeline_stage=4 parallel.virtual_pipeline_model_parallel_size=2",
+    ),
+    "nothing is recomputed": (
+        "qwen3_30b_a3b_4",
+        "trainer.recompute_granularity=none trainer.max_tokens_per_gpu=8192",
+    ),
+    "four layers at a time": ("qwen3_0.6b_1", "trainer.recompute_num_layers=4"),
+}
 OFFLOAD = "trainer.optimizer_cpu_offload=true trainer.params_dtype=bf16 parallel.tensor_model_parallel_size=1"
 
 
@@ -41,6 +54,15 @@ def test_a_recipe_runs_through(recipe: str) -> None:
 @pytest.mark.faults("rehearsal")
 def test_an_optimizer_in_host_memory_runs_through() -> None:
     is_clean(**request_of("tiny_1"), set=OFFLOAD)
+
+
+@pytest.mark.faults("rehearsal")
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_layout_runs_through(name: str) -> None:
+    recipe, settings = OTHERS[name]
+    # Of few layers none are recomputed together.
+    request = {**request_of(recipe), "quick": int(recipe != "qwen3_0.6b_1"), "set": settings}
+    hold_against_plan(is_clean(**request), **request)
 
 
 @pytest.mark.faults("rehearsal")

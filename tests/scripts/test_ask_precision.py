@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 from tests.support.evaluation_inputs import NUM_PROMPTS
-from tests.support.precisions import ask, make_checkpoints, said_by
+from tests.support.killing import run_killed
+from tests.support.precisions import ask, make_checkpoints, said_by, words_of
 
 from posttrain.artifacts import read_receipt, receipt_of, require_files
 from posttrain.evaluation.precisions import NUM_LIKELIEST, read_said
@@ -75,3 +77,22 @@ def test_engines_that_the_job_has_started_say_the_same(asked: tuple[Path, list[o
     assert after.passed == before.passed
     assert after.likeliest.tokens.equal(before.likeliest.tokens)
     assert after.likeliest.logprobs.equal(before.likeliest.logprobs)
+
+
+@pytest.mark.faults("kills")
+def test_killed_anywhere_it_has_said_all_or_nothing(tmp_path: Path) -> None:
+    """Twice: where nothing was said before, and over what was said."""
+    words, path = make_checkpoints(tmp_path), said_by(tmp_path, "original")
+    words = words_of(tmp_path, words, "original", tmp_path / "hf")
+    claim = path.parent, receipt_of(path)
+
+    def kill_everywhere() -> int:
+        for point in count(1):
+            if run_killed("ask_precision", words, path.parent, [point], claim=claim) == [0]:
+                return point - 1
+        raise AssertionError
+
+    for _ in range(2):
+        assert kill_everywhere() >= 4, "an engine's log, what it said, its tokens, the receipt"
+        assert require_files(path.parent, receipt_of(path), content=True)
+        assert read_said(path)[0].precision == "original"

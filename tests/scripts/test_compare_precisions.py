@@ -1,17 +1,23 @@
 import json
+from itertools import count
 
 import pytest
+from tests.support.killing import run_killed
 from tests.support.precisions import ask, make_checkpoints, run_script, said_by
 
 from posttrain.artifacts import Receipt, receipt_of, record_files, write_receipt
 from posttrain.evaluation.divergence import Sample, Spoken, divergence
 
 
-def compare(folder, words, checkpoints):
+def words_of(folder, words, checkpoints, output):
     names = ("original", "nvfp4")
     more = ["--original-receipt", receipt_of(checkpoints[0]), "--checkpoints", *checkpoints]
-    more += ["--said", *(said_by(folder, name) for name in names), "--output", folder / "precisions.json"]
-    return run_script("compare_precisions", [*words[:2], *more])
+    return [*words[:2], *more, "--said", *(said_by(folder, name) for name in names), "--output", output]
+
+
+def compare(folder, words, checkpoints):
+    words = words_of(folder, words, checkpoints, folder / "precisions.json")
+    return run_script("compare_precisions", words)
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +78,23 @@ def test_what_another_checkpoint_said_is_refused(compared, tmp_path):
     ended = compare(folder, words, [folder / "hf", other])
     assert ended.returncode == 1
     assert "nvfp4.json was said by" in ended.stderr
+
+
+@pytest.mark.faults("kills")
+@pytest.mark.parametrize("before", ["", '{"deploy": "what was found before"}\n'])
+def test_killed_anywhere_a_comparison_is_whole_or_the_one_before(compared, tmp_path, before):
+    folder, words, found, _ = compared
+    output = tmp_path / "output" / "precisions.json"
+    output.parent.mkdir()
+    words = words_of(folder, words, [folder / "hf", folder / "nvfp4"], output)
+    if before:
+        output.write_text(before)
+    for point in count(1):
+        ending = run_killed("compare_precisions", words, output.parent, [point])
+        content = output.read_text() if output.exists() else ""
+        if ending == [0]:
+            break
+        assert ending == [-9]
+        assert content == before or json.loads(content) == found
+    assert json.loads(content) == found
+    assert point > 2, "it is written beside, and renamed"

@@ -39,10 +39,14 @@ def ask(
     folder: Path, words: list[object], precision: str, checkpoint: Path, around: Sequence[object] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run the step for a precision; all but the original's are told what that said."""
+    return run_script("ask_precision", words_of(folder, words, precision, checkpoint), around)
+
+
+def words_of(folder: Path, words: list[object], precision: str, checkpoint: Path) -> list[object]:
+    """Return the words of the step."""
     more = [] if precision == "original" else ["--original", said_by(folder, "original")]
     words = [*words, "--checkpoint", checkpoint, "--checkpoint-receipt", receipt_of(checkpoint), *more]
-    words += ["--precision", precision, "--output", said_by(folder, precision)]
-    return run_script("ask_precision", words, around)
+    return [*words, "--precision", precision, "--output", said_by(folder, precision)]
 
 
 def run_script(name: str, words: list[object], around: Sequence[object] = ()) -> subprocess.CompletedProcess[str]:

@@ -79,7 +79,7 @@ def test_peaks_of_a_rehearsal(model, nodes):
 
 @pytest.mark.parametrize(("model", "words", "peaks"), PEAKS_FP32)
 def test_peaks_of_a_rehearsal_in_fp32(model, words, peaks):
-    hold_against(config_of(model, **words), peaks, trainer_sleeps=True, tolerance=0.035)
+    hold_against(config_of(model, **words), peaks, trainer_sleeps=True, tolerance=0.025)
 
 
 def hold_against(config, peaks, trainer_sleeps, tolerance):

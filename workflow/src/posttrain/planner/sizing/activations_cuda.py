@@ -27,6 +27,8 @@ Then the peak is the largest of some moments; they do not meet. What attention t
                              and p s H of shared experts; where keys are chosen three rows of p s H;
       or attention           alone
 
+Where chunks interleave, three rows of p s H more are on their way in a forward pass, and four, on the last stage three,
+in training; each chunk has its own cosines and sines.
 Without recomputation a layer's backward pass adds to what is kept no more than its gradients, first of the last layer.
 Without DeepEP's dispatcher a rank permutes its own rows, and those that arrive: U is s K + R then, in a forward pass R,
 and s K where no other rank has experts. Where the embedding is the output matrix as well, its gradient p V H of the
@@ -116,16 +118,16 @@ def fullest_moment(
     """
     moments, kinds = _moments(config, batch, assumptions), _stage_kinds(config, stage)
     is_first, is_last = stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1
+    chunks = stage_chunks(config)[stage]
     if not is_backward:
-        num_layers = sum(map(len, stage_chunks(config)[stage]))
         # Behind other layers there is the one before's output; what went to the next stage is there until more does.
-        rows = 1 + (num_layers > 1) + (not is_last)
+        rows = 1 + (sum(map(len, chunks)) > 1) + (3 if len(chunks) > 1 else not is_last)
         ends = [moments.loss_forward()] if is_last else []
         return max([*(moments.layer_forward(kind, rows) for kind in kinds), *ends], key=lambda moment: moment.total)
-    chunks = stage_chunks(config)[stage]
     if config.trainer.recompute_granularity == "none":
         kinds = _kinds_of(config.model.architecture, (chunks[-1][-1:],))  # the others have freed what they kept by then
-    kept, found = moments.kept(stage, chunks), [*map(moments.layer_backward, kinds)]
+    most = max(map(len, chunks))
+    kept, found = moments.kept(stage, chunks), [moments.layer_backward(kind, most) for kind in kinds]
     if is_first:
         found.append(moments.embedding_backward())
     if is_last:
@@ -218,8 +220,11 @@ class _Moments:
         self._wide = self._p * row.t * row.hidden
         self._matrix = self._p * self._words * row.hidden
         self._tied = self._matrix * (arch.tie_word_embeddings and self._stages == 1)
-        self._angles = 2 * FP32 * (arch.qk_rope_head_dim or arch.head_dim) * batch.longest
+        # Each chunk has its own.
+        angles = 2 * FP32 * (arch.qk_rope_head_dim or arch.head_dim) * batch.longest
+        self._angles = angles * parallel.virtual_pipeline_model_parallel_size
         self._expert_cut = parallel.expert_tensor_parallel_size
+        self._expert_width = arch.moe_intermediate_size / self._expert_cut
         experts, sent = parallel.expert_model_parallel_size, row.s * arch.num_experts_per_tok
         share = min(1.0, imbalance / experts) if experts > 1 else 1.0
         self._rows = sent * experts * share * self._expert_cut
@@ -232,7 +237,10 @@ class _Moments:
 
     def kept(self, stage: int, chunks: Sequence[range]) -> float:
         """Return what all micro-batches in flight leave behind."""
-        return self._angles + most_in_flight([self._kept(layers) for layers in chunks], self._stages, stage)
+        # Chunks that take turns are sent what they need ahead, and both ways at once.
+        on_their_way = (4 - (stage == self._stages - 1)) * self._thin * (len(chunks) > 1)
+        in_flight = most_in_flight([self._kept(layers) for layers in chunks], self._stages, stage)
+        return self._angles + on_their_way + in_flight
 
     def _kept(self, layers: range) -> float:
         trainer, inputs, whole = self._trainer, 0, layers
@@ -245,15 +253,20 @@ class _Moments:
         choices = shared * sum(chooses_keys(self._arch, index) for index in layers) if shared else 0.0
         return (inputs + is_handed_on) * self._thin + choices + sum(self._saved(self._kind_of[i]) for i in whole)
 
-    def layer_backward(self, kind: int) -> Moment:
-        """Return what a layer adds where its backward pass needs most, with others that are recomputed with it."""
+    def layer_backward(self, kind: int, num_layers: int) -> Moment:
+        """Return what a layer adds where its backward pass needs most, with others that are recomputed with it.
+
+        Args:
+            kind: Of the layer.
+            num_layers: In the chunk that it stands in, at most.
+        """
         layer, (attention, activations, dispatch) = self._kinds[kind], self._parts(kind, True)
         # Both norms' outputs, what is added to the second one's, and the gradient that came.
         first = 4 * self._thin + self._tied
         if self._trainer.recompute_granularity == "none":
             first -= self._saved(kind)  # it is among what is kept
         elif self._trainer.recompute_method == "uniform":
-            first += (self._trainer.recompute_num_layers - 1) * self._saved(kind)
+            first += (min(self._trainer.recompute_num_layers, num_layers) - 1) * self._saved(kind)
         alone = max(self._attention.choosing(layer, True), attention + self._attention.gradients(layer))
         if alone > attention + activations + dispatch:
             return Moment(first + alone)
@@ -296,7 +309,10 @@ class _Moments:
 
     def _saved(self, kind: int) -> float:
         """Return what a layer keeps that is not recomputed."""
-        return sum(self._parts(kind, False)) + 4 * self._thin
+        attention, activations, dispatch = self._parts(kind, False)
+        # Rows on their way to experts and back, and what comes out of these, are read by no backward pass.
+        rows = self._p * self._rows * (self._row.hidden + 3 * self._expert_width) if dispatch else 0.0
+        return attention + activations + rows + 4 * self._thin
 
     def _inside_shared(self, layer: Layer) -> float:
         """Return what shared experts keep of their own, besides what comes out."""
@@ -311,8 +327,7 @@ class _Moments:
             return (5 * width + self._thin if is_backward else 3 * width), 0.0
         shared = self._inside_shared(layer) + self._thin * bool(arch.n_shared_experts)
         copies = (2 * self._reached if is_backward else self._reached_forward) * row.hidden
-        width = arch.moe_intermediate_size / self._expert_cut
-        rows = self._rows * (2 * row.hidden + 3 * width)
+        rows = self._rows * (2 * row.hidden + 3 * self._expert_width)
         return shared + ROUTER_BYTES * arch.n_routed_experts * row.s, self._p * (copies + rows)
 
 
