@@ -154,7 +154,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, created: list[list[int]
 
     batch = dist.batch_isend_irecv
     # A batch starts as one: in a ring of ranks that receive before they send, none would wait on a cluster.
-    dist.batch_isend_irecv = lambda calls: batch(sorted(calls, key=lambda call: call.op is not dist.isend))
+    dist.batch_isend_irecv = lambda p2p_op_list: batch(sorted(p2p_op_list, key=lambda call: call.op is not dist.isend))
     dist.new_group = make
     dist.get_backend = lambda group=None: dist.Backend(  # type: ignore[misc]
         "gloo" if is_of_host(group) else "nccl"
