@@ -18,6 +18,10 @@ from posttrain.readable import MINUS, counted, format_number, format_percent
 
 # From the worst to the best, with the terminal's colour.
 LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}
+# On the weights that an engine has been given.
+SERVED = "mismatch/abs_diff_mean"
+# Where those are right, a step may be so many times its limit apart by rounding; other weights are at seven times.
+ROUNDED_AT_MOST = 2
 # With so large a share of groups whose rewards are equal, nearly all sampling is for nothing.
 LITTLE_TO_LEARN = 0.9
 # Steps at the begin and at the end whose mean reward is told while there is no evaluation.
@@ -146,10 +150,10 @@ def _rewards(run: RunData) -> list[Finding]:
 
 def _mismatch(run: RunData) -> list[Finding]:
     own, served = mismatch_limits(run.config)
-    findings = []
+    has_served, findings = 0 <= max(run.values(SERVED), default=-1) <= served, []
     for metric, limit, weights in (
         ("mismatch/quantised_abs_diff_mean", own, "with the trainer's own weights"),
-        ("mismatch/abs_diff_mean", served, "with the weights served"),
+        (SERVED, served, "with the weights served"),
     ):
         steps, values = run.column(metric)
         far = [step for step, value in zip(steps, values, strict=True) if value > limit]
@@ -159,6 +163,10 @@ def _mismatch(run: RunData) -> list[Finding]:
                 f"{counted(len(steps), 'measured step')}, first in step {format_number(far[0])}; the largest was "
                 f"{format_number(max(values))}"
             )
+            if metric != SERVED and run.config.rollout.fp8 and has_served and max(values) <= ROUNDED_AT_MOST * limit:
+                remedy = "one step may be chance; rollout.fp8=false, or more layers left as they are, keeps them closer"
+                findings.append(Finding("warning", "Rounded weights were far from the policy", detail, remedy))
+                continue
             remedy = (
                 "an engine had other weights than it should, or computes something else: see its logs in train/attempts"
                 "; trainer.mismatch has the limits"
