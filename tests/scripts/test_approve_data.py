@@ -1,15 +1,18 @@
 import json
 import subprocess
 import sys
+from itertools import count
 
+import pytest
 from tests.support.evaluation_inputs import ROOT, make_inputs
+from tests.support.killing import run_killed
 
-from posttrain.artifacts import receipt_of, record_files, write_receipt
+from posttrain.artifacts import receipt_of, record_files, require_files, write_receipt
 from posttrain.artifacts.receipts import Receipt
 from posttrain.data.sort_digits import generate_prompts
 
 
-def approve(folder, overrides):
+def words_of(folder, overrides):
     arguments = make_inputs(folder, overrides)
     dataset = folder / "dataset"
     train, _ = generate_prompts(4, 50, 1, seed=0)
@@ -18,8 +21,12 @@ def approve(folder, overrides):
     place = arguments.index("--checkpoint-receipt")
     del arguments[place : place + 2]
     output = folder / "run" / "data_check.json"
-    more = ["--dataset-receipt", receipt_of(dataset), "--output", output]
-    words = [sys.executable, ROOT / "scripts" / "approve_data.py", *arguments, *more]
+    return [*arguments, "--dataset-receipt", receipt_of(dataset), "--output", output], output
+
+
+def approve(folder, overrides):
+    arguments, output = words_of(folder, overrides)
+    words = [sys.executable, ROOT / "scripts" / "approve_data.py", *arguments]
     ended = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120)
     return ended, output
 
@@ -41,3 +48,19 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     assert "gives full marks to 0.0% of 50 labels" in ended.stderr
     assert not output.exists()
     assert not receipt_of(output).exists()
+
+
+@pytest.mark.faults("kills")
+def test_killed_anywhere_it_has_approved_all_or_nothing(tmp_path):
+    """Twice: the second time over another result, with its receipt."""
+    words, output = words_of(tmp_path, "")
+    claim = output.parent, receipt_of(output)
+    for before in ("", "{}\n"):
+        if before:
+            output.write_text(before)
+            write_receipt(claim[1], Receipt("approve_data", record_files(output.parent, [output.name]), {}, {}))
+        for point in count(1):
+            if run_killed("approve_data", words, output.parent, [point], claim=claim) == [0]:
+                break
+        assert point > 3
+        assert require_files(*claim, content=True)

@@ -131,22 +131,28 @@ def test_an_engine_with_other_weights_is_loud(run: RunData) -> None:
         "step 4; the largest was 0.71"
     )
     assert [finding.level for finding in verdict.findings] == ["bad", "good"]
-    # Rounding alone, where the weights served were right; not where nobody knows, nor where it is far more.
-    rounded = with_rows(run, mismatch_quantised_abs_diff_mean=[0.02] * 19 + [0.2], mismatch_abs_diff_mean=[1e-4] * 20)
+    wrong = with_rows(run, mismatch_abs_diff_mean=[0.029] * 20)
+    assert "with the weights served was above 1.00e-04 nats in 20 of 20" in judge_run(wrong).findings[0].detail
+
+
+def test_rounding_is_told_from_other_weights(run: RunData) -> None:
+    """One step of twenty at twice the limit, where the weights served were right."""
+    rare, right = [0.02] * 19 + [0.2], [1e-4] * 20
+    rounded = with_rows(run, mismatch_quantised_abs_diff_mean=rare, mismatch_abs_diff_mean=right)
     assert levels(rounded) == [
         ("warning", "Rounded weights were far from the policy"),
         ("good", "The model got better"),
     ]
-    unknown = [{name: value for name, value in row.items() if name != "mismatch/abs_diff_mean"} for row in run.rows]
-    for own, served in (
-        (0.2001, {"mismatch_abs_diff_mean": [0.0] * 20}),
-        (0.2, {"mismatch_abs_diff_mean": [2e-4] * 20}),
+    served_is_unknown = dataclasses.replace(
+        run, rows=[{name: value for name, value in row.items() if name != "mismatch/abs_diff_mean"} for row in run.rows]
+    )
+    for other in (
+        with_rows(rounded, mismatch_quantised_abs_diff_mean=[0.2]),
+        with_rows(rounded, mismatch_quantised_abs_diff_mean=[0.02] * 19 + [0.2001]),
+        with_rows(rounded, mismatch_abs_diff_mean=[2e-4]),
+        with_rows(served_is_unknown, mismatch_quantised_abs_diff_mean=rare),
     ):
-        assert levels(with_rows(run, mismatch_quantised_abs_diff_mean=[own] * 20, **served))[0][0] == "bad"
-    unasked = with_rows(dataclasses.replace(run, rows=unknown), mismatch_quantised_abs_diff_mean=[0.2] * 20)
-    assert levels(unasked)[0][0] == "bad"
-    wrong = with_rows(run, mismatch_abs_diff_mean=[0.029] * 20)
-    assert "with the weights served was above 1.00e-04 nats in 20 of 20" in judge_run(wrong).findings[0].detail
+        assert levels(other)[0] == ("bad", "The engine did not sample from the policy")
 
 
 def test_what_was_left_out_is_told(run: RunData) -> None:

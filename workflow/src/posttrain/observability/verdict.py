@@ -20,8 +20,8 @@ from posttrain.readable import MINUS, counted, format_number, format_percent
 LEVELS = {"bad": "bold red", "warning": "yellow", "unknown": "bold", "good": "green"}
 # On the weights that an engine has been given.
 SERVED = "mismatch/abs_diff_mean"
-# Where those are right, a step may be so many times its limit apart by rounding; other weights are at seven times.
-ROUNDED_AT_MOST = 2
+# Where those are right, so few steps may be so many times their limit apart by rounding; other weights are at seven.
+RARE, ROUNDED_AT_MOST = 0.05, 2
 # With so large a share of groups whose rewards are equal, nearly all sampling is for nothing.
 LITTLE_TO_LEARN = 0.9
 # Steps at the begin and at the end whose mean reward is told while there is no evaluation.
@@ -163,7 +163,8 @@ def _mismatch(run: RunData) -> list[Finding]:
                 f"{counted(len(steps), 'measured step')}, first in step {format_number(far[0])}; the largest was "
                 f"{format_number(max(values))}"
             )
-            if metric != SERVED and run.config.rollout.fp8 and has_served and max(values) <= ROUNDED_AT_MOST * limit:
+            is_rare = len(far) <= len(steps) * RARE and max(values) <= ROUNDED_AT_MOST * limit
+            if metric != SERVED and run.config.rollout.fp8 and has_served and is_rare:
                 remedy = "one step may be chance; rollout.fp8=false, or more layers left as they are, keeps them closer"
                 findings.append(Finding("warning", "Rounded weights were far from the policy", detail, remedy))
                 continue
