@@ -95,7 +95,7 @@ def test_peaks_of_a_rehearsal(model, nodes):
 
 @pytest.mark.parametrize(("model", "words", "peaks"), OTHER_PEAKS)
 def test_peaks_of_another_rehearsal(model, words, peaks):
-    hold_against(shallow(config_of(model, **words)), peaks, trainer_sleeps=True, tolerance=0.025)
+    hold_against(shallow(config_of(model, **words)), peaks, trainer_sleeps=True, tolerance=0.013)
 
 
 def test_layers_that_are_computed_again_together():
@@ -112,7 +112,8 @@ def hold_against(config, peaks, trainer_sleeps, tolerance):
         (row.stage, row.phase): sum(size for part, size in row.gpu.items() if part not in UNSEEN) for row in rows
     }
     for place, gib in peaks.items():
-        assert planned[place] == pytest.approx(gib, rel=tolerance), place
+        # Of the smallest models a part of what a rank holds is as small as four MiB.
+        assert planned[place] == pytest.approx(gib, rel=tolerance, abs=0.004), place
 
 
 def test_what_transformer_engine_keeps_by_hand():
