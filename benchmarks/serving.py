@@ -1,10 +1,13 @@
 """The concurrency table beside the tool of the engine that is measured.
 
-    python -m benchmarks.serving            # needs `make env-sglang`
+    python -m benchmarks.serving sglang     # needs `make env-sglang`
+    python -m benchmarks.serving vllm       # needs `make env-vllm`
 
-A real SGLang serves a small random Qwen3 on this machine's CPU. By turns SGLang's own tool (`sglang.benchmark.serving`)
-and ours send the same load to /generate: random prompts, responses of a fixed length, the same number of requests in
-flight and in all. What is compared is the median, over pairs, of ours by theirs.
+A real engine serves a small random Qwen3 with one thread of this machine. By turns its own tool
+(`sglang.benchmark.serving`, `vllm bench serve`) and ours send the same load to the same interface: random prompts,
+responses of a fixed length, the same number of requests in flight and in all. A pair has short turns, since a
+machine is not as fast in one second as in the next: theirs is imported once, and waits while ours measures. What is
+compared is the median of ours by theirs, over the turns of a pair and over pairs.
 """
 
 from __future__ import annotations
@@ -18,14 +21,21 @@ import statistics
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from benchmarks.claims import report
-from tests.support.sglang_environment import PYTHON, require_sglang
+from tests.support import served_engines
+from tests.support.sglang_environment import PYTHON as SGLANG
+from tests.support.sglang_environment import require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
+from tests.support.vllm_environment import PYTHON as VLLM
+from tests.support.vllm_environment import require_vllm
 from tests.support.workflow_runs import ROOT
+from transformers import AutoTokenizer
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.config.command_line import CONFIG_DIR
@@ -34,15 +44,20 @@ from posttrain.engines.launch_command import render_engine_command
 from posttrain.engines.ports import LOOPBACK, choose_free_ports
 from posttrain.engines.process import check_all_alive, started_engines
 from posttrain.engines.secret import new_secret
-from posttrain.engines.streaming import GENERATE, Endpoint
+from posttrain.engines.streaming import COMPLETIONS, GENERATE, Endpoint
 from posttrain.evaluation.serving import FEWEST_REQUESTS, Load, measure_level
 from posttrain.evaluation.serving_prompts import random_prompts
 from posttrain.planner.resolve import resolve
 
-PAIRS, CONCURRENCIES = 7, (1, 8)
-INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 64, 64, 4
+PAIRS, TURNS, CONCURRENCIES = 7, 8, (1, 8)
+INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 64, 32, 2
 ARCHITECTURE = dataclasses.replace(
-    TINY_QWEN3, hidden_size=256, intermediate_size=768, num_hidden_layers=6, max_position_embeddings=1024
+    TINY_QWEN3,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=6,
+    head_dim=64,
+    max_position_embeddings=1024,
 )
 # What of their result is which of ours.
 COMPARED = {
@@ -52,24 +67,98 @@ COMPARED = {
     "itl_p50_ms": "median_itl_ms",
 }
 LOWEST, HIGHEST = 0.95, 1.05
+# Runs a module with the arguments of a line of its input, as often as there is one, and says when that has ended.
 # SGLang's environment lacks a package that its tool imports and this load does not use; ours has it.
 THEIR_TOOL = """
-import runpy, sys
-sys.path.append(sys.argv.pop(1))
-runpy.run_module("sglang.benchmark.serving", run_name="__main__")
+import json, os, runpy, sys
+sys.path.append(sys.argv[1])
+module, answers = sys.argv[2], os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    sys.argv = [module, *json.loads(line)]
+    runpy.run_module(module, run_name="__main__")
+    print("done", file=answers, flush=True)
 """
 
 
+class OwnTool:
+    """An engine's own tool, imported once.
+
+    Args:
+        python: Of the engine's environment.
+        module: What is run.
+        secret: That it shows; empty: none.
+    """
+
+    def __init__(self, python: Path | str, module: str, secret: str):
+        own = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": secret}
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
+        command = [str(python), "-c", THEIR_TOOL, sysconfig.get_path("purelib"), module]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=env, cwd=ROOT, text=True, **pipes)
+
+    def run(self, flags: Sequence[object]) -> None:
+        """Run it to its end."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps([str(word) for word in flags]) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n", "what it has printed stands above"
+
+    def end(self) -> None:
+        """End its process."""
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that an engine serves.
+
+    Args:
+        endpoint: Where it answers.
+        model: Its folder.
+        flags: Of the engine's own tool, by what is served, concurrency, seed and the file for the result.
+        tool: That tool.
+    """
+
+    endpoint: Endpoint
+    model: Path
+    flags: Callable[[Served, int, int, Path], list[object]]
+    tool: OwnTool
+
+
 @contextmanager
-def served(folder: Path) -> Iterator[Endpoint]:
-    """Serve a small model with a real SGLang; where it answers."""
+def served(engine: str, folder: Path) -> Iterator[Served]:
+    """Serve a small model with a real engine that computes with one thread."""
     model = folder / "model"
     make_random_checkpoint(model, ARCHITECTURE, seed=1)
     make_tokenizer(ARCHITECTURE.max_position_embeddings).save_pretrained(model)
-    asked = {"model": "tiny_qwen3", "site": "local", "set": f"engine.kind=sglang engine.python={PYTHON}"}
+    serve, python, module, flags = ENGINES[engine]
+    with serve(model, folder) as endpoint:
+        tool = OwnTool(python, module, endpoint.secret)
+        try:
+            yield Served(endpoint, model, flags, tool)
+        finally:
+            tool.end()
+
+
+@contextmanager
+def served_by_vllm(model: Path, folder: Path) -> Iterator[Endpoint]:
+    """Serve with vLLM's CPU package."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with served_engines.vllm(served_engines.Learned("qwen3", "bf16", model, None, []), folder, 1024) as (url, name):
+        yield Endpoint(url, name, COMPLETIONS)
+
+
+@contextmanager
+def served_by_sglang(model: Path, folder: Path) -> Iterator[Endpoint]:
+    """Serve as a training would."""
+    asked = {"model": "tiny_qwen3", "site": "local", "set": f"engine.kind=sglang engine.python={SGLANG}"}
     config = resolve(asked, CONFIG_DIR).config
     (port,) = choose_free_ports(1)
     secret = new_secret()
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
     command = render_engine_command(config, 0, model, LOOPBACK, port)
     with started_engines({0: command}, folder / "logs", secret) as engines:
 
@@ -81,33 +170,49 @@ def served(folder: Path) -> Iterator[Endpoint]:
         yield Endpoint(command.url, str(model), GENERATE, secret)
 
 
-def theirs(endpoint: Endpoint, concurrency: int, seed: int) -> dict[str, float]:
-    """Return what SGLang's own tool measures."""
+def sglang_flags(by: Served, concurrency: int, seed: int, result: Path) -> list[object]:
+    """Return what SGLang's own tool is asked."""
+    sent: dict[str, object] = {
+        **{"--backend": "sglang", "--base-url": by.endpoint.url, "--model": by.model},
+        **{"--dataset-name": "random-ids", "--random-range-ratio": 1.0, "--seed": seed},
+        **{"--random-input-len": INPUT_TOKENS, "--random-output-len": OUTPUT_TOKENS},
+        **{"--num-prompts": num_requests(concurrency), "--max-concurrency": concurrency},
+        **{"--warmup-requests": concurrency, "--output-file": result},
+    }
+    return [*(word for pair in sent.items() for word in pair), "--tokenize-prompt", "--disable-tqdm"]
+
+
+def vllm_flags(by: Served, concurrency: int, seed: int, result: Path) -> list[object]:
+    """Return what vLLM's own tool is asked."""
+    sent: dict[str, object] = {
+        **{"--backend": "openai", "--base-url": by.endpoint.url, "--tokenizer": by.model},
+        **{"--model": by.endpoint.model, "--dataset-name": "random", "--random-range-ratio": 0.0, "--seed": seed},
+        **{"--random-input-len": INPUT_TOKENS, "--random-output-len": OUTPUT_TOKENS, "--temperature": 0},
+        **{"--num-prompts": num_requests(concurrency), "--max-concurrency": concurrency},
+        **{"--num-warmups": concurrency, "--result-dir": result.parent, "--result-filename": result.name},
+    }
+    flags = [word for pair in sent.items() for word in pair]
+    return ["bench", "serve", *flags, "--ignore-eos", "--save-result", "--disable-tqdm"]
+
+
+def theirs(by: Served, concurrency: int, seed: int) -> dict[str, float]:
+    """Return what the engine's own tool measures."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.jsonl"
-        sent = {
-            **{"--backend": "sglang", "--base-url": endpoint.url, "--model": endpoint.model},
-            **{"--dataset-name": "random-ids", "--random-range-ratio": 1.0, "--seed": seed},
-            **{"--random-input-len": INPUT_TOKENS, "--random-output-len": OUTPUT_TOKENS},
-            **{"--num-prompts": num_requests(concurrency), "--max-concurrency": concurrency},
-            **{"--warmup-requests": concurrency, "--output-file": result},
-        }
-        flags = [str(word) for pair in sent.items() for word in pair]
-        packages = sysconfig.get_path("purelib")
-        command = [PYTHON, "-c", THEIR_TOOL, packages, *flags, "--tokenize-prompt", "--disable-tqdm"]
-        own = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": endpoint.secret}
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
-        ended = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr[-2000:]
+        result = Path(folder) / "result.json"
+        by.tool.run(by.flags(by, concurrency, seed, result))
         told = json.loads(result.read_text().splitlines()[-1])
     assert told["completed"] == num_requests(concurrency), told
+    assert told["total_output_tokens"] == num_requests(concurrency) * OUTPUT_TOKENS, told
     return {ours: told[name] for ours, name in COMPARED.items()}
 
 
-def ours(endpoint: Endpoint, concurrency: int, seed: int) -> dict[str, float]:
+def ours(by: Served, concurrency: int, seed: int) -> dict[str, float]:
     """Return what our table says."""
     prompts = random_prompts(INPUT_TOKENS, ARCHITECTURE.vocab_size, seed)
-    level = asyncio.run(measure_level([endpoint], prompts, concurrency, Load(OUTPUT_TOKENS, ROUNDS, seed)))
+    if by.endpoint.api == COMPLETIONS:  # vLLM's own tool sends texts
+        tokenizer, numbers = AutoTokenizer.from_pretrained(by.model), prompts
+        prompts = lambda row, number: str(tokenizer.decode(numbers(row, number)))  # noqa: E731
+    level = asyncio.run(measure_level([by.endpoint], prompts, concurrency, Load(OUTPUT_TOKENS, ROUNDS, seed)))
     return {name: getattr(level, name) for name in COMPARED}
 
 
@@ -116,31 +221,42 @@ def num_requests(concurrency: int) -> int:
     return max(FEWEST_REQUESTS, ROUNDS * concurrency)
 
 
-def ratios(endpoint: Endpoint, concurrency: int, pairs: int) -> dict[str, float]:
-    """Return the median of ours by theirs; whoever goes first changes from pair to pair."""
-    found = []
+def ratios(by: Served, concurrency: int, pairs: int) -> dict[str, float]:
+    """Return the median over pairs of ours by theirs, which is the median of a pair's turns."""
+    found, seeds = [], count(1000 * concurrency)
+    theirs(by, concurrency, next(seeds))  # it is imported
     for pair in range(pairs):
-        tools = (ours, theirs) if pair % 2 else (theirs, ours)
-        seed = 1000 * concurrency + 10 * pair
-        told = {tool: tool(endpoint, concurrency, seed + place) for place, tool in enumerate(tools)}
-        found.append({name: told[ours][name] / told[theirs][name] for name in COMPARED})
-        print(f"{concurrency} in flight, pair {pair + 1}: {[told[tool] for tool in (ours, theirs)]}", flush=True)
+        turns = []
+        for turn in range(TURNS):
+            order = (ours, theirs) if turn % 2 else (theirs, ours)
+            told = {tool: tool(by, concurrency, next(seeds)) for tool in order}
+            turns.append({name: told[ours][name] / told[theirs][name] for name in COMPARED})
+        found.append({name: statistics.median(turn[name] for turn in turns) for name in COMPARED})
+        print(f"{concurrency} in flight, pair {pair + 1}: {found[-1]}, last {told[ours]}", flush=True)
     return {name: statistics.median(pair[name] for pair in found) for name in COMPARED}
 
 
 def main() -> None:
     """Measure, and print a claim for each ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     args = parser.parse_args()
-    require_sglang()
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as endpoint:
+    REQUIRED[args.engine]()
+    with tempfile.TemporaryDirectory() as folder, served(args.engine, Path(folder)) as by:
         for concurrency in CONCURRENCIES:
-            for name, ratio in ratios(endpoint, concurrency, args.pairs).items():
-                claim = f"{name} by that of SGLang's own tool, {concurrency} in flight"
+            for name, ratio in ratios(by, concurrency, args.pairs).items():
+                claim = f"{name} by that of {args.engine}'s own tool, {concurrency} in flight"
                 report(f"{claim}: at least", ratio, LOWEST, at_least=True)
                 report(f"{claim}: at most", ratio, HIGHEST)
 
+
+# How it serves, whose Python runs its own tool, which module that is, and what it is asked.
+ENGINES = {
+    "sglang": (served_by_sglang, SGLANG, "sglang.benchmark.serving", sglang_flags),
+    "vllm": (served_by_vllm, VLLM, "vllm.entrypoints.cli.main", vllm_flags),
+}
+REQUIRED = {"sglang": require_sglang, "vllm": require_vllm}
 
 if __name__ == "__main__":
     main()

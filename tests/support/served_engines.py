@@ -107,11 +107,11 @@ def sglang(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def vllm(learned: Learned, folder: Path) -> Iterator[tuple[str, str]]:
+def vllm(learned: Learned, folder: Path, most_tokens: int = 128) -> Iterator[tuple[str, str]]:
     """By its own command: `posttrain serve` knows no vLLM on CPUs."""
     require_vllm()
     (port,) = choose_free_ports(1)
-    words = ["--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager"]
+    words = ["--max-model-len", str(most_tokens), "--max-num-seqs", "8", "--enforce-eager"]
     words += ["--dtype", "bfloat16" if learned.form == "fp8" else "float32"]
     words += MLA_ON_CPUS if learned.kind == "deepseek_v3" else []
     command = [str(VLLM / "bin" / "vllm"), "serve", str(learned.folder), *words]

@@ -160,6 +160,16 @@ def test_an_engine_that_compiles_needs_a_compiler(folder: Path, stand_in: Path, 
     done = serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin")
     assert "nvcc = not on PATH" in done.stderr
     assert "2,259 kernels" in done.stderr
+    assert "cutlass" not in done.stderr, "no DeepGEMM is beside this vLLM"
+    # Of a package without its headers both are told; of one's own that has them nothing, whatever vLLM brings.
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    (packages / "vllm" / "third_party" / "deep_gemm" / "include").mkdir(parents=True)
+    done = serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin")
+    assert "nvcc = not on PATH" in done.stderr
+    assert "third_party/deep_gemm = has no include/cutlass/cutlass.h" in done.stderr
+    (packages / "deep_gemm" / "include" / "cutlass").mkdir(parents=True)
+    (packages / "deep_gemm" / "include" / "cutlass" / "cutlass.h").touch()
+    assert "cutlass" not in serve(tmp_path, *words, code=1, PATH=f"{stand_in}:/usr/bin:/bin").stderr
     assert not (tmp_path / "seen").exists()
 
 

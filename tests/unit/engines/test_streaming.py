@@ -1,5 +1,7 @@
 """What a chunk says, in each dialect; times are tested against an endpoint in evaluation/test_serving.py."""
 
+import dataclasses
+
 import pytest
 
 from posttrain.engines.calls import EngineError
@@ -70,9 +72,11 @@ def test_an_error_within_a_stream_is_one():
 @pytest.mark.parametrize("api", [COMPLETIONS, CHAT])
 def test_a_request_asks_for_its_length_its_seed_and_counts(api):
     messages = [{"role": "user", "content": "a"}]
-    body = _body(Endpoint("http://x", "m", api), StreamedRequest(messages if api == CHAT else [1, 2], 5, 3, 0.5))
+    endpoint, request = Endpoint("http://x", "m", api), StreamedRequest(messages if api == CHAT else [1, 2], 5, 3, 0.5)
+    body = _body(endpoint, request)
     assert body.get("messages" if api == CHAT else "prompt") == (messages if api == CHAT else [1, 2])
     assert (body["max_tokens"], body["seed"], body["temperature"]) == (5, 3, 0.5)
+    assert "seed" not in _body(endpoint, dataclasses.replace(request, temperature=0.0))
     assert body["ignore_eos"]
     assert body["stream"]
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}

@@ -100,6 +100,45 @@ def test_an_expert_that_no_router_chooses_is_told(made, sequences) -> None:
     assert not any(f"experts.{IDLE}.down_proj" in name for name in seen.by_module() if "layers.2." in name)
 
 
+class _GroupedLinear(torch.nn.Module):
+    """What Transformer Engine's computes on a GPU: each expert's rows by its own matrix."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(weights)
+
+    def forward(self, rows, sizes):
+        parts = zip(rows.split(sizes), self.weights, strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+
+def grouped(experts):
+    """Return Megatron's module of GPUs, which computes a projection of all experts at once, with the same weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    def build(name):
+        return lambda *_, **__: _GroupedLinear([getattr(each, name).weight for each in experts.local_experts])
+
+    parts = GroupedMLPSubmodules(build("linear_fc1"), build("linear_fc2"))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return TEGroupedMLP(len(experts.local_experts), experts.config, parts, groups)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_moe"])
+def test_experts_that_are_computed_together_are_given_the_same(made, sequences, monkeypatch, family) -> None:
+    """With an expert that gets no tokens (GLM-5's)."""
+    policy = made(family)[1]
+    expected = look(policy, sequences)
+    for layer in policy.chunks[0].decoder.layers:
+        if hasattr(layer.mlp, "experts"):
+            monkeypatch.setitem(layer.mlp._modules, "experts", grouped(layer.mlp.experts))
+    seen = look(policy, sequences)
+    assert torch.equal(seen.counts, expected.counts)
+    assert expected.amax.max() > 0
+    assert (seen.amax - expected.amax).abs().max() <= 1e-6 * expected.amax.max()
+
+
 def test_padding_changes_nothing(made, sequences) -> None:
     policy = made("qwen3_moe")[1]
     one, other = look(policy, sequences, multiple_of=64), look(policy, sequences, multiple_of=512)

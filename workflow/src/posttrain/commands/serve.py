@@ -41,6 +41,13 @@ from posttrain.serving.wish import LOCAL, Wish
 
 # What `site=` and `configs=` say of where files are; any other word describes the run whose export is served.
 PLACES = ("site", "configs")
+# The package whose kernels vLLM compiles, below the folder of its program: one's own, else the one that it brings.
+DEEP_GEMM = tuple(
+    f"lib/python3*/{packages}/{name}"
+    for name in ("deep_gemm", "vllm/third_party/deep_gemm")
+    for packages in ("site-packages", "dist-packages")
+)
+CUTLASS = "include/cutlass/cutlass.h"
 # A server that is asked whether it is right says itself that it is ready.
 CHECK_SECONDS = 30.0
 
@@ -202,4 +209,14 @@ def _lacking(process: Process, launch: Launch) -> Iterator[Problem]:
     if launch.compiles and not shutil.which("nvcc"):
         needed = f"CUDA's compiler: {launch.compiles}"
         yield Problem("nvcc", "not on PATH", needed, f"put CUDA's bin folder on PATH; {remedy}")
+    if launch.compiles and (package := _deep_gemm_of(process.argv[0])) and not (package / CUTLASS).exists():
+        needed = f"CUTLASS's headers, with which it is compiled: {launch.compiles}"
+        reinstall = "install vLLM's wheel anew, or build DeepGEMM with its submodules"
+        yield Problem(str(package), f"has no {CUTLASS}", needed, f"{reinstall}; {remedy}")
     yield from _without_secret(process)
+
+
+def _deep_gemm_of(program: str) -> Path | None:
+    """Return DeepGEMM's package beside a program; None without one: then nothing of it is compiled."""
+    found = Path(shutil.which(program) or program).resolve()
+    return next((path for pattern in DEEP_GEMM for path in sorted(found.parent.parent.glob(pattern))), None)

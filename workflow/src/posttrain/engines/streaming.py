@@ -57,7 +57,7 @@ class StreamedRequest:
     Args:
         prompt: Token ids or text; for `CHAT` messages.
         output_tokens: The response has exactly so many: the end token is ignored.
-        seed: Of sampling.
+        seed: Of sampling; not sent where nothing is sampled.
         temperature: 0 takes the likeliest token.
     """
 
@@ -170,11 +170,13 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 
 def _body(endpoint: Endpoint, request: StreamedRequest) -> dict[str, Any]:
     length, same = request.output_tokens, {"ignore_eos": True, "temperature": request.temperature}
+    # The likeliest token needs no seed, for which an engine would keep a generator for each request.
+    seed = {"sampling_seed" if endpoint.api == GENERATE else "seed": request.seed} if request.temperature else {}
     if endpoint.api == GENERATE:
-        sampling = {"max_new_tokens": length, "sampling_seed": request.seed, **same}
+        sampling = {"max_new_tokens": length, **seed, **same}
         return {"input_ids": list(request.prompt), "sampling_params": sampling, "stream": True}
     prompt = {"messages": request.prompt} if endpoint.api == CHAT else {"prompt": request.prompt}
     # Counts with every chunk tell tokens without a text, half a character say, from chunks without a token.
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = {"max_tokens": length, "seed": request.seed, "stream": True, "stream_options": options, **same}
+    told = {"max_tokens": length, **seed, "stream": True, "stream_options": options, **same}
     return {"model": endpoint.model, **prompt, **told}
