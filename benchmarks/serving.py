@@ -49,8 +49,8 @@ from posttrain.evaluation.serving import FEWEST_REQUESTS, Load, measure_level
 from posttrain.evaluation.serving_prompts import random_prompts
 from posttrain.planner.resolve import resolve
 
-PAIRS, TURNS, CONCURRENCIES = 7, 8, (1, 8)
-INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 64, 32, 2
+PAIRS, TURNS, CONCURRENCIES = 7, 5, (1, 8)
+INPUT_TOKENS, OUTPUT_TOKENS, ROUNDS = 512, 16, 4
 ARCHITECTURE = dataclasses.replace(
     TINY_QWEN3,
     hidden_size=256,

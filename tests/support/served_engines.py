@@ -112,6 +112,7 @@ def vllm(learned: Learned, folder: Path, most_tokens: int = 128) -> Iterator[tup
     require_vllm()
     (port,) = choose_free_ports(1)
     words = ["--max-model-len", str(most_tokens), "--max-num-seqs", "8", "--enforce-eager"]
+    words += ["--no-enable-prefix-caching"]  # prompts of vLLM's own load repeat
     words += ["--dtype", "bfloat16" if learned.form == "fp8" else "float32"]
     words += MLA_ON_CPUS if learned.kind == "deepseek_v3" else []
     command = [str(VLLM / "bin" / "vllm"), "serve", str(learned.folder), *words]
