@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Learned:
         folder: What is served.
         tokenizer: Of that folder.
         texts: Of transformers, with what its codes stand for.
+        rounded: How far transformers' own log-probabilities of these texts are apart in BF16, at most, where asked for.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Learned:
     folder: Path
     tokenizer: AutoTokenizer
     texts: list[Text]
+    rounded: float = 0.0
 
 
 class RefusedError(Exception):
@@ -86,6 +88,18 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> Text:
         logprobs.append(float(first))
         margins.append(float(first - second))
     return Text(prompt, tokens[len(prompt) :], logprobs, margins)
+
+
+@torch.inference_mode()
+def furthest(model: torch.nn.Module, texts: Sequence[Text]) -> float:
+    """Return how far a model's log-probability of a token is from a text's at most."""
+    apart = 0.0
+    for text in texts:
+        tokens = torch.tensor([[*text.prompt, *text.response]])
+        said = model(tokens).logits[0, len(text.prompt) - 1 : -1].float().log_softmax(-1)
+        own = said[torch.arange(len(text.response)), tokens[0, len(text.prompt) :]]
+        apart = max(apart, float((own - torch.tensor(text.logprobs)).abs().max()))
+    return apart
 
 
 @contextmanager

@@ -19,7 +19,17 @@ import pytest
 import torch
 from tests.support.folders_in_parts import make_folder
 from tests.support.learned_checkpoint import FIRST, LAST, PERIOD, make_learned_checkpoint
-from tests.support.served_engines import ENGINES, RESPONSE_TOKENS, Learned, Text, answered, forced, greedy, written
+from tests.support.served_engines import (
+    ENGINES,
+    RESPONSE_TOKENS,
+    Learned,
+    Text,
+    answered,
+    forced,
+    furthest,
+    greedy,
+    written,
+)
 from tests.support.served_in_foreground import SECRET, serve
 from tests.support.tiny_checkpoint import TINY_DEEPSEEK, TINY_GLM4_MOE, TINY_QWEN3, write_shards
 from tests.support.vllm_environment import require_vllm, run_in_vllm
@@ -62,7 +72,7 @@ IN_FP8 = {"format": "fp8", "strategy": "block", "scale": "fp32"}
 NUM_PROMPTS, PROMPT_TOKENS = 8, 7
 SHORT_BENCHMARK = ("--input-tokens", "8", "--output-tokens", "16", "--vocabulary", "64", "--concurrency", "1", "2")
 # A margin below this is a tie; 95 % of all places agree in any case.
-TIE_NATS, AGREEING, APART_NATS = 0.05, 0.95, 1e-2
+TIE_NATS, AGREEING, APART_NATS, BF16_SHARE = 0.05, 0.95, 1e-2, 1.5
 
 
 # Made once, whatever the order of tests.
@@ -88,14 +98,19 @@ def make_learned(kind: str, form: str, home: Path) -> Learned:
         write_numbers(folder, spoken)
     # What stands between the lines of a conversation, no such model has seen.
     (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
-    model = AutoModelForCausalLM.from_pretrained(spoken, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(spoken, torch.float32)
     generator = torch.Generator().manual_seed(1)
     begun = torch.randint(FIRST, LAST, (NUM_PROMPTS, PERIOD), generator=generator)
     prompts = begun.repeat(1, PROMPT_TOKENS // PERIOD + 1)[:, :PROMPT_TOKENS].tolist()
     texts = [greedy(model, prompt) for prompt in prompts]
     margins = torch.tensor([margin for text in texts for margin in text.margins])
     assert margins.median() > 1
-    return Learned(kind, form, folder, AutoTokenizer.from_pretrained(folder), texts)
+    rounded = furthest(transformers_model(spoken, torch.bfloat16), texts) if form == "fp8" else 0.0
+    return Learned(kind, form, folder, AutoTokenizer.from_pretrained(folder), texts, rounded)
+
+
+def transformers_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def write_numbers(quantised: Path, folder: Path) -> None:
@@ -120,7 +135,8 @@ def case(kind: str, form: str, engine: str, is_small: bool = False) -> object:
 
 CASES = [case(kind, "bf16", engine, kind == "qwen3") for kind in ARCHITECTURES for engine in ENGINES]
 SCORED = [case(kind, "bf16", engine) for kind in ARCHITECTURES for engine in ENGINES]
-CASES += [*(case(kind, "fp8", "embedded") for kind in ARCHITECTURES), case("qwen3", "fp8", "vllm")]
+CASES += [case(kind, "fp8", "embedded") for kind in ARCHITECTURES]
+CASES += [case(kind, "fp8", "vllm") for kind in ("qwen3", "deepseek_v3")]
 
 
 @pytest.mark.parametrize(("learned", "engine"), CASES, indirect=["learned"])
@@ -138,10 +154,12 @@ def test_an_engine_says_what_transformers_says(learned: Learned, engine: str, tm
             apart = max(apart, abs(own[place] - text.logprobs[place]))
     count = NUM_PROMPTS * RESPONSE_TOKENS
     print(
-        f"{engine}, {learned.folder.name}: {agreeing} of {count} the same, {apart:.2g} nats apart at most, {ties} ties"
+        f"{engine}, {learned.folder.name}: {agreeing} of {count} the same, {apart:.2g} nats apart at most, {ties} ties;"
+        f" transformers in BF16 {learned.rounded:.2g}"
     )
     assert agreeing / count >= AGREEING
-    assert apart <= APART_NATS
+    # FP8 is computed in BF16 by vLLM, which takes transformers as far where latents are wide.
+    assert apart <= max(APART_NATS, BF16_SHARE * learned.rounded if engine == "vllm" else 0.0)
     different = [
         text for text, said in zip(learned.texts, alone, strict=True) if said != learned.tokenizer.decode(text.response)
     ]
@@ -234,6 +252,18 @@ def test_sglang_in_fp8_on_a_cpu_is_refused_by_name(learned: Learned, tmp_path: P
     said = serve(tmp_path, learned.folder, "--engine", "sglang", "--hardware", "cpu", code=1)
     assert "--precision = fp8" in said
     assert "bf16 by sglang on cpu" in said
+
+
+@pytest.mark.vllm
+@pytest.mark.faults("engines")
+@pytest.mark.parametrize("learned", [("glm4_moe", "fp8")], indirect=True)
+def test_vllm_in_fp8_on_a_cpu_knows_no_biases(learned: Learned, tmp_path: Path) -> None:
+    """Why GLM-4-MoE's class, whose attention has them, is not among its cases in FP8; where this fails, it can be."""
+    with ENGINES["vllm"](learned, tmp_path) as (url, name), pytest.raises(AssertionError, match="EngineCore"):
+        asyncio.run(written(url, name, learned.texts[0]))
+    log = (tmp_path / "vllm.log").read_text()
+    assert "fp8_scaled_mm_cpu(" in log
+    assert "RuntimeError: expected scalar type Float but found BFloat16" in log
 
 
 # Three tokens of two heads, turned as DeepSeek-V3's class turns them, flat and with a dimension for heads.
