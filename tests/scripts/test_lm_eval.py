@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +23,16 @@ from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
 from posttrain.artifacts import Paths, read_json, read_receipt, receipt_of
+from posttrain.checkpoint.canary import read_canary, write_canary
 from posttrain.config.evaluation import Suite
 from posttrain.config.schema import Config
 from posttrain.config.suites import HELD_OUT
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.dataset_files import make_rows
 from posttrain.data.sort_digits import INSTRUCTION, generate_prompts
+from posttrain.errors import ConfigError
 from posttrain.evaluation import heldout
+from posttrain.evaluation.lm_eval import evaluate_with_lm_eval
 from posttrain.planner.resolve import resolve
 from posttrain.preflight.lm_eval import MADE
 from posttrain.types import Prompt
@@ -336,6 +340,21 @@ def test_a_kill_leaves_no_receipt_nor_the_secret_and_the_same_command_goes_on(se
     receipt = read_receipt(receipt_of(result))
     assert {"lm_eval_after.json", "lm_eval_after/samples_digits_chat.jsonl"} <= {file.path for file in receipt.files}
     assert "Nothing to be done" in served.workflow.run("lm_eval", config=request)
+
+
+@pytest.mark.faults("lm-eval")
+def test_an_engine_that_serves_something_else_is_asked_nothing(served: Served, tmp_path: Path) -> None:
+    served.ask("digits_chat", chat=True)
+    checkpoint, records = tmp_path / "hf", tmp_path / "records"
+    shutil.copytree(served.workflow.folder / served.paths.hf_export, checkpoint)
+    canary = read_canary(checkpoint)
+    assert canary
+    backwards = [dataclasses.replace(prompt, response_tokens=prompt.response_tokens[::-1]) for prompt in canary.prompts]
+    write_canary(checkpoint, dataclasses.replace(canary, prompts=backwards))
+    records.mkdir()
+    with pytest.raises(ConfigError, match="nats from the trainer's"):
+        evaluate_with_lm_eval(served.config, "run", checkpoint, records, tmp_path / "engines")
+    assert [path.name for path in records.iterdir()] == ["lm_eval.log"], "its tasks were looked at, and no more"
 
 
 def test_what_is_missing_is_told_before_an_engine_starts(tmp_path: Path) -> None:
