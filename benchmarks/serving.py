@@ -3,11 +3,11 @@
     python -m benchmarks.serving sglang     # needs `make env-sglang`
     python -m benchmarks.serving vllm       # needs `make env-vllm`
 
-A real engine serves a small random Qwen3 with one thread of this machine. By turns its own tool
+A real engine, told to compute with one thread, serves a small random Qwen3. By turns its own tool
 (`sglang.benchmark.serving`, `vllm bench serve`) and ours send the same load to the same interface: random prompts,
-responses of a fixed length, the same number of requests in flight and in all. A pair has short turns, since a
-machine is not as fast in one second as in the next: theirs is imported once, and waits while ours measures. What is
-compared is the median of ours by theirs, over the turns of a pair and over pairs.
+responses of a fixed length, the same number of requests in flight and in all. A pair has short turns, since a machine
+is not as fast in one second as in the next: theirs is imported once, and waits while ours measures. What is compared is
+the median of ours by theirs, over the turns of a pair and over pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.claims import report
 from tests.support import served_engines
@@ -67,6 +68,7 @@ COMPARED = {
     "itl_p50_ms": "median_itl_ms",
 }
 LOWEST, HIGHEST = 0.95, 1.05
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 # Runs a module with the arguments of a line of its input, as often as there is one, and says when that has ended.
 # SGLang's environment lacks a package that its tool imports and this load does not use; ours has it.
 THEIR_TOOL = """
@@ -94,8 +96,8 @@ class OwnTool:
         own = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": secret}
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
         command = [str(python), "-c", THEIR_TOOL, sysconfig.get_path("purelib"), module]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, env=env, cwd=ROOT, text=True, **pipes)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdin=pipe, stdout=pipe)
 
     def run(self, flags: Sequence[object]) -> None:
         """Run it to its end."""
@@ -130,12 +132,12 @@ class Served:
 
 @contextmanager
 def served(engine: str, folder: Path) -> Iterator[Served]:
-    """Serve a small model with a real engine that computes with one thread."""
+    """Serve a small model with a real engine."""
     model = folder / "model"
     make_random_checkpoint(model, ARCHITECTURE, seed=1)
     make_tokenizer(ARCHITECTURE.max_position_embeddings).save_pretrained(model)
     serve, python, module, flags = ENGINES[engine]
-    with serve(model, folder) as endpoint:
+    with patch.dict(os.environ, ONE_THREAD), serve(model, folder) as endpoint:
         tool = OwnTool(python, module, endpoint.secret)
         try:
             yield Served(endpoint, model, flags, tool)
@@ -146,7 +148,6 @@ def served(engine: str, folder: Path) -> Iterator[Served]:
 @contextmanager
 def served_by_vllm(model: Path, folder: Path) -> Iterator[Endpoint]:
     """Serve with vLLM's CPU package."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     with served_engines.vllm(served_engines.Learned("qwen3", "bf16", model, None, []), folder, 1024) as (url, name):
         yield Endpoint(url, name, COMPLETIONS)
 
@@ -158,7 +159,6 @@ def served_by_sglang(model: Path, folder: Path) -> Iterator[Endpoint]:
     config = resolve(asked, CONFIG_DIR).config
     (port,) = choose_free_ports(1)
     secret = new_secret()
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
     command = render_engine_command(config, 0, model, LOOPBACK, port)
     with started_engines({0: command}, folder / "logs", secret) as engines:
 
