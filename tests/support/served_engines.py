@@ -21,6 +21,7 @@ from tests.support.vllm_environment import require_vllm
 from transformers import AutoTokenizer
 
 from posttrain.engines.ports import choose_free_ports
+from posttrain.engines.process import ended_with_family
 from posttrain.engines.responses import GenerateResult
 from posttrain.processes import end_processes, start_child
 
@@ -136,7 +137,8 @@ def vllm(learned: Learned, folder: Path, most_tokens: int = 128) -> Iterator[tup
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     log = folder / "vllm.log"
     with log.open("wb") as output:
-        child = start_child(command, env=inherited | own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        argv, told_by = ended_with_family(command)
+        child = start_child(argv, told_by, env=inherited | own, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + READY_SECONDS
         while "Application startup complete" not in log.read_text():
