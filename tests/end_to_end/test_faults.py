@@ -14,14 +14,18 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.end_to_end.test_engines_apart import APART
+from tests.end_to_end.test_kubernetes import folder_of_pods
 from tests.support.fault_parts import Count
 from tests.support.fault_record import FaultRecord
 from tests.support.interruptions import (
     ENGINE,
+    NODE,
     NUM_JOBS,
     OUTPUTS,
     SUPERVISOR,
@@ -38,7 +42,8 @@ from tests.support.interruptions import (
     start,
     wait_or_end,
 )
-from tests.support.workflow_runs import WorkflowFolder
+from tests.support.kubernetes_server import KubernetesServer
+from tests.support.workflow_runs import FAST, WorkflowFolder
 
 pytestmark = [pytest.mark.timeout(3600)]
 
@@ -118,10 +123,23 @@ def test_steps_on_demand(undisturbed: WorkflowFolder, target: str, tmp_path: Pat
     faults.equal = True
 
 
+@pytest.fixture
+def training(place: str, undisturbed: WorkflowFolder, tmp_path: Path) -> Iterator[WorkflowFolder]:
+    """A training whose engine stays awake beside the trainer, sleeps while it works, or has a node of its own."""
+    if place == "apart":
+        with KubernetesServer(tmp_path) as server:
+            yield folder_of_pods(server, undisturbed.store, APART, nodes=2)
+    else:
+        sleep = {"engine.sleep": "always" if place == "colocated" else "never"}
+        yield WorkflowFolder(tmp_path / "work", undisturbed.store, FAST | sleep)
+
+
 @pytest.mark.faults("training")
+@pytest.mark.parametrize("place", ["beside", "colocated", "apart"])
 @pytest.mark.parametrize("whom", ["driver of training", "processes of training"])
 def test_training(
-    workflow: WorkflowFolder,
+    training: WorkflowFolder,
+    place: str,
     undisturbed: WorkflowFolder,
     usual_seconds: dict[str, float],
     whom: str,
@@ -131,13 +149,13 @@ def test_training(
     """As many trainings as it takes; each is compared with the undisturbed one."""
     started = time.monotonic()
     while len(count.rows) < NUM_KILLS:
-        shutil.rmtree(workflow.folder, ignore_errors=True)
+        shutil.rmtree(training.folder, ignore_errors=True)
         rng = random.Random(f"{SEED} {len(count.rows)}")
         most = NUM_KILLS - len(count.rows)
-        kills = disturb_training(workflow, whom, rng, usual_seconds["train_grpo"], most)
-        assert_same_training(workflow, undisturbed)
+        kills = disturb_training(training, whom, rng, usual_seconds["train_grpo"], most)
+        assert_same_training(training, undisturbed)
         count.add(dataclasses.asdict(kill) for kill in kills)
-    faults.add(whom, [Kill(**row) for row in count.rows], time.monotonic() - started)
+    faults.add(f"{whom}, engines {place}", [Kill(**row) for row in count.rows], time.monotonic() - started)
     faults.equal = True
 
 
@@ -200,13 +218,13 @@ def disturb_training(workflow: WorkflowFolder, whom: str, rng: random.Random, le
 
 def kill_one_of(workflow: WorkflowFolder, rng: random.Random) -> str:
     """Kill a process of training; returns its role, empty when there is none."""
-    living = {role: find_processes(workflow, role) for role in (SUPERVISOR, TRAINER, ENGINE)}
+    living = {role: find_processes(workflow, role) for role in (SUPERVISOR, NODE, TRAINER, ENGINE)}
     roles = [role for role, processes in living.items() if processes]
     if not roles:
         return ""
     role = rng.choice(roles)
     try:
-        living[role][0].kill()
+        rng.choice(living[role]).kill()
     except psutil.NoSuchProcess:
         return ""
     return role

@@ -41,7 +41,12 @@ SCRIPT = ROOT / "scripts" / "lm_eval.py"
 # What a tiny model can read of the real questions: one token a character, 256 positions.
 LONGEST_QUESTION = 180
 # Sorts nearly all numbers of four digits that it has never seen, and few of three or five.
-SETTINGS: dict[str, object] = {"training.num_steps": 4, "trainer.save_interval": 10, "logging.wandb": "false"}
+SETTINGS: dict[str, object] = {
+    "training.num_steps": 4,
+    "trainer.save_interval": 10,
+    "logging.wandb": "false",
+    "engine.num_engines": 2,
+}
 # Half of GSM8K's questions, learned by heart: `recipe=sft`.
 BY_HEART: dict[str, object] = SETTINGS | {
     "data.kind": "files",

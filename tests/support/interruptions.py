@@ -27,6 +27,7 @@ POLL_SECONDS = 0.003
 GONE_SECONDS = 10.0
 
 SUPERVISOR = "scripts/train_grpo.py"
+NODE = "posttrain.launch.node"
 TRAINER = "posttrain.launch.trainer_rank"
 ENGINE = "posttrain.engines.embedded"
 # Rules with more than one job in the tests' configuration.

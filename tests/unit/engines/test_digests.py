@@ -71,10 +71,10 @@ def test_every_bit_and_every_move_is_seen(dtype: torch.dtype) -> None:
     assert len(seen) == 20 * 12 * dtype.itemsize * 8 + len(moved)
 
 
-@pytest.mark.parametrize("at_once", [1, 400, digests.BATCH_BYTES])
+@pytest.mark.parametrize("at_once", [1, 400, digests.CPU_BATCH_BYTES])
 def test_parts_that_are_digested_together_have_each_their_own(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """Of several shapes, types and places, some with gaps between their columns, in any order."""
-    monkeypatch.setattr(digests, "BATCH_BYTES", at_once)
+    monkeypatch.setattr(digests, "CPU_BATCH_BYTES", at_once)
     shapes = [(5, 7), (1, 9), (5, 7), (3, 8), (5, 7), (5, 7), (3, 8), (1, 9)]
     wide = [random((rows, columns + 4), TYPES[n % 2], n) for n, (rows, columns) in enumerate(shapes)]
     parts = [whole[:, n % 4 : n % 4 + shapes[n][1]] for n, whole in enumerate(wide)]

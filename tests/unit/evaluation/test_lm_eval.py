@@ -20,10 +20,10 @@ WRITTEN = {
 }
 
 
-def request(resolved, **keys):
+def request(resolved, num_engines=1, **keys):
     overrides = " ".join(f"{key}={value}" for key, value in keys.items())
     config = resolved("tiny_qwen3", set=f"evaluation.lm_eval.tasks=[gsm8k] {overrides}").config
-    return request_of(config, "run", Path("hf"), "http://127.0.0.1:30000", Path("out"))
+    return request_of(config, "run", Path("hf"), "http://127.0.0.1:30000", num_engines, Path("out"))
 
 
 def test_a_row_per_metric_and_filter():
@@ -52,6 +52,7 @@ def test_text_goes_as_tokens_in_training_s_batches(resolved):
     assert (arguments["max_length"], arguments["max_gen_toks"], arguments["max_retries"]) == (256, 8, 1)
     # 16 groups of 16 samples a request, and the engine runs 512.
     assert (asked["batch_size"], arguments["num_concurrent"]) == (256, 2)
+    assert request(resolved, num_engines=3)["model_args"]["num_concurrent"] == 6
     assert not asked["apply_chat_template"]
     assert asked.keys().isdisjoint({"num_fewshot", "limit", "include_path", "gen_kwargs"})
 

@@ -1,13 +1,12 @@
 """lm-eval's suites on a served checkpoint: its own program, in its own environment, through OpenAI's endpoints.
 
 What it is asked is a file, what shows it to the engine is in its environment, and what it answers is what it writes
-itself. One engine answers: lm-eval knows one address.
+itself. It knows one address, behind which all engines of the step answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ from posttrain.artifacts import read_json
 from posttrain.config.schema import Config
 from posttrain.data.chat import parse_template_kwargs
 from posttrain.engines.given import AskedEngines, engines_to_ask
+from posttrain.engines.one_address import one_address
 from posttrain.preflight.lm_eval import lm_eval_python
 from posttrain.processes import end_processes, start_child
 from posttrain.serving.asked import right_engines
@@ -63,28 +63,30 @@ def evaluate_with_lm_eval(
     include = ["--include_path", wanted.task_folder] if wanted.task_folder else []
     # It takes seconds, where an engine may load for half an hour.
     _run(config, ["validate", "--tasks", ",".join(wanted.tasks), *include], folder / "lm_eval.log")
-    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, num_engines=1))
-    with engines_to_ask(config, checkpoint, log_folder) as engines:
+    with engines_to_ask(config, checkpoint, log_folder) as engines, one_address(engines.urls) as url:
         asyncio.run(_wait_right(config, engines, checkpoint))
-        request = request_of(config, model, checkpoint, engines.urls[0], folder)
+        request = request_of(config, model, checkpoint, url, len(engines.urls), folder)
         (folder / "request.yaml").write_text(yaml.safe_dump(request, sort_keys=False), encoding="utf-8")
         log.info("lm-eval asks %s; its log: %s", ", ".join(wanted.tasks), folder / "lm_eval.log")
-        _run(config, ["run", "--config", str(folder / "request.yaml")], folder / "lm_eval.log", engines)
+        words = ["run", "--config", str(folder / "request.yaml")]
+        _run(config, words, folder / "lm_eval.log", engines, str(urlsplit(url).hostname))
     _tidy(folder)
     return figures_of(read_json(folder / "results.json"))
 
 
-def request_of(config: Config, model: str, checkpoint: Path, url: str, folder: Path) -> dict[str, Any]:
+def request_of(
+    config: Config, model: str, checkpoint: Path, url: str, num_engines: int, folder: Path
+) -> dict[str, Any]:
     """Return what lm-eval is asked, as its `--config` has it.
 
-    A batch is as large as in training, and as many requests are in flight as the engine runs at a time.
+    A batch is as large as in training, and as many requests are in flight as the engines run at a time.
     """
     wanted = config.evaluation.lm_eval
     size = 1 if wanted.chat else config.engine.groups_per_request * config.rollout.num_samples_per_prompt
     arguments: dict[str, Any] = {
         "model": model,
         "base_url": f"{url}/v1/{'chat/' if wanted.chat else ''}completions",
-        "num_concurrent": max(1, config.engine.max_running_requests // size),
+        "num_concurrent": num_engines * max(1, config.engine.max_running_requests // size),
         # An answer that fails ends the measurement: nothing is asked twice.
         "max_retries": 1,
         "timeout": math.ceil(config.engine.request_timeout_seconds),
@@ -149,14 +151,15 @@ async def _wait_right(config: Config, engines: AskedEngines, checkpoint: Path) -
         pass
 
 
-def _run(config: Config, words: Sequence[str], log_path: Path, engines: AskedEngines | None = None) -> None:
+def _run(
+    config: Config, words: Sequence[str], log_path: Path, engines: AskedEngines | None = None, host: str = ""
+) -> None:
     """Run lm-eval; it ends with this process.
 
     Raises:
         RuntimeError: It ended with an error, or an engine did.
     """
     environment = {**os.environ, KEY_VARIABLE: engines.secret if engines else ""}
-    host = urlsplit(engines.urls[0]).hostname if engines else ""
     # It asks the Hub through the user's proxy, and shows the secret to the engine alone.
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, (os.environ.get(name), host)))

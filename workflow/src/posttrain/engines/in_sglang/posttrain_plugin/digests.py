@@ -31,8 +31,9 @@ NUM_COLUMNS, NUM_LANES = 16, 2
 # Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
 MOST_ROW_BYTES = 1 << 17
 # Parts of one shape are digested together, up to so many bytes: a model has tens of thousands, most of them of experts,
-# and one by one a GPU would spend more time with launches of kernels than with reading.
-BATCH_BYTES = 1 << 26
+# and one by one a GPU would spend more time with launches of kernels than with reading. A CPU takes no more than its
+# cache holds: memory beyond that comes anew from the system with every batch, page by page.
+BATCH_BYTES, CPU_BATCH_BYTES = 1 << 26, 1 << 20
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What products of 8-bit matrices want of their first factor on GPUs: more rows than 16, and multiples of 8.
 LEAST_ROWS, ROW_MULTIPLE = 17, 8
@@ -80,8 +81,9 @@ class Digester:
             alike[part.shape, part.dtype, corner].append(number)
         found = torch.empty(len(parts), NUM_LANES, dtype=torch.int64, device=self._device)
         order, made = [number for numbers in alike.values() for number in numbers], []
+        batch_bytes = CPU_BATCH_BYTES if found.device.type == "cpu" else BATCH_BYTES
         for numbers in alike.values():
-            at_once = max(1, BATCH_BYTES // max(1, parts[numbers[0]].nbytes))
+            at_once = max(1, batch_bytes // max(1, parts[numbers[0]].nbytes))
             for begin in range(0, len(numbers), at_once):
                 batch = numbers[begin : begin + at_once]
                 made.append(self._alike([parts[number] for number in batch], corners[batch[0]]))
