@@ -122,10 +122,8 @@ def kill_in_every_rollout(run: WorkflowFolder, chance: random.Random) -> None:
     driver.wait_until(lambda: bool(find_processes(run, ENGINE)))
     rollouts = run.run_folder / "train" / "rollouts"
     for step in range(NUM_STEPS):
-        few, engines = (
-            chance.randrange(1, NUM_CHUNKS // 2),
-            engines_of(driver),
-        )  # to find them takes longer than a rollout
+        few = chance.randrange(1, NUM_CHUNKS // 2)
+        engines = engines_of(driver)  # now, because to find them may take longer than a rollout
         while len(list((rollouts / f"step_{step:06d}").glob("chunk_*.json"))) < few and driver.process.poll() is None:
             time.sleep(0.001)
         with contextlib.suppress(psutil.NoSuchProcess):
