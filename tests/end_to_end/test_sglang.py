@@ -6,16 +6,20 @@ weights are random, and it learns from the reward alone to answer with one given
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import random
 import re
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from tests.support.interruptions import assert_gone, assert_same_training, attempts_of, find_processes, start
+from tests.support.fault_parts import Count
+from tests.support.interruptions import Driver, assert_gone, assert_same_training, attempts_of, find_processes, start
 from tests.support.listening import assert_all_known, watched_sockets
 from tests.support.plain_routes import share_of_others
 from tests.support.sglang_environment import PYTHON, require_mooncake, require_sglang
@@ -34,6 +38,14 @@ ARCHITECTURES = {
 }
 
 SERVER = "sglang_server.py"
+TWO_ENGINES = {
+    "engine.num_engines": 2,
+    "engine.groups_per_request": 1,
+    "engine.sleep": "always",
+    "rollout.max_response_tokens": 32,
+    "algorithm.zero_advantages": "update",
+}
+NUM_FAULTS, NUM_STEPS = 20, 9
 # Of one rank, with the one in which weights go to the engine.
 GLOO_GROUPS = 25 + 1
 
@@ -165,8 +177,7 @@ def test_classes_learn_in_bf16_with_two_engines(
 @pytest.mark.faults("slow")
 def test_an_engine_that_ends_in_a_rollout_is_replaced(tmp_path: Path, settings: dict[str, object]) -> None:
     """One of two; the other one meets the trainer again, too, in another group, and the run has the same bits."""
-    settings |= {"training.num_steps": 3, "rollout.max_response_tokens": 32, "engine.num_engines": 2}
-    settings |= {"engine.groups_per_request": 1, "algorithm.zero_advantages": "update", "engine.sleep": "always"}
+    settings |= TWO_ENGINES | {"training.num_steps": 3}
     straight, hit = (WorkflowFolder(tmp_path / name, tmp_path / "store", dict(settings)) for name in ("one", "two"))
     straight.run("train_grpo", timeout=420)
     driver = start(hit, "train_grpo")
@@ -179,6 +190,41 @@ def test_an_engine_that_ends_in_a_rollout_is_replaced(tmp_path: Path, settings: 
     assert driver.finish(420)[0] == 0, driver.output[-4000:]
     assert_same_training(hit, straight)
     assert [attempt["reason"] for attempt in attempts_of(hit)] == ["done"]
+
+
+@pytest.mark.faults("training")
+@pytest.mark.timeout(3600)
+def test_sglang_engines_that_end_again_and_again(tmp_path: Path, settings: dict[str, object], count: Count) -> None:
+    """One of two in every rollout but the first; one that is hit behind it ends the attempt, and does not count."""
+    settings |= TWO_ENGINES | {"training.num_steps": NUM_STEPS, "trainer.save_interval": 1}
+    settings |= {"launch.max_idle_attempts": 20}
+    straight = WorkflowFolder(tmp_path / "straight", tmp_path / "store", dict(settings))
+    straight.run("train_grpo", timeout=900)
+    while sum(row["replaced"] for row in count.rows) < NUM_FAULTS:
+        number = len(count.rows)
+        run, chance = WorkflowFolder(tmp_path / f"run_{number}", tmp_path / "store", settings), random.Random(number)
+        driver = start(run, "train_grpo")
+        for step in range(1, NUM_STEPS):
+            wait_for_step(driver, step)
+            time.sleep(chance.uniform(0.2, 0.8))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                chance.choice(find_processes(run, SERVER)).send_signal(signal.SIGKILL)
+        assert driver.finish(900)[0] == 0, driver.output[-4000:]
+        assert_same_training(run, straight)
+        logs = run.run_folder.glob("train/attempts/*/node-*.log")
+        replaced = sum(log.read_text().count("it starts again") for log in logs)
+        assert replaced, "nobody was hit within a rollout"
+        count.add([{"killed": NUM_STEPS - 1, "replaced": replaced, "attempts": len(attempts_of(run))}])
+
+
+def wait_for_step(driver: Driver, step: int) -> None:
+    """Wait until so many steps are done and both engines are there: the next rollout has begun."""
+    run, deadline = driver.workflow, time.monotonic() + 300
+    rows = run.run_folder / "train" / "metrics.jsonl"
+    while not (rows.exists() and rows.read_bytes().count(b"\n") >= step and len(find_processes(run, SERVER)) == 2):
+        assert driver.process.poll() is None, driver.output[-4000:]
+        assert time.monotonic() < deadline, driver.output[-4000:]
+        time.sleep(0.01)
 
 
 @pytest.mark.faults("slow")
