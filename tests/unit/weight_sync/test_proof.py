@@ -109,6 +109,18 @@ def test_an_engine_that_holds_something_else_at_the_end_of_a_rollout_is_named(ch
             publisher.prove_again()
 
 
+def test_an_engine_that_is_another_process_at_the_end_of_a_rollout_is_told_from_one_with_other_weights(
+    checkpoint, trainer
+) -> None:
+    with publishing(checkpoint, trainer) as (model, client, publisher, _, runner):
+        publisher.publish(1)
+        with torch.no_grad():
+            views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
+        runner.run(client.call_all("POST", "/update_weight_version", {"new_version": "default"}))
+        with pytest.raises(RuntimeError, match="engine 0: it serves version default, as one does"):
+            publisher.prove_again()
+
+
 def test_a_tensor_that_an_engine_does_not_have_is_named(checkpoint, trainer, monkeypatch) -> None:
     views = ServedWeights._views
     monkeypatch.setattr(ServedWeights, "_views", lambda self: {n: v for n, v in views(self).items() if n != GATE})

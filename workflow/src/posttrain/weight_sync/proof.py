@@ -61,7 +61,7 @@ class WeightProof:
         key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
         expected = digests(self._holdings.values, bytes.fromhex(key), held.parts)
         self._expected = _Expected(version, key, expected)
-        self.check_again()
+        self._require(self._expected, is_served=False)
 
     def check_again(self) -> None:
         """Have them prove that they still hold what they were checked for; nothing where they never were.
@@ -69,27 +69,36 @@ class WeightProof:
         Raises:
             RuntimeError: See `check`.
         """
-        if self._expected is None:
-            return
-        wrong = share_plain([*self._wrong(self._holdings.held, self._expected)])
+        if self._expected:
+            self._require(self._expected, is_served=True)
+
+    def _require(self, expected: _Expected, is_served: bool) -> None:
+        wrong = share_plain([*self._wrong(self._holdings.held, expected, is_served)])
         if any(wrong):
             told = "; ".join(f"engine {number}: {names}" for number, names in enumerate(wrong) if names)
             raise RuntimeError(
-                f"weight version {self._expected.version}: engines hold other weights than the trainer has sent "
+                f"weight version {expected.version}: engines hold other weights than the trainer has sent "
                 f"({told}). Their samples would be another policy's; the run goes on from its last checkpoint when it "
                 "is started again"
             )
 
-    def _wrong(self, held: Held, expected: _Expected) -> Iterator[str]:
-        """Yield for each engine the names of tensors that differ; on rank 0."""
+    def _wrong(self, held: Held, expected: _Expected, is_served: bool) -> Iterator[str]:
+        """Yield for each engine the names of tensors that differ, or that it is another process by now; on rank 0."""
         client, runner = self._holdings.client, self._holdings.runner
         if client is None:
             return
         answers = runner.run(client.ask_ranks("digest", key=expected.key))
         key, parts_of = bytes.fromhex(expected.key), held.of_ranks
         wanted = [[as_text(together(expected.digests[parts], key)) for parts in ranks] for ranks in parts_of]
-        details = answers if answers == wanted else runner.run(client.ask_ranks("digests", key=expected.key))
+        details = answers
+        versions: list[str | None] = [str(expected.version)] * len(answers)
+        if answers != wanted:
+            details = runner.run(client.ask_ranks("digests", key=expected.key))
+            versions = runner.run(client.weight_versions()) if is_served else versions
         for number, lacking in enumerate(held.without):
+            if versions[number] != str(expected.version):
+                yield f"it serves version {versions[number]}, as one does that has ended and was started again"
+                continue
             names = {
                 held.parts[part].name
                 for parts, answer, told, own in zip(
