@@ -220,8 +220,10 @@ def test_sglang_engines_that_end_again_and_again(tmp_path: Path, settings: dict[
 def wait_for_step(driver: Driver, step: int) -> None:
     """Wait until so many steps are done and both engines are there: the next rollout has begun."""
     run, deadline = driver.workflow, time.monotonic() + 300
-    rows = run.run_folder / "train" / "metrics.jsonl"
-    while not (rows.exists() and rows.read_bytes().count(b"\n") >= step and len(find_processes(run, SERVER)) == 2):
+    while (
+        sum(path.read_bytes().count(b"\n") for path in run.results.glob("*/train/metrics.jsonl")) < step
+        or len(find_processes(run, SERVER)) < 2
+    ):
         assert driver.process.poll() is None, driver.output[-4000:]
         assert time.monotonic() < deadline, driver.output[-4000:]
         time.sleep(0.01)
