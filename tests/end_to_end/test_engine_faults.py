@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_in_a_rollout_is_replaced(workflow: WorkflowFolder,
     assert log.read_text().count("does not answer any more: it is ended") == 1
 
 
-@pytest.mark.faults("training")
+@pytest.mark.faults("rollouts")
 @pytest.mark.timeout(3600)
 def test_engines_that_end_again_and_again(workflow: WorkflowFolder, count: Count, tmp_path: Path) -> None:
     """One of two engines in every rollout, at random moments of it; one that is hit behind it ends the attempt."""

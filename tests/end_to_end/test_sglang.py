@@ -192,7 +192,7 @@ def test_an_engine_that_ends_in_a_rollout_is_replaced(tmp_path: Path, settings: 
     assert [attempt["reason"] for attempt in attempts_of(hit)] == ["done"]
 
 
-@pytest.mark.faults("training")
+@pytest.mark.faults("rollouts")
 @pytest.mark.timeout(3600)
 def test_sglang_engines_that_end_again_and_again(tmp_path: Path, settings: dict[str, object], count: Count) -> None:
     """One of two in every rollout but the first; one that is hit behind it ends the attempt, and does not count."""

@@ -117,7 +117,7 @@ def test_an_engine_that_is_another_process_at_the_end_of_a_rollout_is_told_from_
         with torch.no_grad():
             views_by_hub_name(dict(model.named_parameters()))[GATE].mul_(2)
         runner.run(client.call_all("POST", "/update_weight_version", {"new_version": "default"}))
-        with pytest.raises(RuntimeError, match="engine 0: it serves version default, as one does"):
+        with pytest.raises(RuntimeError, match="engine 0: it serves version default: it was started again"):
             publisher.prove_again()
 
 

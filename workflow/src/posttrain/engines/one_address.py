@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -27,21 +28,21 @@ def one_address(urls: Sequence[str]) -> Iterator[str]:
     if len(urls) == 1:
         yield urls[0]
         return
-    told: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+    listening = socket.create_server((LOOPBACK, 0))  # here, where who asks hears of a failure
+    told: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     async def relay() -> None:
         turns, loop, ended = itertools.cycle(urls), asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(lambda *near: _connect(next(turns), *near), LOOPBACK, 0)
-        host, port = server.sockets[0].getsockname()
-        told.put((f"http://{host}:{port}", lambda: loop.call_soon_threadsafe(ended.set)))
+        server = await asyncio.start_server(lambda *near: _connect(next(turns), *near), sock=listening)
+        told.put(lambda: loop.call_soon_threadsafe(ended.set))
         await ended.wait()  # whatever still runs is cancelled with the loop
         server.close()
 
     thread = threading.Thread(target=asyncio.run, args=(relay(),), daemon=True)
     thread.start()
-    url, end = told.get()
+    end = told.get()
     try:
-        yield url
+        yield f"http://{LOOPBACK}:{listening.getsockname()[1]}"
     finally:
         end()
         thread.join()

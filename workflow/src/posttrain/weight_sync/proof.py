@@ -97,7 +97,7 @@ class WeightProof:
             versions = runner.run(client.weight_versions()) if is_served else versions
         for number, lacking in enumerate(held.without):
             if versions[number] != str(expected.version):
-                yield f"it serves version {versions[number]}, as one does that has ended and was started again"
+                yield f"it serves version {versions[number]}: it was started again, or somebody else has updated it"
                 continue
             names = {
                 held.parts[part].name
