@@ -25,9 +25,14 @@ from tests.support.interruptions import (
 from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
-# Either of two may come first, and the rollout ends a twentieth of a second later.
 IN_FIRST_ROLLOUT = "rollouts/step_000000/chunk_*.json"
 NUM_STEPS, NUM_CHUNKS = 16, 16
+# A rollout of many requests, of which most are still to come when the first is answered.
+MANY_CHUNKS = {
+    "engine.groups_per_request": 1,
+    "rollout.rollout_batch_size": NUM_CHUNKS,
+    "training.global_batch_size": 8 * NUM_CHUNKS,
+}
 # Of engines that died within a rollout and were replaced in it.
 NUM_FAULTS = int(os.environ.get("POSTTRAIN_ENGINE_FAULTS", "200"))
 WAIT_AND_KILL = """
@@ -47,9 +52,9 @@ def engines_of(driver: Driver) -> list[psutil.Process]:
 
 
 def kill_within(driver: Driver, point: str) -> None:
-    """End the one engine as soon as the training has a file of a pattern: another chunk of the rollout follows.
+    """End the one engine as soon as the training has a file of a pattern: other chunks of the rollout follow.
 
-    A process of its own does it: other threads of this one may be busy for as long as the other chunk takes.
+    A process of its own does it: other threads of this one may be busy for as long as the other chunks take.
     """
     driver.wait_until(lambda: bool(find_processes(driver.workflow, ENGINE)))
     (engine,) = find_processes(driver.workflow, ENGINE)
@@ -69,14 +74,14 @@ def starts_of(workflow: WorkflowFolder, engine: int = 0) -> int:
 
 
 @pytest.mark.parametrize("sleep", ["never", pytest.param("always", marks=pytest.mark.faults("slow"))])
-def test_an_engine_that_ends_in_a_rollout_is_replaced(
-    workflow: WorkflowFolder, undisturbed: WorkflowFolder, sleep: str
-) -> None:
-    workflow.settings |= {"engine.sleep": sleep}
+def test_an_engine_that_ends_in_a_rollout_is_replaced(workflow: WorkflowFolder, tmp_path: Path, sleep: str) -> None:
+    workflow.settings |= MANY_CHUNKS | {"training.num_steps": 2, "engine.sleep": sleep}
+    straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings)
+    straight.run("train_grpo", timeout=900)
     driver = start(workflow, "train_grpo")
     kill_within(driver, IN_FIRST_ROLLOUT)
     finish_at_once(driver)
-    assert_same_training(workflow, undisturbed)
+    assert_same_training(workflow, straight)
     assert [attempt["reason"] for attempt in attempts_of(workflow)] == ["done"]
     assert starts_of(workflow) == 2
 
@@ -104,9 +109,8 @@ def test_an_engine_that_hangs_in_a_rollout_is_replaced(workflow: WorkflowFolder,
 @pytest.mark.timeout(3600)
 def test_engines_that_end_again_and_again(workflow: WorkflowFolder, count: Count, tmp_path: Path) -> None:
     """One of two engines in every rollout, at random moments of it; one that is hit behind it ends the attempt."""
-    settings = {"engine.num_engines": 2, "training.num_steps": NUM_STEPS, "engine.sleep": "always"}
-    settings |= {"launch.max_idle_attempts": 20, "engine.groups_per_request": 1, "logging.keep_rollouts": "true"}
-    settings |= {"rollout.rollout_batch_size": NUM_CHUNKS, "training.global_batch_size": 8 * NUM_CHUNKS}
+    settings = MANY_CHUNKS | {"engine.num_engines": 2, "training.num_steps": NUM_STEPS, "engine.sleep": "always"}
+    settings |= {"launch.max_idle_attempts": 20, "logging.keep_rollouts": "true"}
     straight = WorkflowFolder(tmp_path / "straight", workflow.store, workflow.settings | settings)
     straight.run("train_grpo", timeout=900)
     while sum(row["replaced"] for row in count.rows) < NUM_FAULTS:
