@@ -8,8 +8,8 @@ Where each constant is from:
 
     counted    bytes, parts and rounds: `plan_letters`, from the Hub's tensors and the layouts
     our table  what a network gives of its peak, a GPU's memory, the launch of a kernel (`planner.timing.attainable`)
-    H200       quantising and digests (`benchmarks.one_gpu`)
-    two cores  the way through the host's memory, as whoever calls this has measured it
+    H200       quantising (`benchmarks.one_gpu`)
+    two cores  the way through the host's memory, and the host's part in digests, as whoever calls this has measured it
     prime-rl   PrimeIntellect-ai/prime-rl#3341, jobs 2317 and 2301: 64 trainer and 32 engine H200, GLM-5.2 in BF16
 """
 
@@ -19,27 +19,27 @@ import heapq
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.schema import Hardware
-from posttrain.engines.in_sglang.posttrain_plugin.digests import BATCH_BYTES
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
 from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
 from posttrain.planner.timing import attainable
 from posttrain.weight_sync.letters import SIZES, Letter
 
 GB = 1e9
-# BF16 in, codes out: bytes of the result. And digests, of what is digested.
-QUANTISED, DIGESTED = 131 * GB / 2, 209 * GB
+# BF16 in, codes out: bytes of the result.
+QUANTISED = 131 * GB / 2
+# To digest a batch: two kernels, whose programs and parts are told by three copies, sums set to zero, and added where
+# they belong, of which a copy tells.
+BATCH_LAUNCHES = 8
 # prime-rl, EP32 (job 2317): bytes that an engine rank fetches, seconds in which it has fetched them and in which it has
 # loaded them, alone; the update at its client, the wait for engines that pause, and all of it in the trainer. Medians.
 BYTES, FETCHED, LOADED, UPDATE, PAUSE, ALL = 82.501 * GB, 1.864, 1.954, 2.842, 5.204, 8.577
 # EP16 (job 2301): the update at its client.
 UPDATE_OF_16 = 3.524
 LAYER = re.compile(r"layers\.(\d+)\.")
-# Bytes and place of parts that are digested together.
-Alike = tuple[int, Box]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,35 @@ class Way:
     written: float
     part_seconds: float = 0.0
     make_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Digesting:
+    """What digests cost.
+
+    Args:
+        rate: Bytes per second that are digested.
+        batch_seconds: Of a round's parts, or of all that a receiver has, beside the bytes.
+        part_seconds: Of a part, on the host.
+        key_seconds: Of a version's factors, on the host.
+    """
+
+    rate: float
+    batch_seconds: float
+    part_seconds: float
+    key_seconds: float
+
+
+def digesting(hardware: Hardware, part_seconds: float, key_seconds: float) -> Digesting:
+    """Return what digests cost on a GPU: each byte is read once, taken is half of what its memory gives.
+
+    Args:
+        hardware: Of all ranks.
+        part_seconds: On the host, measured.
+        key_seconds: The same.
+    """
+    batch_seconds = BATCH_LAUNCHES * attainable.LAUNCH_SECONDS
+    return Digesting(attainable.memory(hardware) / 2, batch_seconds, part_seconds, key_seconds)
 
 
 def between_gpus(hardware: Hardware, kernels: int) -> Way:
@@ -111,8 +140,14 @@ class Traffic:
     num_rounds: int
 
 
-def traffic_of(letters: Iterable[Letter], way: Way) -> Traffic:
-    """Return what letters are on a way: messages, and seconds at both ends."""
+def traffic_of(letters: Sequence[Letter], way: Way, digests: Digesting | None = None) -> Traffic:
+    """Return what letters are on a way: messages, and seconds at both ends.
+
+    Args:
+        letters: All of them.
+        way: Which they take.
+        digests: What senders digest as they send it; None where nobody does.
+    """
     making: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     writing: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     messages: dict[int, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
@@ -128,7 +163,20 @@ def traffic_of(letters: Iterable[Letter], way: Way) -> Traffic:
         making[sender][number] += size / way.packed + way.part_seconds
         writing[letter.receiver][number] += size / way.written + way.part_seconds
         messages[sender][number][letter.receiver] += size
+    if digests:
+        _add_digests(making, letters, digests)
     return Traffic(making, writing, messages, num_rounds)
+
+
+def _add_digests(making: Mapping[int, dict[int, float]], letters: Sequence[Letter], digests: Digesting) -> None:
+    """Add what senders digest: of parts that several receivers keep, what the first of them gets."""
+    first: dict[tuple[str, Box, Box, str], Letter] = {}
+    for letter in sorted(letters, key=lambda letter: letter.receiver):
+        first.setdefault((letter.name, letter.made, letter.box, letter.dtype), letter)
+    for letter in first.values():
+        making[letter.sender][letter.piece.round] += letter.num_bytes / digests.rate + digests.part_seconds
+    for sender, number in {(letter.sender, letter.piece.round) for letter in first.values()}:
+        making[sender][number] += digests.batch_seconds
 
 
 class Simulation:
@@ -213,9 +261,9 @@ class Simulation:
             self._await(receiver, number + 2)
 
 
-def seconds_of(letters: Iterable[Letter], way: Way) -> float:
-    """Return the seconds in which letters are made, sent and written."""
-    return Simulation(traffic_of(letters, way), way.sent).seconds()
+def seconds_of(letters: Sequence[Letter], way: Way, digests: Digesting | None = None) -> float:
+    """Return the seconds in which letters are made, sent and written; see `traffic_of`."""
+    return Simulation(traffic_of(letters, way, digests), way.sent).seconds()
 
 
 def by_layers(letters: Sequence[Letter]) -> list[Letter]:
@@ -260,25 +308,18 @@ def prime_rl(hardware: Hardware, of_engine: Callable[[int], Sequence[Letter]]) -
     return PrimeRl(most := max(received.values()), most / way.sent, seconds_of(letters, way) + beside, beside)
 
 
-def proof_seconds(letters: Sequence[Letter], kernels: int, digesting: int) -> float:
-    """Return the seconds of a proof: the trainer's ranks make and digest their parts, then the engines what they keep.
+def proof_seconds(letters: Sequence[Letter], way: Way, digests: Digesting) -> float:
+    """Return the seconds that digests add to an update: to the senders' rounds, and at the engines when all is written.
 
     Args:
         letters: Of an update.
-        kernels: That make a part.
-        digesting: Kernels that digest parts of one shape together.
+        way: Which they take.
+        digests: What they cost.
     """
-    own, kept = defaultdict[int, float](float), defaultdict[int, float](float)
-    held = defaultdict[int, Counter[Alike]](Counter)
-    # A sender's are digested a few at a time, as they are made: taken is one by one.
-    for sender, _, box, dtype in {(letter.sender, letter.name, letter.made, letter.dtype) for letter in letters}:
-        octets = size_of(box.rows, box.columns, SIZES[dtype])
-        own[sender] += octets / QUANTISED + octets / DIGESTED + (kernels + digesting) * attainable.LAUNCH_SECONDS
+    kept = defaultdict[int, float](float)
     for letter in letters:
-        kept[letter.receiver] += letter.num_bytes / DIGESTED
-    for receiver, _, box, octets in {(n.receiver, n.piece.part, n.made, n.num_bytes) for n in letters}:
-        held[receiver][octets, box] += 1
-    for receiver, alike in held.items():
-        batches = sum(math.ceil(count * octets / BATCH_BYTES) for (octets, _), count in alike.items())
-        kept[receiver] += batches * digesting * attainable.LAUNCH_SECONDS
-    return max(own.values()) + max(kept.values())
+        kept[letter.receiver] += letter.num_bytes / digests.rate
+    for receiver, _ in {(letter.receiver, letter.piece.part) for letter in letters}:
+        kept[receiver] += digests.part_seconds
+    at_engines = max(kept.values()) + digests.batch_seconds + digests.key_seconds
+    return seconds_of(letters, way, digests) + digests.key_seconds - seconds_of(letters, way) + at_engines

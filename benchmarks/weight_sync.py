@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from benchmarks import update_simulation as published
 from benchmarks.claims import report
-from benchmarks.update_simulation import PrimeRl, between_gpus, prime_rl, proof_seconds, seconds_of, through_host
+from benchmarks.update_simulation import (
+    PrimeRl,
+    between_gpus,
+    digesting,
+    prime_rl,
+    proof_seconds,
+    seconds_of,
+    through_host,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.checkpoint.param_names import expected_tensors
@@ -31,9 +39,10 @@ from posttrain.checkpoint.quantization.fp8 import quantize_block
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.derived import update_bytes_at_once
 from posttrain.config.schema import Config
+from posttrain.engines.in_sglang.posttrain_plugin import fused_digests
 from posttrain.engines.in_sglang.posttrain_plugin.changes import TOLD_BYTES, change, changes
 from posttrain.engines.in_sglang.posttrain_plugin.channel import CPU, Channel
-from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
+from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, octets_of
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.engines.in_sglang.posttrain_plugin.messages import size_of
 from posttrain.engines.in_sglang.posttrain_plugin.places import Place, meet
@@ -50,6 +59,8 @@ from posttrain.weight_sync.publish import served_format
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 # Codes of an expert's projection of GLM-5, of which a message has as many as fill a round.
 ROWS, COLUMNS, PARTS, ROUNDS, REPEATS = 2048, 6144, 8, 8, 5
+# About as many as a rank of an engine keeps of GLM-5.
+HOST_PARTS = 4000
 CHANGED = 0.02
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 EXPERT = re.compile(r"experts\.(\d+)\.")
@@ -119,16 +130,17 @@ def show_apart(config: Config, letters: list[Letter], rate: float, beside: float
         rate: Through the host, measured.
         beside: Seconds that an update takes beside sending, prime-rl's.
     """
-    kernels, digesting = kernels_of_a_part(), kernels_of_a_batch()
+    kernels = kernels_of_a_part()
     ways = {
         "from GPU to GPU": between_gpus(config.hardware, kernels),
         "through the host's memory": through_host(rate, kernels),
     }
     engine = engine_of(config)
     ranks = engine.prefill_gpus or engine.num_gpus
-    proof = proof_seconds(letters, kernels, digesting)
+    digests = digesting(config.hardware, *measure_host_of_digests(config))
+    proof = proof_seconds(letters, ways["from GPU to GPU"], digests)
     token = prefill_seconds(engine, ranks, PROMPT_TOKENS) + decode_step_seconds(engine, ranks, PROMPT_TOKENS)
-    print(f"GLM-5 on 16 + 16 nodes: {proof:.2f} s of digests, {token:.2f} s to a first token")
+    print(f"GLM-5 on 16 + 16 nodes: {proof:.3f} s of digests, {token:.2f} s to a first token")
     sent = {name: seconds_of(letters, way) for name, way in ways.items()}
     for name, seconds in sent.items():
         first = seconds + beside + proof + token
@@ -136,6 +148,7 @@ def show_apart(config: Config, letters: list[Letter], rate: float, beside: float
     seconds = sent["from GPU to GPU"]
     report("GLM-5 on 16 + 16 nodes: seconds of the engines' update", seconds + beside, 4)
     report("GLM-5 on 16 + 16 nodes: seconds to the first token", seconds + beside + proof + token, 6)
+    report("GLM-5 on 16 + 16 nodes: share of the transfer that digests add", proof / seconds, 0.05)
     report("seconds by the plan, off by", abs(sync_seconds(config, math.inf) / seconds - 1), TOLERANCE)
 
 
@@ -146,13 +159,22 @@ def kernels_of_a_part() -> int:
     return counted.number
 
 
-def kernels_of_a_batch() -> int:
-    """Return the kernels that digest codes of one shape together, counted."""
-    parts, digester = [torch.zeros(256, 256, dtype=torch.int8)] * 2, Digester(bytes(32), 256, 256)
-    digester.parts(parts, [(0, 0)] * 2)
-    with _Counted() as counted:
-        digester.parts(parts, [(0, 0)] * 2)
-    return counted.number
+def measure_host_of_digests(config: Config) -> tuple[float, float]:
+    """Return the host's seconds for a part that a GPU digests, and for a version's factors; medians."""
+    specs = expected_tensors(config.model.architecture).values()
+    codes = torch.empty(ROWS, COLUMNS, dtype=torch.float8_e4m3fn)
+    parts, of_parts, of_keys = [codes[:] for _ in range(HOST_PARTS)], [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        table = fused_digests.described([octets_of(part) for part in parts], [(0, 0)] * HOST_PARTS)
+        for is_aligned in (True, False):
+            fused_digests.tiles_of(table, is_aligned)
+        of_parts.append((time.perf_counter() - started) / HOST_PARTS)
+        most_rows, widest = max(spec.shape[0] for spec in specs), max(4 * spec.shape[-1] for spec in specs)
+        started = time.perf_counter()
+        _ = Digester(bytes(32), most_rows, widest).factors
+        of_keys.append(time.perf_counter() - started)
+    return statistics.median(of_parts), statistics.median(of_keys)
 
 
 class _Counted(TorchDispatchMode):

@@ -169,14 +169,15 @@ def count_other_digests(values, held) -> int:
     from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
     from posttrain.engines.in_sglang.posttrain_plugin.followed import whole_box
     from posttrain.weight_sync.holdings import HeldPart
-    from posttrain.weight_sync.proof import digests
+    from posttrain.weight_sync.proof import Digests
 
     dtypes = {name: "bfloat16" if name.endswith("norm.weight") else "float32" for name in held}
     parts = [HeldPart(name, whole_box(tensor.shape), dtypes[name]) for name, tensor in held.items()]
     expected = [tensor.to(getattr(torch, dtypes[name])) for name, tensor in held.items()]
-    found = digests(values, b"key", parts)
+    found = Digests(b"key", parts, torch.device("cpu"))
+    found.add_all(values)
     whole = Digester.of_parts(b"key", expected, [(0, 0)] * len(parts))
-    return int((found != whole).any(1).sum())
+    return int((found.total() != whole).any(1).sum())
 
 
 def count_sent_otherwise(values, weights, tensors, strategy: str) -> int:
@@ -203,20 +204,31 @@ def count_received_otherwise(config, values, weights, tensors, held, strategy: s
     is_first = dist.get_rank() == 0
     engines = LoopbackEngines(sent, 2, num_ranks) if is_first else None
     with asyncio.Runner() as runner:
-        transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 14)
+        holdings = Holdings(values, engines, runner)
+        transfer = ShardedTransfer(config, holdings, round_bytes=1 << 14)
         for version in (1, 2):
-            transfer.send(version)
+            digests = transfer.send(version, begin_digests=partial(begin_digests, holdings)).total()
     if engines is None:
         return 0
     assert engines.version == 2
-    return received_otherwise(engines, weights, tensors, held, strategy)
+    return received_otherwise(engines, weights, tensors, held, strategy, digests)
 
 
-def received_otherwise(engines, weights, tensors, held, strategy: str) -> int:
-    """Return how many parts of engines have other bits than the whole tensors, quantised in one piece."""
+def begin_digests(holdings):
+    from posttrain.weight_sync.proof import Digests
+
+    return Digests(b"key", holdings.held.parts, torch.device("cpu"))
+
+
+def received_otherwise(engines, weights, tensors, held, strategy: str, digests=None) -> int:
+    """Return how many parts of engines have other bits, or had other digests, than the whole tensors.
+
+    These are quantised in one piece.
+    """
     from tests.support.loopback_engines import cut_from
 
     from posttrain.checkpoint.quantization.fp8 import Fp8Format
+    from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester
     from posttrain.weight_sync.holdings import CODES
 
     codes = quantised({name: tensors[name] for name in weights.names}, Fp8Format(strategy)) if strategy else {}
@@ -226,7 +238,13 @@ def received_otherwise(engines, weights, tensors, held, strategy: str) -> int:
         is_scale = part.name not in held
         return cut_from((codes if is_scale or part.name in is_kept_as_codes else held)[part.name], part)
 
-    return sum(rank.count_wrong(expected) for rank in engines.ranks)
+    num_wrong = sum(rank.count_wrong(expected) for rank in engines.ranks)
+    if digests is None:
+        return num_wrong
+    parts = [*dict.fromkeys(part for rank in engines.ranks for part in rank.parts)]
+    corners = [(part.box.row, part.box.column) for part in parts]
+    whole = Digester.of_parts(b"key", [expected(part) for part in parts], corners)
+    return num_wrong + int((digests != whole).any(1).sum())
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ def main() -> None:
 def run_rank(request: dict[str, Any], folder: Path) -> None:
     from tests.support.hub_tensors import fill
     from tests.support.loopback_engines import LoopbackEngines
-    from tests.support.megatron_layouts import as_served, received_otherwise
+    from tests.support.megatron_layouts import as_served, begin_digests, received_otherwise
     from tests.support.megatron_single import test_config
     from tests.support.tiny_checkpoint import TRAINED, random_tensors
 
@@ -49,12 +49,12 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     sent = {name: (spec.shape, spec.dtype) for name, spec in values.sent_specs.items()}
     places = [Place(*place) for place in request["places"]]
     if places:
-        monkeypatched = classmethod(lambda cls, device: places[dist.get_rank()])
-        Place.of = monkeypatched  # type: ignore[method-assign]
+        Place.of = classmethod(lambda cls, device: places[dist.get_rank()])  # type: ignore[method-assign]
     its_places = places[request["ranks"] :]
     engines = LoopbackEngines(sent, 1, request["engine_ranks"], places=its_places) if dist.get_rank() == 0 else None
     with asyncio.Runner() as runner:
-        transfer = ShardedTransfer(config, Holdings(values, engines, runner), round_bytes=1 << 16)
+        holdings = Holdings(values, engines, runner)
+        transfer = ShardedTransfer(config, holdings, round_bytes=1 << 16)
         transfer.send(1)
         transfer.settle()
         if sends_changes:
@@ -65,9 +65,9 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
         first = transfer.num_sent
         dist.barrier()
         started = time.process_time()
-        transfer.send(2)
+        digests = transfer.send(2, begin_digests=partial(begin_digests, holdings)).total()
         seconds = time.process_time() - started
-    ranks = engines.ranks if engines else []
+    ranks, expected = engines.ranks if engines else [], (weights, tensors, held, request["strategy"])
     told = {
         "sent": gather_plain(transfer.num_sent),
         "sent_first": gather_plain(first),
@@ -78,7 +78,7 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
         "received": [rank.channel.num_received for rank in ranks],
         "kept": [rank.num_bytes for rank in ranks],
         "parts": [len(rank.parts) for rank in ranks],
-        "wrong": received_otherwise(engines, weights, tensors, held, request["strategy"]) if engines else 0,
+        "wrong": received_otherwise(engines, *expected, digests) if engines else 0,
     }
     if engines:
         (folder / "told.json").write_text(json.dumps(told))

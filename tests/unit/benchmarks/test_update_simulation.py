@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from benchmarks.update_simulation import (
     BYTES,
+    Digesting,
     Simulation,
     Traffic,
     Way,
@@ -15,7 +16,7 @@ from benchmarks.update_simulation import (
     seconds_of,
     traffic_of,
 )
-from benchmarks.weight_sync import kernels_of_a_batch, kernels_of_a_part, layout_of
+from benchmarks.weight_sync import kernels_of_a_part, layout_of
 
 from posttrain.planner.resolve import resolve
 from posttrain.planner.sizing.model_size import model_weights
@@ -121,12 +122,26 @@ def test_bytes_of_glm5_2_are_those_that_were_published():
     assert kept == pytest.approx(BYTES, rel=1e-5)
 
 
-def test_digests_cost_kernels_at_both_ends(letters):
+def test_each_part_is_digested_once_by_who_sends_it_and_by_who_keeps_it(letters):
+    of_bytes, of_parts = (Digesting(rate, 0.0, seconds, 0.0) for rate, seconds in ((1.0, 0.0), (float("inf"), 1.0)))
+    parts = {(letter.name, letter.made, letter.box, letter.dtype): letter for letter in letters}
+    assert 0 < len(parts) < len(letters)
+    making = [
+        sum(sum(of.values()) for of in traffic_of(letters, SLOW, digests).making.values())
+        for digests in (of_bytes, of_parts, None)
+    ]
+    assert making[0] - making[2] == pytest.approx(sum(letter.num_bytes for letter in parts.values()))
+    assert making[1] - making[2] == pytest.approx(len(parts))
+    kept = defaultdict(int)
+    for letter in letters:
+        kept[letter.receiver] += letter.num_bytes
+    fast = Way(1e30, 1e30, 1e30, 1e30)
+    assert max(kept.values()) < proof_seconds(letters, fast, of_bytes) <= max(kept.values()) + making[0]
+    assert proof_seconds(letters, fast, Digesting(float("inf"), 0.0, 0.0, 0.5)) == pytest.approx(1), "on both sides"
+
+
+def test_kernels_and_the_network_are_counted():
     hardware = resolve({"model": "glm5", "nodes": 16, "site": "local"}, Path("config")).config.hardware
-    kernels, digesting = kernels_of_a_part(), kernels_of_a_batch()
+    kernels = kernels_of_a_part()
     assert 10 < kernels < 50
-    assert 5 < digesting < 20
-    seconds = proof_seconds(letters, kernels, digesting)
-    assert seconds < proof_seconds(letters, 2 * kernels, digesting) < proof_seconds(letters, 2 * kernels, 2 * digesting)
-    assert proof_seconds(letters, 2 * kernels, 2 * digesting) < 2 * seconds
     assert between_gpus(hardware, kernels).sent == pytest.approx(44e9)

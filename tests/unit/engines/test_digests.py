@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from posttrain.engines.in_sglang.posttrain_plugin import digests
+from posttrain.engines.in_sglang.posttrain_plugin import digests, fused_digests
 from posttrain.engines.in_sglang.posttrain_plugin.digests import NUM_COLUMNS, Digester, as_text, key_of
 
 KEY = key_of("secret", "7")
@@ -87,16 +94,61 @@ def test_parts_that_are_digested_together_have_each_their_own(monkeypatch: pytes
     )
 
 
+def test_the_kernel_of_gpus_has_the_same_digests() -> None:
+    """Interpreted by Triton, in a process of its own: how it runs is decided when it is imported."""
+    command = [sys.executable, "-m", "tests.support.interpreted_digests"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+
+
+def test_words_of_16_bytes_are_read_where_all_of_a_part_fits_them() -> None:
+    """A GPU would not read others; Triton's interpreter does not mind."""
+    fits = [160, 32, 300, 48, 7, 64]  # address, from row to row, rows, bytes of a row, and where it begins
+    table = np.array([fits] + [[*fits[:n], fits[n] + 8, *fits[n + 1 :]] for n in range(6)])
+    tiles = {is_aligned: fused_digests.tiles_of(table, is_aligned) for is_aligned in (True, False)}
+    assert tiles[True].tolist() == [[part, row] for part in (0, 3, 5) for row in (0, 128, 256)]
+    assert {*tiles[False][:, 0].tolist()} == {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_the_kernel_is_compiled_for_gpus(capability: int, is_aligned: bool) -> None:
+    """With products of 8-bit integers by tensor cores, and where the parts allow it with words of 16 bytes."""
+    types = {"tiles": "*i32", "parts": "*i64", "columns": "*i8", "width": "i32"}
+    types |= dict.fromkeys(("mixed", "rows", "found"), "*i64")
+    options = dict(fused_digests.OPTIONS)
+    constants = {name: options.pop(name) for name in ("ROWS", "OCTETS", "COLUMNS")} | {"IS_ALIGNED": is_aligned}
+    fits_words = {(number,): [["tt.divisibility", 16]] for number in range(len(types))}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fused_digests.digest_rows, types, constants, fits_words)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = compiled.asm["ptx"]
+    assert re.search("wgmma.mma_async.*s32.s8.s8" if capability == 90 else "mma.sync.*s32.s8.s8.s32", code)
+    assert bool(re.search(r"cp.async.cg.shared.global .*0x10", code)) == is_aligned
+    assert 3 * compiled.metadata.shared < 228 << 10, "three programs on a multiprocessor"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", [(40, 37), (1, 5), (17, 8), (3, 64)])
+@pytest.mark.parametrize("shape", [(40, 37), (1, 5), (17, 8), (3, 64), (300, 640)])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_gpu_has_the_same_digests(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     whole = random(shape, dtype)
-    on_gpu = Digester(KEY, 64, 400, "cuda").part(whole.cuda(), (3, 2))
-    assert torch.equal(on_gpu.cpu(), digester().part(whole, (3, 2)))
-    together = Digester.of_parts(KEY, [whole.cuda(), whole.cuda().clone()], [(3, 2)] * 2)
-    assert torch.equal(together, on_gpu.cpu().expand(2, 2))
+    corners = [(3, 2), (0, 16), (1, 0), (2, 1)]
+    parts = [whole, whole, whole[:, 1:], whole.t()]
+    expected = Digester.of_parts(KEY, parts, corners)
+    assert torch.equal(Digester.of_parts(KEY, [part.cuda() for part in parts], corners), expected)
+    there = whole.cuda()
+    views = [there, there, there[:, 1:], there.t()]
+    assert torch.equal(Digester.of_parts(KEY, views, corners), expected)
+
+
+def test_a_gpu_whose_kernel_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what both know, before anything is digested: engine and trainer would agree on the same wrong digests."""
+    right = Digester.parts
+    monkeypatch.setattr(Digester, "_fused", lambda self, *given: right(Digester(self._key, 300, 400), *given) + 1)
+    with pytest.raises(digests.WrongKernelError, match=r"cpu: digests of weights are not those of the CPU"):
+        digests._require_agreement(torch.device("cpu"))
 
 
 def test_a_key_serves_one_version_of_one_job() -> None:

@@ -48,6 +48,15 @@ class Held:
     of_ranks: list[list[list[int]]]
     without: list[str]
 
+    @cached_property
+    def firsts(self) -> dict[tuple[int, int], int]:
+        """Where each part is held first: (rank, counted through all engines; place in its order) -> its number."""
+        found: dict[int, tuple[int, int]] = {}
+        for rank, numbers in enumerate(itertools.chain(*self.of_ranks)):
+            for place, number in enumerate(numbers):
+                found.setdefault(number, (rank, place))
+        return {where: number for number, where in found.items()}
+
 
 @dataclass(frozen=True)
 class Holdings:

@@ -9,19 +9,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from posttrain.engines.in_sglang.posttrain_plugin.digests import (
-    BATCH_BYTES,
-    Digester,
-    as_text,
-    key_of,
-    together,
-)
+from posttrain.engines.in_sglang.posttrain_plugin.digests import Digester, as_text, key_of, together
 from posttrain.engines.in_sglang.posttrain_plugin.held import unpacked
 from posttrain.megatron_backend.plain_data import share_plain
 from posttrain.megatron_backend.served_values import Magnitudes, ServedValues
 from posttrain.weight_sync.holdings import CODES, Held, HeldPart, Holdings, listed
 
-Made = tuple[int, torch.Tensor, tuple[int, int]]
+# Number of the part that engines hold, values of it or of some of it, and where in their tensor these begin.
+Digested = tuple[int, torch.Tensor, tuple[int, int]]
+# Of what is made only to be digested, so much exists at a time.
+BATCH_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,26 @@ class WeightProof:
         self._holdings, self._secret = holdings, secret
         self._expected: _Expected | None = None
 
-    def check(self, version: int) -> None:
+    def begin(self, version: int) -> Digests:
+        """Return what adds up the digests of the weights that become a version; collective."""
+        held, is_first = self._holdings.held, self._holdings.client is not None
+        key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
+        return Digests(bytes.fromhex(key), held.parts, self._holdings.values.shards[0].values.device)
+
+    def check(self, version: int, sent: Digests | None = None) -> None:
         """Have every rank of every engine prove that it holds the present weights under a version; collective.
+
+        Args:
+            version: Of the weights.
+            sent: Of everything that was sent, where ranks have sent their own shards; made anew otherwise.
 
         Raises:
             RuntimeError: One holds others; names the tensors, on every rank alike.
         """
-        held, is_first = self._holdings.held, self._holdings.client is not None
-        key = share_plain(key_of(self._secret, str(version)).hex() if is_first else "")
-        expected = digests(self._holdings.values, bytes.fromhex(key), held.parts)
-        self._expected = _Expected(version, key, expected)
+        if sent is None:
+            sent = self.begin(version)
+            sent.add_all(self._holdings.values)
+        self._expected = _Expected(version, sent.key.hex(), sent.total())
         self._require(self._expected, is_served=False)
 
     def check_again(self) -> None:
@@ -111,33 +118,57 @@ class WeightProof:
             yield ", ".join(filter(None, (listed(sorted(names)), lacking)))
 
 
-@torch.no_grad()
-def digests(values: ServedValues, key: bytes, parts: Sequence[HeldPart]) -> torch.Tensor:
-    """Return the digests of parts of what the trainer holds, as engines hold them, [parts, 2] int64; collective.
+class Digests:
+    """Adds up the digests of parts as engines hold them, from what each rank has of them.
 
     Args:
-        values: What engines have for this rank's shards.
         key: The same on all ranks.
-        parts: The same on all ranks.
+        parts: That engines hold; the same on all ranks.
+        device: Where this rank's shards are.
     """
-    device, wanted = values.shards[0].values.device, defaultdict(list)
-    for number, part in enumerate(parts):
-        wanted[part.name].append((number, part))
-    rows = max((part.box.row + part.box.rows for part in parts), default=1)
-    widest = max((4 * (part.box.column + part.box.columns) for part in parts), default=4)
-    digester, magnitudes = Digester(key, rows, widest, device), values.agreed_magnitudes()
-    sums = torch.zeros(len(parts), 2, dtype=torch.int64, device=device)
-    made = _made(values, wanted, magnitudes)
-    while batch := [*_up_to(BATCH_BYTES, made)]:
-        numbers, tensors, corners = zip(*batch, strict=True)
-        sums.index_add_(0, torch.tensor(numbers, device=device), digester.parts(tensors, corners))
-    dist.all_reduce(sums)
-    return sums.cpu()
+
+    def __init__(self, key: bytes, parts: Sequence[HeldPart], device: torch.device):
+        self.key, self._parts, self._device = key, parts, device
+        rows = max((part.box.row + part.box.rows for part in parts), default=1)
+        widest = max((4 * (part.box.column + part.box.columns) for part in parts), default=4)
+        self._digester = Digester(key, rows, widest, device)
+        self._sums = torch.zeros(len(parts), 2, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, made: Sequence[Digested]) -> None:
+        """Add what this rank has of some parts, and no other rank adds.
+
+        Raises:
+            WrongKernelError: See `Digester.parts`.
+        """
+        if made:
+            numbers, tensors, corners = zip(*made, strict=True)
+            own = torch.tensor(numbers).to(self._device, non_blocking=True)
+            self._sums.index_add_(0, own, self._digester.parts(tensors, corners))
+
+    @torch.no_grad()
+    def add_all(self, values: ServedValues) -> None:
+        """Add everything that this rank speaks for, made anew; collective.
+
+        Args:
+            values: What engines have for this rank's shards.
+        """
+        wanted = defaultdict(list)
+        for number, part in enumerate(self._parts):
+            wanted[part.name].append((number, part))
+        made = _made(values, wanted, values.agreed_magnitudes())
+        while batch := [*_up_to(BATCH_BYTES, made)]:
+            self.add(batch)
+
+    def total(self) -> torch.Tensor:
+        """Return the digests of all parts, [parts, 2] int64, on the CPU; collective."""
+        dist.all_reduce(self._sums)
+        return self._sums.cpu()
 
 
 def _made(
     values: ServedValues, wanted: Mapping[str, Sequence[tuple[int, HeldPart]]], magnitudes: Magnitudes
-) -> Iterator[Made]:
+) -> Iterator[Digested]:
     """Yield what this rank has of the parts that engines hold: the part's number, values, and where they begin."""
     for shard in (shard for shard in values.shards if shard.is_main and shard.hf_name in wanted):
         as_codes = wanted[shard.hf_name][0][1].dtype == CODES
@@ -147,7 +178,7 @@ def _made(
                     yield number, made.cut(both).values.to(getattr(torch, part.dtype)), (both.row, both.column)
 
 
-def _up_to(num_bytes: int, made: Iterator[Made]) -> Iterator[Made]:
+def _up_to(num_bytes: int, made: Iterator[Digested]) -> Iterator[Digested]:
     """Yield the next ones, until they have so many bytes."""
     total = 0
     for number, values, corner in made:

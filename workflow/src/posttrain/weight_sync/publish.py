@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import shutil
@@ -23,7 +24,7 @@ from posttrain.engines.buckets import make_buckets
 from posttrain.engines.responses import NO_WEIGHTS
 from posttrain.errors import CheckpointError
 from posttrain.weight_sync.holdings import Holdings, listed
-from posttrain.weight_sync.proof import WeightProof
+from posttrain.weight_sync.proof import Digests, WeightProof
 from posttrain.weight_sync.sharded import ShardedTransfer
 
 log = logging.getLogger(__name__)
@@ -64,9 +65,9 @@ class WeightPublisher:
             RuntimeError: When an engine did not take the update, none of them serves a mixture; or when what one holds
                 is something else.
         """
-        self._send(version)
+        sent = self._send(version)
         if self._proof:
-            self._proof.check(version)
+            self._proof.check(version, sent)
         if self._sharded:
             self._sharded.settle()
 
@@ -93,19 +94,21 @@ class WeightPublisher:
         if self._proof:
             self._proof.check_again()
 
-    def _send(self, version: int) -> None:
+    def _send(self, version: int) -> Digests | None:
+        """Send the weights, and return their digests where they were taken on the way."""
         if self._sharded:
-            self._sharded.send(version, self._in_buckets(self._untrained()))
-            return
+            begin = functools.partial(self._proof.begin, version) if self._proof else None
+            return self._sharded.send(version, self._in_buckets(self._untrained()), begin)
         if self._client is None:
             for _ in self._values.gather():
                 pass
-            return
+            return None
         if weight_transport(self._config) == "disk":
             self._runner.run(self._client.update_weights_from_disk(version, self._write_folder(version)))
             shutil.rmtree(self._disk_folder)  # the engines hold them now: FP8 weights of GLM-5 are 0.75 TB
         else:
             self._runner.run(self._client.update_weights(version, self._buckets()))
+        return None
 
     def _write_folder(self, version: int) -> Path:
         """Write a checkpoint in Hub layout that the engines can load; what a dead attempt left there is deleted."""

@@ -2,6 +2,7 @@
 
 What each sends is decided once (`letters`). At an update each rank quantises the shards that it sends, packs the parts
 into flat messages and passes them on (`posttrain_plugin.sending`); engines write them where their own loading would.
+What engines have to prove afterwards is added up on the way, from the same parts before they are packed.
 With `engine.weight_deltas` a rank keeps what it has sent, and sends what has changed (`posttrain_plugin.changes`).
 """
 
@@ -37,6 +38,7 @@ from posttrain.megatron_backend.served_values import Magnitudes, ServedPart, Ser
 from posttrain.rendezvous import FILE_VARIABLE
 from posttrain.weight_sync.holdings import CODES, Holdings
 from posttrain.weight_sync.letters import Letter, plan_letters, spread
+from posttrain.weight_sync.proof import Digested, Digests
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -79,12 +81,21 @@ class ShardedTransfer:
         """Know that engines hold what was sent last: the next update may bring what has changed since."""
         self._is_held = True
 
-    def send(self, version: int, besides: Iterable[NamedTensors] = ()) -> None:
+    def send(
+        self,
+        version: int,
+        besides: Iterable[NamedTensors] = (),
+        begin_digests: Callable[[], Digests] | None = None,
+    ) -> Digests | None:
         """Bring all engines to the present weights under a version.
 
         Args:
             version: What the engines report with each response from now on.
             besides: What goes to them over HTTP in the same update, on rank 0: layers that only draft.
+            begin_digests: Returns what adds up the digests of what is sent; collective.
+
+        Returns:
+            What has added them up.
 
         Raises:
             CheckpointError: A weight is NaN or infinite.
@@ -95,14 +106,15 @@ class ShardedTransfer:
             self._holdings.runner.run(client.begin_update(version))
         if self._channel is None:
             self._connect()
-        magnitudes = self._values.agreed_magnitudes()
+        magnitudes, digests = self._values.agreed_magnitudes(), begin_digests() if begin_digests else None
         asked = client.ask_ranks("receive", may_repeat=False) if client else None
-        if not all(self._on_every_rank(lambda: self._send_beside(asked, magnitudes))):
+        if not all(self._on_every_rank(lambda: self._send_beside(asked, magnitudes, digests))):
             raise CheckpointError("weights hold NaN or infinity; they must be finite to be served")
         if client:
             for bucket in besides:
                 self._holdings.runner.run(client.send_bucket(bucket))
             self._holdings.runner.run(client.end_received(version))
+        return digests
 
     def _connect(self) -> None:
         """Decide who sends what, meet the engines, and tell each rank of theirs what it gets."""
@@ -132,19 +144,25 @@ class ShardedTransfer:
         self._sender, self._rounds = sender_of(letters, channel, first)
 
     @torch.no_grad()
-    def _send_rounds(self, magnitudes: Magnitudes) -> bool:
+    def _send_rounds(self, magnitudes: Magnitudes, digests: Digests | None) -> bool:
         """Send everything that is this rank's to send; returns whether it is finite."""
         assert self._sender
         first, made = dist.get_world_size(), _Made(self._values, magnitudes, self._sent, self._is_held)
         self._is_held = False  # until somebody knows again
-        begun: list[Sending] = []
+        firsts, begun = self._holdings.held.firsts, list[Sending]()
         for number, letters in enumerate(self._rounds):
             pieces: dict[int, list[torch.Tensor]] = defaultdict(list)
             told: dict[int, list[Told]] = defaultdict(list)
+            digested: list[Digested] = []
             for letter in letters:
-                of_it, parts = made.changes(letter) if self._sent else (ALL_OF_IT, [made.part(letter)])
+                part = made.part(letter)
+                if (where := (letter.receiver, letter.piece.part)) in firsts:
+                    digested.append((firsts[where], part, (letter.box.row, letter.box.column)))
+                of_it, parts = made.changes(letter, part) if self._sent else (ALL_OF_IT, [part])
                 told[first + letter.receiver].append(of_it)
                 pieces[first + letter.receiver] += parts
+            if digests:
+                digests.add(digested)
             messages = self._sender.pack(number, pieces)
             if self._sent:
                 self._sender.tell(number, told)
@@ -183,7 +201,9 @@ class ShardedTransfer:
 
         return self._holdings.runner.run(both())
 
-    def _send_beside(self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes) -> bool:
+    def _send_beside(
+        self, asked: Coroutine[Any, Any, Any] | None, magnitudes: Magnitudes, digests: Digests | None
+    ) -> bool:
         """Send while engines receive, which rank 0 asks them for; where one cannot, no other member waits for it.
 
         Raises:
@@ -193,13 +213,13 @@ class ShardedTransfer:
         leave = self._channel.close
         if asked is None:
             try:
-                return self._send_rounds(magnitudes)
+                return self._send_rounds(magnitudes, digests)
             except BaseException:
                 leave()
                 raise
 
         async def both() -> bool:
-            sending = asyncio.create_task(asyncio.to_thread(self._send_rounds, magnitudes))
+            sending = asyncio.create_task(asyncio.to_thread(self._send_rounds, magnitudes, digests))
             tasks = {asyncio.create_task(asked), sending}
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if any(task.exception() for task in ended):
@@ -258,13 +278,13 @@ class _Made:
         """Return what a letter carries, [rows, columns] in the receiver's type."""
         return self._made(letter).cut(letter.box).values.to(getattr(torch, letter.dtype))
 
-    def changes(self, letter: Letter) -> tuple[Told, list[torch.Tensor]]:
-        """Return what a letter tells, and carries: what has changed since the last update, or the part."""
+    def changes(self, letter: Letter, new: torch.Tensor) -> tuple[Told, list[torch.Tensor]]:
+        """Return what a letter tells, and carries: what has changed of its part since the last update, or the part."""
         made, key = self._made(letter), (letter.name, letter.made, letter.dtype)
         if key not in self._swapped and self._sent is not None:
             self._swapped.add(key)
             self._before[key] = self._sent.swap(key, made.values.to(getattr(torch, letter.dtype)))
-        new, before = self.part(letter), self._before.get(key)
+        before = self._before.get(key)
         if not self._is_held or before is None:
             return ALL_OF_IT, [new]
         found = changes(new, made._replace(values=before).cut(letter.box).values)

@@ -1,8 +1,8 @@
 """What SGLang is given beside its own code: an answer to those who ask what it holds, and short words for experts.
 
-It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch.
-Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON object is for us, reaches
-every rank of an engine between two batches, and each rank's answer goes back.
+It runs in SGLang's processes, by SGLang's own way for plug-ins (`sglang.srt.plugins`), and needs nothing but torch,
+on GPUs Triton as well. Its way in is SGLang's `/weights_checker`, whose `action` is free text: one that is a JSON
+object is for us, reaches every rank of an engine between two batches, and each rank's answer goes back.
 
 Written against SGLang 0.5.23: `srt/utils/weight_checker.py`, `srt/managers/scheduler_components/weight_updater.py`.
 """

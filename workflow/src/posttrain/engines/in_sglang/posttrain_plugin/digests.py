@@ -22,21 +22,25 @@ import hashlib
 import hmac
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from .fused_digests import Factors
 
 NUM_COLUMNS, NUM_LANES = 16, 2
 # Sums of products stay within 32 bits: 128 * 64 for each byte of a row.
 MOST_ROW_BYTES = 1 << 17
-# Parts of one shape are digested together, up to so many bytes: a model has tens of thousands, most of them of experts,
-# and one by one a GPU would spend more time with launches of kernels than with reading. A CPU takes no more than its
-# cache holds: memory beyond that comes anew from the system with every batch, page by page.
-BATCH_BYTES, CPU_BATCH_BYTES = 1 << 26, 1 << 20
+# A CPU digests parts of one shape together, as many as its cache holds: memory beyond that comes anew from the system
+# with every batch, page by page. A GPU digests whatever it is given with one kernel.
+CPU_BATCH_BYTES = 1 << 20
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What products of 8-bit matrices want of their first factor on GPUs: more rows than 16, and multiples of 8.
-LEAST_ROWS, ROW_MULTIPLE = 17, 8
+
+
+class WrongKernelError(RuntimeError):
+    """The kernel of a GPU computes something else than torch does."""
 
 
 def key_of(secret: str, version: str) -> bytes:
@@ -56,7 +60,7 @@ class Digester:
 
     def __init__(self, key: bytes, num_rows: int, row_bytes: int, device: torch.device | str = "cpu"):
         assert row_bytes <= MOST_ROW_BYTES, f"rows of {row_bytes} bytes"
-        self._key, self._num_rows, self._row_bytes, self._device = key, num_rows, row_bytes, device
+        self._key, self._num_rows, self._row_bytes, self._device = key, num_rows, row_bytes, torch.device(device)
 
     @staticmethod
     def of_parts(key: bytes, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -66,6 +70,9 @@ class Digester:
             key: See `key_of`.
             parts: Matrices or rows, on one device.
             corners: Where in its tensor each begins.
+
+        Raises:
+            WrongKernelError: See `parts`.
         """
         ends = [
             (row + (len(part) if part.dim() == 2 else 1), (column + part.shape[-1]) * part.element_size())
@@ -75,19 +82,25 @@ class Digester:
         return digester.parts(parts, corners).cpu()
 
     def parts(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Return what each part adds to its tensor's digest, [parts, 2] int64; see `part`."""
+        """Return what each part adds to its tensor's digest, [parts, 2] int64; see `part`.
+
+        Raises:
+            WrongKernelError: This GPU has another digest than the CPU of what both know.
+        """
+        if self._device.type != "cpu":
+            _require_agreement(self._device)
+            return self._fused(parts, corners)
         alike = defaultdict[tuple[object, ...], list[int]](list)
         for number, (part, corner) in enumerate(zip(parts, corners, strict=True)):
             alike[part.shape, part.dtype, corner].append(number)
-        found = torch.empty(len(parts), NUM_LANES, dtype=torch.int64, device=self._device)
+        found = torch.empty(len(parts), NUM_LANES, dtype=torch.int64)
         order, made = [number for numbers in alike.values() for number in numbers], []
-        batch_bytes = CPU_BATCH_BYTES if found.device.type == "cpu" else BATCH_BYTES
         for numbers in alike.values():
-            at_once = max(1, batch_bytes // max(1, parts[numbers[0]].nbytes))
+            at_once = max(1, CPU_BATCH_BYTES // max(1, parts[numbers[0]].nbytes))
             for begin in range(0, len(numbers), at_once):
                 batch = numbers[begin : begin + at_once]
                 made.append(self._alike([parts[number] for number in batch], corners[batch[0]]))
-        found[torch.tensor(order, device=self._device)] = torch.cat(made)
+        found[torch.tensor(order)] = torch.cat(made)
         return found
 
     def part(self, values: torch.Tensor, corner: tuple[int, ...] = (0, 0)) -> torch.Tensor:
@@ -97,25 +110,36 @@ class Digester:
             values: [n, k] or [k], which is one row; of any type.
             corner: Where in the tensor it begins.
         """
-        return self._alike([values], corner)[0]
+        row, column = (0, *corner)[-2:]
+        return self.parts([values], [(row, column)])[0]
 
-    def _alike(self, parts: Sequence[torch.Tensor], corner: tuple[int, ...]) -> torch.Tensor:
+    def _alike(self, parts: Sequence[torch.Tensor], corner: tuple[int, int]) -> torch.Tensor:
         """Return the digests, [parts, 2] int64, of parts of one shape and type that begin at one place."""
-        row, column = (0, 0, *corner)[-2:] if parts[0].dim() == 2 else (0, corner[-1])
+        row, column = corner
         tables = [part.reshape(-1, part.shape[-1]).view(INTEGERS[part.element_size()]) for part in parts]
         table = torch.cat(tables) if len(tables) > 1 else tables[0].contiguous()
         first, octets, num_rows = column * table.element_size(), table.view(torch.int8), len(tables[0])
-        below, beside = max(0, LEAST_ROWS - len(octets)), -octets.shape[1] % ROW_MULTIPLE
-        padded = F.pad(octets, (0, beside, 0, below)) if below or beside else octets
-        factors = self._columns[first : first + padded.shape[1]]
-        products = torch._int_mm(padded, factors)[: len(octets)].long()
+        products = torch._int_mm(octets, self._columns[first : first + octets.shape[1]]).long()
         lanes = [(products * mixed).sum(1).view(-1, num_rows) for mixed in self._mixed.unbind(1)]
         return (torch.stack(lanes, -1) * self._rows[row : row + num_rows]).sum(1)
 
+    def _fused(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
+        from .fused_digests import digests_of  # needs Triton, which a CPU may be without
+
+        sizes = [part.element_size() for part in parts]
+        places = [(row, column * size) for (row, column), size in zip(corners, sizes, strict=True)]
+        return digests_of([octets_of(part) for part in parts], places, self.factors)
+
+    @cached_property
+    def factors(self) -> Factors:
+        """The key's factors as a GPU's kernel reads them."""
+        from .fused_digests import factors_of
+
+        return factors_of(self._columns, self._mixed, self._rows, self._device)
+
     @cached_property
     def _columns(self) -> torch.Tensor:
-        count = self._row_bytes + ROW_MULTIPLE
-        return (self._drawn("columns", count * NUM_COLUMNS).view(-1, NUM_COLUMNS) >> 1).to(self._device)
+        return self._drawn("columns", self._row_bytes * NUM_COLUMNS).view(-1, NUM_COLUMNS) >> 1
 
     @cached_property
     def _mixed(self) -> torch.Tensor:
@@ -126,11 +150,33 @@ class Digester:
         return self._odd("rows", self._num_rows)
 
     def _odd(self, name: str, count: int) -> torch.Tensor:
-        return (self._drawn(name, 8 * count * NUM_LANES).view(torch.int64).view(-1, NUM_LANES) | 1).to(self._device)
+        return self._drawn(name, 8 * count * NUM_LANES).view(torch.int64).view(-1, NUM_LANES) | 1
 
     def _drawn(self, name: str, count: int) -> torch.Tensor:
         octets = hashlib.shake_256(self._key + name.encode()).digest(count)
         return torch.frombuffer(bytearray(octets), dtype=torch.int8)
+
+
+@cache
+def _require_agreement(device: torch.device) -> None:
+    """Compare a GPU's kernel with torch on a CPU, of parts that memory's words fit and of such that they do not."""
+    draws = Digester(bytes(32), 300, 400)
+    whole = draws._drawn("values", 300 * 400).view(300, 400)
+    corners = [(0, 0), (7, 3)]
+    here, there = ([values, values[7:40, 3:94]] for values in (whole, whole.to(device)))
+    found = Digester(bytes(32), 300, 400, device)._fused(there, corners).cpu()
+    if not torch.equal(found, draws.parts(here, corners)):
+        raise WrongKernelError(
+            f"{device}: digests of weights are not those of the CPU; is this Triton right for this GPU?"
+        )
+
+
+def octets_of(part: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a matrix or a row, [rows, bytes of a row] int8; where elements of a row have gaps, a copy."""
+    table = part.detach() if part.dim() == 2 else part.detach()[None]
+    if table.stride(1) != 1:
+        table = table.clone(memory_format=torch.contiguous_format)
+    return table.view(torch.int8)
 
 
 def together(digests: torch.Tensor, key: bytes) -> torch.Tensor:
