@@ -261,8 +261,8 @@ def test_memory_is_given_back_right_after_requests_were_aborted(
 
 async def _aborted_and_released(client: EngineClient, number: int, count: int) -> int:
     """Abort requests that are being answered, and have the engine give back everything; return how many there were."""
-    running = asyncio.create_task(client.generate(_requests(count), 0))
-    await asyncio.sleep(0.2 + 0.01 * number)
+    running = asyncio.create_task(client.generate(_requests(count, max_new_tokens=240, ignore_eos=True), 0))
+    await asyncio.sleep(0.2 + 0.005 * number)  # all tokens take a second
     await client.abort_all()
     await client.release_memory([ENGINE_WEIGHTS, ENGINE_CACHE])
     with pytest.raises(RuntimeError, match="abort"):
@@ -270,5 +270,5 @@ async def _aborted_and_released(client: EngineClient, number: int, count: int) -
     return count
 
 
-def _requests(count: int, max_new_tokens: int = 100) -> list[GenerateRequest]:
-    return [GenerateRequest([5 + place], place, max_new_tokens) for place in range(count)]
+def _requests(count: int, max_new_tokens: int = 100, ignore_eos: bool = False) -> list[GenerateRequest]:
+    return [GenerateRequest([5 + place], place, max_new_tokens, ignore_eos=ignore_eos) for place in range(count)]

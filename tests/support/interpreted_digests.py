@@ -28,8 +28,11 @@ def main() -> None:
     corners.append((2, 3))
     key = key_of("secret", "7")
     expected = Digester(key, 400, 4000).parts(parts, corners)
-    found = Digester(key, 400, 4000)._fused(parts, corners)
-    assert torch.equal(found, expected), (found != expected).any(1).nonzero().flatten().tolist()
+    for digests.COPIED_BYTES in (1 << 26, 1 << 10):
+        found = Digester(key, 400, 4000)._fused(parts, corners)
+        assert torch.equal(found, expected), (found != expected).any(1).nonzero().flatten().tolist()
+    num_batches = sum(1 for _ in digests._batches(parts))
+    assert len(parts) / 4 < num_batches < len(parts), "what can be read where it lies waits for no copy"
     table = fused_digests.described([digests.octets_of(part) for part in parts], corners)
     num_programs = [len(fused_digests.tiles_of(table, is_aligned)) for is_aligned in (True, False)]
     assert min(num_programs) > 20, num_programs

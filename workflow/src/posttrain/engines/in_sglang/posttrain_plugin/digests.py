@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ MOST_ROW_BYTES = 1 << 17
 # A CPU digests parts of one shape together, as many as its cache holds: memory beyond that comes anew from the system
 # with every batch, page by page. A GPU digests whatever it is given with one kernel.
 CPU_BATCH_BYTES = 1 << 20
+# Of what lies otherwise than a GPU's kernel reads it, so much is copied at a time.
+COPIED_BYTES = 1 << 26
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -126,9 +128,11 @@ class Digester:
     def _fused(self, parts: Sequence[torch.Tensor], corners: Sequence[tuple[int, int]]) -> torch.Tensor:
         from .fused_digests import digests_of  # needs Triton, which a CPU may be without
 
-        sizes = [part.element_size() for part in parts]
+        sizes, found = [part.element_size() for part in parts], []
         places = [(row, column * size) for (row, column), size in zip(corners, sizes, strict=True)]
-        return digests_of([octets_of(part) for part in parts], places, self.factors)
+        for some in _batches(parts):
+            found.append(digests_of([octets_of(part) for part in parts[some]], places[some], self.factors))
+        return torch.cat(found)
 
     @cached_property
     def factors(self) -> Factors:
@@ -171,12 +175,24 @@ def _require_agreement(device: torch.device) -> None:
         )
 
 
+def _batches(parts: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Yield which parts are digested together: as many as there are, unless they have to be copied."""
+    begin = copied = 0
+    for number, part in enumerate(parts, start=1):
+        copied += part.nbytes if _has_gaps(part) else 0
+        if copied >= COPIED_BYTES or number == len(parts):
+            yield slice(begin, number)
+            begin, copied = number, 0
+
+
 def octets_of(part: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a matrix or a row, [rows, bytes of a row] int8; where elements of a row have gaps, a copy."""
-    table = part.detach() if part.dim() == 2 else part.detach()[None]
-    if table.stride(1) != 1:
-        table = table.clone(memory_format=torch.contiguous_format)
-    return table.view(torch.int8)
+    table = part.detach().clone(memory_format=torch.contiguous_format) if _has_gaps(part) else part.detach()
+    return (table if table.dim() == 2 else table[None]).view(torch.int8)
+
+
+def _has_gaps(part: torch.Tensor) -> bool:
+    return part.stride(-1) != 1
 
 
 def together(digests: torch.Tensor, key: bytes) -> torch.Tensor:
