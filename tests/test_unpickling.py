@@ -41,9 +41,9 @@ from posttrain.training.checkpoints import check_sizes
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow/src/posttrain"
-# What may run code that it reads. Not: json, and what reads YAML (OmegaConf's loader is PyYAML's safe one).
+# What may run code that it reads. Not: json, what reads YAML (OmegaConf's loader is PyYAML's safe one), and kernels.
 UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict", "ProcessPool", "recv")
-HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv")
+HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv", "tl.load")
 # Call -> what holds it safe.
 PLACES = {
     ("config/command_line.py", "yaml.load"): "BaseLoader makes texts, lists and mappings only",
