@@ -110,9 +110,18 @@ def test_words_of_16_bytes_are_read_where_all_of_a_part_fits_them() -> None:
     assert {*tiles[False][:, 0].tolist()} == {1, 2, 4, 6}
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+# GPU -> what multiplies 8-bit integers, and loads 16 bytes at once.
+COMPILED = {
+    GPUTarget("cuda", 80, 32): ("mma.sync.*s32.s8.s8.s32", "cp.async.cg.shared.global .*0x10"),
+    GPUTarget("cuda", 90, 32): ("wgmma.mma_async.*s32.s8.s8", "cp.async.cg.shared.global .*0x10"),
+    GPUTarget("cuda", 100, 32): ("(mma.sync.*s32.s8.s8.s32|tcgen05.mma.*kind::i8)", "cp.async.cg.shared.global .*0x10"),
+    GPUTarget("hip", "gfx942", 64): ("v_mfma_i32", "global_load_dwordx4"),
+}
+
+
+@pytest.mark.parametrize("target", COMPILED, ids=lambda target: f"{target.backend}-{target.arch}")
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_the_kernel_is_compiled_for_gpus(capability: int, is_aligned: bool) -> None:
+def test_the_kernel_is_compiled_for_gpus(target: GPUTarget, is_aligned: bool) -> None:
     """With products of 8-bit integers by tensor cores, and where the parts allow it with words of 16 bytes."""
     types = {"tiles": "*i32", "parts": "*i64", "columns": "*i8", "width": "i32"}
     types |= dict.fromkeys(("mixed", "rows", "found"), "*i64")
@@ -121,11 +130,13 @@ def test_the_kernel_is_compiled_for_gpus(capability: int, is_aligned: bool) -> N
     fits_words = {(number,): [["tt.divisibility", 16]] for number in range(len(types))}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fused_digests.digest_rows, types, constants, fits_words)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    code = compiled.asm["ptx"]
-    assert re.search("wgmma.mma_async.*s32.s8.s8" if capability == 90 else "mma.sync.*s32.s8.s8.s32", code)
-    assert bool(re.search(r"cp.async.cg.shared.global .*0x10", code)) == is_aligned
-    assert 3 * compiled.metadata.shared < 228 << 10, "three programs on a multiprocessor"
+    compiled = triton.compile(source, target=target, options=options)
+    product, wide_load = COMPILED[target]
+    code = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    assert re.search(product, code)
+    assert bool(re.search(wide_load, code)) == is_aligned
+    # Three programs on a multiprocessor of NVIDIA's, one on a compute unit of AMD's.
+    assert compiled.metadata.shared <= ((228 << 10) // 3 if target.backend == "cuda" else 64 << 10)
 
 
 @pytest.mark.gpu
