@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.end_to_end.test_engine_faults import IN_FIRST_ROLLOUT, kill_within
+from tests.end_to_end.test_engine_faults import IN_FIRST_ROLLOUT, MANY_CHUNKS, kill_within
 from tests.end_to_end.test_kubernetes import folder_of_pods
 from tests.support.interruptions import (
     assert_gone,
@@ -24,10 +24,12 @@ pytestmark = pytest.mark.slow
 APART = FAST | {"engine.own_nodes": 1, "launch.preflight": "false"}
 
 
-def test_the_bits_are_those_of_engines_on_the_trainers_node(undisturbed: WorkflowFolder, tmp_path: Path) -> None:
+def test_the_bits_are_those_of_engines_on_the_trainers_node(store: Path, tmp_path: Path) -> None:
     """An engine that dies in a rollout starts again on its node; a rank that dies takes all along; then it resumes."""
     with KubernetesServer(tmp_path) as server:
-        run = folder_of_pods(server, undisturbed.store, APART, nodes=2)
+        straight = WorkflowFolder(tmp_path / "straight", store, FAST | MANY_CHUNKS)
+        straight.run("train_grpo", timeout=900)
+        run = folder_of_pods(server, store, APART | MANY_CHUNKS, nodes=2)
         driver = start(run, "train_grpo")
         kill_within(driver, IN_FIRST_ROLLOUT)
         driver.wait_for_file("checkpoints/step_000002")
@@ -35,7 +37,7 @@ def test_the_bits_are_those_of_engines_on_the_trainers_node(undisturbed: Workflo
         code, output = driver.finish()
         assert code == 0, output[-4000:]
         assert_gone(run)
-    assert_same_training(run, undisturbed)
+    assert_same_training(run, straight)
     attempts = attempts_of(run)
     assert len(attempts) == 2, attempts
     killed, done = attempts
