@@ -158,8 +158,17 @@ def test_a_gpu_whose_kernel_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch)
     """By what both know, before anything is digested: engine and trainer would agree on the same wrong digests."""
     right = Digester.parts
     monkeypatch.setattr(Digester, "_fused", lambda self, *given: right(Digester(self._key, 300, 400), *given) + 1)
-    with pytest.raises(digests.WrongKernelError, match=r"cpu: digests of weights are not those of the CPU"):
+    with pytest.raises(digests.WrongKernelError, match=r"not those of the CPU \(Triton 3.*install the Triton"):
         digests._require_agreement(torch.device("cpu"))
+
+
+def test_a_gpu_is_asked_before_it_digests_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise digests.WrongKernelError(str(device))
+
+    monkeypatch.setattr(digests, "_require_agreement", refuse)
+    with pytest.raises(digests.WrongKernelError, match="cuda:3"):
+        Digester(KEY, 64, 400, "cuda:3").parts([random((3, 4), torch.float32)], [(0, 0)])
 
 
 def test_a_key_serves_one_version_of_one_job() -> None:

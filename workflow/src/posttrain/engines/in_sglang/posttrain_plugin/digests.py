@@ -23,6 +23,7 @@ import hmac
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -171,7 +172,8 @@ def _require_agreement(device: torch.device) -> None:
     found = Digester(bytes(32), 300, 400, device)._fused(there, corners).cpu()
     if not torch.equal(found, draws.parts(here, corners)):
         raise WrongKernelError(
-            f"{device}: digests of weights are not those of the CPU; is this Triton right for this GPU?"
+            f"{device}: digests of weights are not those of the CPU (Triton {version('triton')}); install the Triton "
+            "that this torch requires"
         )
 
 
