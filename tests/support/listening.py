@@ -1,6 +1,6 @@
 """What the processes of a workflow listen on while they run, and what another user of the machine hears there.
 
-Each socket is tried as `nobody` as soon as it is seen. What may be heard where stands in `KNOWN`, and with its reason
+Each socket is tried as `nobody` soon after it is seen. What may be heard where stands in `KNOWN`, and with its reason
 in docs/threat-model.md; every other socket fails the test.
 """
 
@@ -26,7 +26,7 @@ from tests.support.interruptions import processes_of
 from tests.support.requirements import require
 from tests.support.workflow_runs import ROOT, WorkflowFolder
 
-POLL_SECONDS = 1.0
+LOOK_SECONDS, TRY_SECONDS = 0.1, 1.0
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 LISTENS = {"tcp": "0A", "udp": "07"}
@@ -135,26 +135,34 @@ KNOWN = {
 def watched_sockets(workflow: WorkflowFolder) -> Iterator[list[Listener]]:
     """Find and try whatever a workflow listens on while the block runs; the list is complete behind it.
 
-    A socket is tried again as long as what is heard there is not known, and an engine's until it answers.
+    A socket is tried again as long as what is heard there is not known, and an engine's until it answers. Looking does
+    not wait for trying: a rank that is killed soon after its last socket opened has all of them on the list, and what
+    was closed before its turn counts as closed.
     """
     found: dict[Listener, Listener] = {}
     ends, tried = threading.Event(), []
 
-    def watch() -> None:
-        while not ends.wait(POLL_SECONDS):
-            unknown = [
-                at for at in listeners_of(processes_of(workflow)) if at not in found or not _is_settled(found[at])
-            ]
+    def look() -> None:
+        while not ends.wait(LOOK_SECONDS):
+            for at in listeners_of(processes_of(workflow)):
+                found.setdefault(at, replace(at, heard="closed"))
+
+    def hear() -> None:
+        settled = set()
+        while not ends.wait(TRY_SECONDS):
+            unknown = [at for at in listeners_of(processes_of(workflow)) if at not in settled]
             heard = _heard_by_nobody(unknown) if IS_ROOT else [at.heard for at in unknown]
             found.update((at, replace(at, heard=words)) for at, words in zip(unknown, heard, strict=True))
+            settled |= {at for at in unknown if _is_settled(found[at])}
 
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch)
+    with ThreadPoolExecutor(2) as pool:
+        watching = [pool.submit(work) for work in (look, hear)]
         try:
             yield tried
         finally:
             ends.set()
-        watching.result()
+        for thread in watching:
+            thread.result()
     tried.extend(found.values())
 
 
