@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.interruptions import ENGINE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
+from tests.support.interruptions import ENGINE, NODE, SUPERVISOR, TRAINER, assert_same_training, find_processes, start
 from tests.support.workflow_runs import WorkflowFolder
 
 pytestmark = pytest.mark.slow
@@ -27,14 +28,32 @@ def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (stat.st_mode, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
-def processes_of(workflow: WorkflowFolder) -> list[psutil.Process]:
-    """Return the processes of a training."""
-    return [process for kind in (SUPERVISOR, TRAINER, ENGINE) for process in find_processes(workflow, kind)]
+def suspend(workflow: WorkflowFolder) -> list[psutil.Process]:
+    """Suspend the processes of a training, and return them when each of their threads has stopped.
+
+    A signal to stop is delivered when a thread leaves the kernel: until then it finishes what it writes or deletes.
+    """
+    kinds = (SUPERVISOR, NODE, TRAINER, ENGINE)
+    processes = [process for kind in kinds for process in find_processes(workflow, kind)]
+    for process in processes:
+        process.suspend()
+    deadline = time.monotonic() + 10
+    while running := [process for process in processes if not _has_stopped(process)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.01)
+    return processes
+
+
+def _has_stopped(process: psutil.Process) -> bool:
+    states = [
+        stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    ]
+    return set(states) <= {"T"}
 
 
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:
     """Start training as a scheduler's job whose driver has died: the rule's own command, and nobody to follow."""
-    workflow.run("stage_all_nodes", "resolve_config", "download_dataset")
+    workflow.run("stage_all_nodes", "resolve_config", "approve_data")
     shown = workflow.run("train_grpo", options=["-n", "--printshellcmds"])
     (command,) = re.findall(r"POSTTRAIN_LOG=\S+ python \S*scripts/train_grpo.py .*", shown)
     environment = {**workflow.env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -49,9 +68,7 @@ def test_status_tells_where_a_living_run_stands_and_touches_nothing(store: Path,
     workflow = WorkflowFolder(tmp_path / "work", tmp_path / "store")
     driver = start(workflow, "train_grpo")
     driver.wait_for_file(FIRST_CHECKPOINT)
-    processes = processes_of(workflow)
-    for process in processes:
-        process.suspend()
+    processes = suspend(workflow)
     try:
         before = state_of(workflow.results), state_of(workflow.store)
         shown = workflow.run("status")
@@ -84,9 +101,7 @@ def test_attach_waits_for_a_training_without_driver_and_snakemake_goes_on(
     while not list(workflow.results.glob("*/train/rollouts/step_*/*.json")):
         assert job.poll() is None
     # The last steps take less time than the start of `snakemake`.
-    processes = processes_of(workflow)
-    for process in processes:
-        process.suspend()
+    processes = suspend(workflow)
     watcher = start(workflow, "attach")
     watcher.wait_until(lambda: f"attached to process {_supervisor_of(job)}" in watcher.output)
     for process in processes:
@@ -106,9 +121,7 @@ def test_attach_tells_that_a_training_has_ended_early_and_that_nothing_runs(work
     job = start_without_driver(workflow)
     while not list(workflow.results.glob(f"*/train/{FIRST_CHECKPOINT}")):
         assert job.poll() is None
-    stopped = processes_of(workflow)
-    for process in stopped:
-        process.suspend()
+    stopped = suspend(workflow)
     watcher = start(workflow, "attach")
     watcher.wait_until(lambda: "attached to" in watcher.output)
     os.killpg(job.pid, signal.SIGKILL)

@@ -64,17 +64,16 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
             _, held = as_served(weights, tensors, request["strategy"])
         first = transfer.num_sent
         dist.barrier()
+        order = watch_rounds()
         started = time.process_time()
         digests = transfer.send(2, begin_digests=partial(begin_digests, holdings)).total()
         seconds = time.process_time() - started
     ranks, expected = engines.ranks if engines else [], (weights, tensors, held, request["strategy"])
     told = {
-        "sent": gather_plain(transfer.num_sent),
+        **_told(transfer),
         "sent_first": gather_plain(first),
-        "passed_on": gather_plain([*transfer._sender._passed_on]),
-        "shared": gather_plain(transfer._sender._room),
-        "told": gather_plain(16 * sum(len(of_round) for of_round in transfer._rounds)),
         "seconds": gather_plain(seconds),
+        "order": gather_plain(order),
         "received": [rank.channel.num_received for rank in ranks],
         "kept": [rank.num_bytes for rank in ranks],
         "parts": [len(rank.parts) for rank in ranks],
@@ -83,6 +82,39 @@ def run_rank(request: dict[str, Any], folder: Path) -> None:
     if engines:
         (folder / "told.json").write_text(json.dumps(told))
     dist.destroy_process_group()
+
+
+def _told(transfer: Any) -> dict[str, list]:
+    from posttrain.megatron_backend.plain_data import gather_plain
+
+    return {
+        "sent": gather_plain(transfer.num_sent),
+        "passed_on": gather_plain([*transfer._sender._passed_on]),
+        "shared": gather_plain(transfer._sender._room),
+        "told": gather_plain(16 * sum(len(of_round) for of_round in transfer._rounds)),
+    }
+
+
+def watch_rounds() -> list[str]:
+    """Return a list that grows with every step of a round from now on."""
+    from posttrain.engines.in_sglang.posttrain_plugin.sending import Sender, Sending
+    from posttrain.weight_sync.proof import Digests
+
+    order: list[str] = []
+
+    def watch(owner: type, name: str, told: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(self: object, *arguments: object) -> object:
+            order.append(told)
+            return work(self, *arguments)
+
+        setattr(owner, name, watched)
+
+    watch(Digests, "add", "digests")
+    watch(Sender, "begin", "sends")
+    watch(Sending, "wait", "waits")
+    return order
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def test_eight_ranks_send_each_byte_once(tmp_path: Path, places: str) -> None:
         for received, kept, parts in zip(told["received"], told["kept"], told["parts"], strict=True):
             assert received <= 2 * (1.05 * kept + 8 * parts * ALIGNMENT_BYTES)
         assert max(told["sent"]) <= 1.2 * sum(told["sent"]) / 8, told["sent"]
+        for order in told["order"]:
+            rounds = order.count("sends")
+            assert rounds > 1
+            travels = ["digests", "waits", "sends"] * (rounds - 1)
+            assert order == ["digests", "sends", *travels, "waits"], "a round is digested while the last one travels"
 
 
 def test_eight_ranks_send_what_has_changed(tmp_path: Path) -> None:
