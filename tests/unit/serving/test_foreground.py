@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -69,10 +68,14 @@ def test_a_part_that_answers_nobody_ends_as_its_engine(code: str, ends: int) -> 
     ],
 )
 def test_all_end_with_the_foreground(tmp_path: Path, number: signal.Signals) -> None:
+    def hears_all() -> None:  # also where these tests run behind `&`
+        for one in ENDING:
+            signal.signal(one, signal.SIG_DFL)
+
     (port,), log = choose_free_ports(1), tmp_path / "log"
     with log.open("wb") as output:
         words = [sys.executable, "-c", IN_FOREGROUND, HEALTHY, str(port), f"http://127.0.0.1:{port}"]
-        process = subprocess.Popen(words, stdout=output, stderr=output, env=dict(os.environ))
+        process = subprocess.Popen(words, stdout=output, stderr=output, preexec_fn=hears_all)
     while "healthy at" not in log.read_text():
         assert process.poll() is None, log.read_text()
     family = psutil.Process(process.pid).children(recursive=True)
