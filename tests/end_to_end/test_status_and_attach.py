@@ -45,10 +45,11 @@ def suspend(workflow: WorkflowFolder) -> list[psutil.Process]:
 
 
 def _has_stopped(process: psutil.Process) -> bool:
-    states = [
-        stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")
-    ]
-    return set(states) <= {"T"}
+    states = set()
+    for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states <= {"T"}
 
 
 def start_without_driver(workflow: WorkflowFolder) -> subprocess.Popen:

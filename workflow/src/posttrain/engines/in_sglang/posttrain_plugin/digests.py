@@ -23,7 +23,6 @@ import hmac
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -171,8 +170,10 @@ def _require_agreement(device: torch.device) -> None:
     here, there = ([values, values[7:40, 3:94]] for values in (whole, whole.to(device)))
     found = Digester(bytes(32), 300, 400, device)._fused(there, corners).cpu()
     if not torch.equal(found, draws.parts(here, corners)):
+        import triton  # not the installed package's version: its name differs by hardware
+
         raise WrongKernelError(
-            f"{device}: digests of weights are not those of the CPU (Triton {version('triton')}); install the Triton "
+            f"{device}: digests of weights are not those of the CPU (Triton {triton.__version__}); install the Triton "
             "that this torch requires"
         )
 
