@@ -79,6 +79,17 @@ def test_its_jobs_run_where_it_is_imported(mine, tmp_path: Path) -> None:
     assert "0 of 80" in output
 
 
+def test_what_its_config_leaves_out_has_defaults(mine, tmp_path: Path) -> None:
+    """Snakemake skips our `configfile:` for a module with a `config:`."""
+    (tmp_path / "mine.yaml").write_text("posttrain: {set: training.num_steps=5}\nother: 1\nother: 2\n")
+    code, output = mine("-n")
+    assert code == 0, output
+    assert jobs_of(output) > {"posttrain_train_grpo", "mine"}
+    (tmp_path / "Snakefile").write_text(MINE.replace('config["posttrain"]', '{"model": "tiny"}'))
+    code, output = mine("-n")
+    assert code == 0, output
+
+
 def test_what_cannot_run_is_refused_there_too(mine) -> None:
     code, output = mine("--config", "posttrain={model: deepseek_v3.2}")
     assert code == 1

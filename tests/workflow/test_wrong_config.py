@@ -56,6 +56,26 @@ def test_wrong_input_is_refused_in_one_message(name: str, tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} <= {".snakemake"}
 
 
+def test_files_of_the_command_line_are_read_strictly(tmp_path: Path) -> None:
+    """Snakemake has read them by then, and kept the last of two equal keys."""
+    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 1e-5}\nnodes: 1\noptimizer: {beta1: 0.8}\n")
+    (tmp_path / "other.yaml").write_text("1: 2\n")
+    code, output = dry_run(tmp_path, {}, "--configfile", "mine.yaml", "other.yaml")
+    assert code == 1
+    assert "Traceback" not in output
+    assert "mine.yaml = line 3: 'optimizer' for the second time; the first is on line 1" in output
+    assert "other.yaml = line 1: the key 1, which YAML does not read as text" in output
+
+
+@pytest.mark.parametrize("word", ["run=12e4567", "run=1_000", "run=True", "run=NaN", "model=1e3", "suites=0123"])
+def test_a_name_that_snakemake_reads_as_a_number_is_rejected(word: str, tmp_path: Path) -> None:
+    key, _, value = word.partition("=")
+    code, output = dry_run(tmp_path, {key: value})
+    assert code == 1
+    assert "1 problem in the configuration:" in output
+    assert f"  - {key} = " in output
+
+
 TOO_LITTLE_MEMORY = {"run": "mine", "set": "hardware.memory_gib_per_gpu=0.1"}
 REPORT = "1 problem in the configuration:\n  - parallel = "
 

@@ -20,6 +20,7 @@ from posttrain.artifacts.data_folders import pass_folders, suite_folders
 from posttrain.artifacts.resolved_file import read_resolved, write_resolved
 from posttrain.artifacts.sharing import announce_sharing, share_store
 from posttrain.config.begun import kept_from_before
+from posttrain.config.command_line import check_files, with_defaults
 from posttrain.config.derived import engines_load, recoding_settings
 from posttrain.config.site_rules import check_preflight
 from posttrain.planner.resolve import resolve
@@ -75,7 +76,10 @@ def write_once(resolved):
 with told():
     # A job reads what was planned when the command was given, whatever has become of config/ by then.
     if workflow.is_main_process:
-        RESOLVED = resolve(config, Path(CONFIG_DIR))
+        # A module with a `config:` has what its workflow gives it, not what stands in --configfile.
+        check_files([] if workflow.modifier.skip_configfile else workflow.config_settings.configfiles)
+        REQUEST = with_defaults(config, Path(CONFIG_DIR))
+        RESOLVED = resolve(REQUEST, Path(CONFIG_DIR))
     elif RESOLVED_VARIABLE in os.environ:
         RESOLVED = read_resolved(Path(os.environ[RESOLVED_VARIABLE]))
     else:
@@ -128,7 +132,7 @@ def may_serve(quantized):
 def refused():
     """Return what keeps this version from running the jobs that Snakemake has planned, in words; empty where nothing."""
     rules = {job.rule.name for job in workflow.dag.needrun_jobs(exclude_finished=False)} if workflow.dag else set()
-    return refusal(config, Path(CONFIG_DIR), CFG, rules)
+    return refusal(REQUEST, Path(CONFIG_DIR), CFG, rules)
 
 
 # Whether it is a dry run is known only after this file is read.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,21 @@ def test_forks(fork: str, run: str, count: int) -> None:
 @pytest.mark.parametrize(("nodes", "count"), [(1, 0), (0, 1), (True, 1), ("2", 1), (2.0, 1)])
 def test_node_counts(nodes: object, count: int) -> None:
     assert len(parse_request({"nodes": nodes}).problems) == count
+
+
+@pytest.mark.parametrize(
+    "key", ["model", "recipe", "hardware", "site", "suites", "configs", "run", "fork", "set", "lengths"]
+)
+@pytest.mark.parametrize("value", [float("inf"), 1000, True, datetime.date(2026, 11, 28)])
+def test_a_name_of_which_snakemake_made_something_else_is_rejected(key: str, value: object) -> None:
+    """`--config run=12e4567` is infinity, and so is `run: 12e45` for YAML; the text is gone."""
+    assert list(refused(**{key: value})) == [key]
+
+
+def test_names_in_a_list_are_text_too() -> None:
+    assert list(refused(suites=["gsm8k", 500])) == ["suites"]
+
+
+def test_a_key_that_is_no_text_is_unknown() -> None:
+    assert list(refused(**{"model": "tiny"} | {"1": 2})) == ["1"]
+    assert [problem.key for problem in parse_request({1: 2}).problems] == ["1"]  # type: ignore[dict-item]

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from posttrain.config.strict_yaml import read_mapping
 from posttrain.errors import ConfigError, Problem, raise_if_any
 
 # Of the clone that this package lies in.
@@ -31,23 +32,32 @@ def read_request(config_dir: Path, files: Iterable[Path], words: Iterable[str]) 
     remedy = "a value of the configuration stands inside of set='key=value'"
     bad = [word for word in words if not re.match(r"[A-Za-z_]\w*=", word)]
     raise_if_any([Problem(word, "no key=value", "model=glm5, and the like", remedy) for word in bad])
-    request: dict[str, Any] = {}
-    for path in (config_dir / "workflow.yaml", *files):
-        request = _over(request, _read(path))
+    request = with_defaults({}, config_dir)
+    for path in files:
+        request = _over(request, read_mapping(path))
     for key, _, text in (word.partition("=") for word in words):
         request = _over(request, {key: _value(text.strip("'\""))})
     return request
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no keys at its top level")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        remedy = "correct the path or the file"
-        raise ConfigError([Problem(str(path), str(error), "a YAML file of keys and values", remedy)]) from error
-    return content
+def with_defaults(request: Mapping[str, Any], config_dir: Path) -> dict[str, Any]:
+    """Return a request on top of `workflow.yaml`, which Snakemake skips for a module that has a `config:`."""
+    return _over(read_mapping(config_dir / "workflow.yaml"), request)
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Read the files of `--configfile` strictly; Snakemake has read them and kept the last of two equal keys.
+
+    Raises:
+        ConfigError: With every problem of every file.
+    """
+    problems: list[Problem] = []
+    for path in files:
+        try:
+            read_mapping(path)
+        except ConfigError as error:
+            problems += error.problems
+    raise_if_any(problems)
 
 
 def _value(text: str) -> Any:

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from posttrain.config import schema
 from posttrain.config.fields import members, row_of
 from posttrain.config.load import read_yaml
@@ -174,7 +172,7 @@ def values_by_layer(config_dir: Path) -> dict[str, str]:
 
 def _leaves(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of a YAML file."""
-    stack = [("", OmegaConf.to_container(OmegaConf.load(path)))]
+    stack = [("", read_yaml(path))]
     while stack:
         key, value = stack.pop()
         if isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import math
 import typing
@@ -115,13 +116,26 @@ def members(section: type) -> tuple[tuple[str, Any, Mapping[str, Any]], ...]:
 
 
 def typed(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number)."""
+    """Return `value` as `kind`, by OmegaConf's rules of conversion (the text "1e-6" is a number).
+
+    Raises:
+        ValidationError: It cannot be converted, or YAML has made a number, boolean or date of what has to be text.
+    """
     if kind == list[str]:
         items = value if isinstance(value, list) else [value]
         return [typed(item, str) for item in items]
+    if is_misread_text(value, kind):
+        raise ValidationError(f"{value!r} is no text")
     if kind is bool and isinstance(value, int) and value not in (0, 1):
         raise ValidationError(f"{value} is neither true nor false")
     return _NODES[kind](value=value, is_optional=False)._value()
+
+
+def is_misread_text(value: Any, kind: Any) -> bool:
+    """Tell whether text is due and YAML has read something else: what was written is lost (`0123` is read as 83)."""
+    if kind == list[str]:
+        return any(is_misread_text(item, str) for item in (value if isinstance(value, list) else [value]))
+    return kind is str and isinstance(value, int | float | datetime.date)
 
 
 def check_ranges(values: Mapping[str, Any]) -> list[Problem]:

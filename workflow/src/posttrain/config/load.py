@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
-import shlex
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,18 +31,20 @@ from posttrain.config.fields import (
     check_ranges,
     did_you_mean,
     general_key,
+    is_misread_text,
     leaf_types,
-    leaves_of,
     typed,
     unknown_key,
     walk,
 )
 from posttrain.config.filled_in import filled_in
+from posttrain.config.overrides import parse_overrides
 from posttrain.config.presets import PRESETS, algorithm_name, unused_numbers
 from posttrain.config.request import WORKFLOW_KEYS, Request, is_count, parse_request
 from posttrain.config.rules import check_consistency
+from posttrain.config.strict_yaml import read_mapping
 from posttrain.document import ANY
-from posttrain.errors import ConfigError, Problem, raise_if_any
+from posttrain.errors import Problem, raise_if_any
 
 # What the recipes of `config/nodes` are written for; on other machines their sizes mean nothing.
 RECIPE_GPUS_PER_NODE = 8
@@ -193,10 +195,16 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read what `dump_yaml` wrote."""
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(content, dict), f"{path} holds a {type(content).__name__}"
-    return {str(key): value for key, value in content.items()}
+    """Read a file of the configuration, or what `dump_yaml` wrote."""
+    return read_mapping(path, load=_constructed)
+
+
+def _constructed(text: str) -> Any:
+    """Return what a YAML text says by OmegaConf's rules: `1e-4` is a number, a date is text."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error)) from error
 
 
 def dump_resolved(resolved: Resolved) -> str:
@@ -237,6 +245,9 @@ class _Merger:
 
     def add_choice(self, folder: str, key: str, name: Any) -> None:
         """Add `{folder}/{name}.yaml`; an unknown name is a problem that lists the known ones."""
+        if key in {problem.key for problem in self.problems}:
+            self._lacks_a_layer = True
+            return
         known = sorted({path.stem for parent in self._folders for path in (parent / folder).glob("*.yaml")})
         if str(name) in known:
             self.add_file(f"{folder}/{name}.yaml")
@@ -298,11 +309,7 @@ class _Merger:
 
     def _read(self, name: str) -> dict[Any, Any]:
         if name not in self._files:
-            try:
-                layer = OmegaConf.to_container(OmegaConf.load(self._find(name)))
-            except (OmegaConfBaseException, OSError, ValueError) as error:
-                raise ConfigError([Problem(name, type(error).__name__, "a readable YAML file", str(error))]) from error
-            self._files[name] = layer if isinstance(layer, dict) else {}
+            self._files[name] = read_yaml(self._find(name))
         return self._files[name]
 
     @property
@@ -318,19 +325,14 @@ class _Merger:
         return found[0] if found else self._dir / name
 
     def add_overrides(self, text: Any) -> None:
-        """Add the values of `set=`: words like a shell's, each `key=value`."""
+        """Add the values of `set=`."""
         try:
-            words = shlex.split("" if text is None else str(text))
-            bad = [word for word in words if "=" not in word[1:]]
-            if bad:
-                raise ValueError(f"{bad[0]!r} has no '=' behind a key")
-            parsed = OmegaConf.to_container(OmegaConf.from_dotlist(words))
-        except (ValueError, OmegaConfBaseException) as error:
+            values = parse_overrides("" if text is None else str(text))
+        except ValueError as error:
             remedy = f"{error}; quote the whole list"
             self.problems.append(Problem("set", repr(text), "set='key=value key=value'", remedy))
             return
-        assert isinstance(parsed, dict)
-        for key, value in leaves_of(parsed).items():
+        for key, value in values.items():
             if key in WORKFLOW_KEYS:
                 remedy = f"it chooses files, so give it outside of set=: --config {key}={value}"
                 self.problems.append(Problem(f"set: {key}", repr(value), "keys of the configuration's files", remedy))
@@ -351,7 +353,8 @@ class _Merger:
             self._values[key] = typed(value, kind)
         except OmegaConfBaseException:
             name = TYPE_NAMES[kind]
-            self.problems.append(Problem(key, f"{value!r} ({origin})", name, f"give {name}"))
+            remedy = "write it in quotes" if is_misread_text(value, kind) else f"give {name}"
+            self.problems.append(Problem(key, f"{value!r} ({origin})", name, remedy))
             return
         self.origins[key] = origin
 

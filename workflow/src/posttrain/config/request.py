@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import schema
-from posttrain.config.fields import did_you_mean
+from posttrain.config.fields import did_you_mean, is_misread_text
 from posttrain.errors import Problem
 
 # What `--config` and workflow.yaml may hold besides sections.
@@ -35,6 +35,8 @@ WORKFLOW_KEYS = (
     "lengths",
     "expert_imbalance",
 )
+# Keys of these that are text. Snakemake makes a number of what looks like one: `run=12e4567` is infinity to it.
+TEXTS = ("model", "recipe", "hardware", "site", "suites", "configs", "run", "fork", "set", "lengths")
 SECTIONS = tuple(field.name for field in dataclasses.fields(schema.Config) if field.name != "nodes")
 # Sections of which a file is chosen by name.
 CHOSEN = ("model", "hardware", "site")
@@ -51,7 +53,7 @@ class Request:
     """What was asked for.
 
     Args:
-        names: What is no section, by its key, and the names of those that choose files.
+        names: What is no section, by its key, and the names of those that choose files. What is due to be text is.
         sections: Section -> values of it, nested as in a file.
         problems: What cannot be asked for.
     """
@@ -75,15 +77,23 @@ class Request:
 def parse_request(workflow: Mapping[str, Any]) -> Request:
     """Sort the keys that Snakemake hands over, and check what is no section."""
     names: dict[str, Any] = {}
+    problems: list[Problem] = []
     sections: dict[str, Mapping[Any, Any]] = {}
-    for key, value in workflow.items():
+    for key, value in ((str(key), value) for key, value in workflow.items()):
         if key in SECTIONS and isinstance(value, Mapping):
             sections[key] = value
             if key in CHOSEN:
                 names[key] = value.get("name")
         else:
             names[key] = value
-    return Request(names, sections, tuple(_problems(names)))
+    for key in TEXTS:
+        if is_misread_text(names.get(key), list[str] if key == "suites" else str):
+            remedy = (
+                f'choose another name, which begins with a letter, or write {key}: "..." in a file for --configfile'
+            )
+            problems.append(Problem(key, f"{names[key]!r}, which is no text", "a letter, then more of a name", remedy))
+            names[key] = None
+    return Request(names, sections, (*problems, *_problems(names)))
 
 
 def is_count(value: Any) -> bool:
