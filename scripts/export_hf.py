@@ -13,6 +13,7 @@ from posttrain.checkpoint.export import (
     open_trained,
     refuse_foreign_folder,
 )
+from posttrain.checkpoint.formats.tied_copies import KEEP
 from posttrain.checkpoint.parts.steps import PART, SOURCE, make_part, source_of
 from posttrain.cli import RESOLVED, command_line, run
 
@@ -32,7 +33,8 @@ def main() -> None:
     inputs = {"train": identity, **source_of(args, "hf_patched")}
 
     def open_export() -> HubExport:
-        trained = open_trained(checkpoint, args.source, args.resolved.config.model.architecture)
+        model = args.resolved.config.model
+        trained = open_trained(checkpoint, args.source, model.architecture, model.patch.copies == KEEP)
         return HubExport(trained.origin, inputs, trained)
 
     make_part(STEP, args, inputs, open_export)

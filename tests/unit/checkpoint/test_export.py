@@ -7,7 +7,7 @@ import torch
 from tests.support.anonymous_memory import growth_of_anonymous_memory
 from tests.support.exporting import export_in_parts
 from tests.support.folders_in_parts import make_folder
-from tests.support.tiny_checkpoint import ALL, TINY, make_random_checkpoint, random_tensors, write_shards
+from tests.support.tiny_checkpoint import ALL, TINY, TINY_QWEN3, make_random_checkpoint, random_tensors, write_shards
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save
 
@@ -126,9 +126,38 @@ def test_trained_weights_replace_and_the_rest_is_the_origins(tmp_path, origin, c
     for name in before:
         old, new = before.tensor(name), after.tensor(name)
         assert new.dtype == old.dtype
-        is_mtp = name.startswith("model.layers.3.")
-        assert torch.equal(new, old if is_mtp else (old.float() * 1.5 + 0.01).to(old.dtype)), name
+        is_frozen = name.startswith("model.layers.3.") and name not in optional_copies(TINY)
+        assert torch.equal(new, old if is_frozen else (old.float() * 1.5 + 0.01).to(old.dtype)), name
     assert not torch.equal(after.tensor("lm_head.weight"), before.tensor("lm_head.weight"))
+
+
+TIED_WITH_MTP = dataclasses.replace(TINY, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("has_mtp", [True, False])
+@pytest.mark.parametrize("arch", [TINY, TINY_QWEN3, TIED_WITH_MTP], ids=["mtp", "tied", "tied_mtp"])
+def test_every_copy_has_the_trained_value(tmp_path, arch, has_mtp):
+    """Also where the trainer holds the MTP layer; the origin's copies lie in other shards than what they copy."""
+    tensors = make_random_checkpoint(tmp_path / "hf", dataclasses.replace(arch, tie_word_embeddings=False))
+    if arch.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    copies = optional_copies(arch)
+    assert set(copies.values()) <= set(tensors)
+    write_shards(tmp_path / "hf", {copy: tensors[copied].clone() for copy, copied in copies.items()} | tensors, 4)
+    make_folder(Conversion(tmp_path / "hf", "s1", arch), tmp_path / "torch_dist")
+    reader = TorchDistReader(tmp_path / "torch_dist")
+    kept = [key for key in reader.keys if has_mtp or not key.startswith("mtp.")]
+    save_training(tmp_path / "step", {key: reader.read(key).float() * 1.5 for key in kept})
+    after = CheckpointReader(export_in_parts(tmp_path / "step", tmp_path / "hf", arch, tmp_path / "back"))
+    for copy, copied in copies.items():
+        assert torch.equal(after.tensor(copy), after.tensor(copied)), copy
+        assert torch.equal(after.tensor(copy), (tensors[copied].float() * 1.5).bfloat16()), copy
+
+
+def test_what_an_mtp_layer_has_of_its_own_stays_where_it_is_no_copy(tmp_path, origin, converted):
+    values = trained_values(converted, lambda key, value: value * 1.5)
+    opened = open_trained(save_training(tmp_path / "step_3", values), origin, TINY, keeps_mtp_copies=True)
+    assert opened.placements.keys().isdisjoint(optional_copies(TINY))
 
 
 def test_total_size_is_true(tmp_path, origin, converted):

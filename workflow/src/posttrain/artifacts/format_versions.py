@@ -33,7 +33,7 @@ FORMAT_VERSIONS: Mapping[str, int] = {
     "stage_to_node_local": 1,
     "fork_checkpoint": 1,
     "train_grpo": 1,
-    "export_hf": 2,
+    "export_hf": 3,
     "finalize_export_hf": 1,
     "evaluate": 1,
     "ask_precision": 1,

@@ -347,6 +347,8 @@ class Paths:
 
     def _patch_settings(self) -> dict[str, Any]:
         patch = dataclasses.asdict(self.resolved.config.model.patch)
+        if patch["copies"] == "reject":  # as before there was a choice: folders keep their names
+            del patch["copies"]
         return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch}
 
     def _convert_settings(self) -> dict[str, Any]:

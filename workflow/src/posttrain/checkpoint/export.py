@@ -2,8 +2,9 @@
 
 The origin, the checkpoint that training began with, gives the form: the same shards, the same index order,
 each tensor in the origin's precision, its config and tokenizer. The trainer's checkpoint gives the values.
-What a trainer does not hold, the MTP layers and the copies of embedding and head in them, is the origin's.
-The origin's shards are split over parts that know nothing of each other, and values pass a few rows at a time.
+A copy (a tied model's output matrix, embedding and output matrix of an MTP layer) gets the value of what it copies.
+MTP layers that the trainer does not hold are the origin's. The origin's shards are split over parts that know nothing
+of each other, and values pass a few rows at a time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from posttrain.checkpoint.param_names import (
     by_key,
     find_placement,
     newest_checkpoint,
+    optional_copies,
     require_tensors,
     to_megatron,
 )
@@ -77,7 +79,7 @@ class TrainedModel:
     canary: Canary | None = None
 
 
-def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedModel:
+def open_trained(checkpoint: Path, origin: Path, arch: Architecture, keeps_mtp_copies: bool = False) -> TrainedModel:
     """Open both sides and check that together they hold the whole model.
 
     Args:
@@ -85,6 +87,7 @@ def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedM
             in which slime, miles or Megatron-LM keep theirs.
         origin: Checkpoint in Hub layout.
         arch: Dimensions of the model.
+        keeps_mtp_copies: Embedding and output matrix of MTP layers are no copies, and stay the origin's.
 
     Raises:
         CheckpointError: When the origin is of another architecture, a file of the checkpoint is missing or
@@ -102,6 +105,9 @@ def open_trained(checkpoint: Path, origin: Path, arch: Architecture) -> TrainedM
     if wrong := [*_wrong_shapes(trained, placements), *_missing(found, arch)]:
         shown = [*wrong[:20], f"... and {len(wrong) - 20} more"] if len(wrong) > 20 else wrong
         raise CheckpointError(f"{trained.folder}: cannot be exported:\n  " + "\n  ".join(shown))
+    if not keeps_mtp_copies:
+        copies = optional_copies(arch).items()
+        placements |= {copy: placements[copied] for copy, copied in copies if copy in reader}
     num_kept = len(reader) - len(placements)
     log.info("%d tensors from %s, %d from %s", len(placements), trained.folder, num_kept, origin)
     return TrainedModel(trained, reader, placements, read_canary(trained.folder))
@@ -206,10 +212,12 @@ def refuse_foreign_folder(folder: Path) -> None:
 def _output_file(model: TrainedModel, made_from: Mapping[str, str], name: str, notes: Notes) -> OutputFile:
     header = read_header(model.origin.folder / name)
     held = {tensor: info for tensor, info in header.items() if model.origin.index.weight_map.get(tensor) == name}
+    places = {tensor: model.placements[tensor] for tensor in held if tensor in model.placements}
+    copies = {tensor: place.hf_name for tensor, place in places.items() if place.hf_name != tensor}
     return OutputFile(
         path=name,
         size_bytes=sum(info.size_bytes for info in held.values()),
-        made_from={**made_from, "tensors": list(held)},
+        made_from={**made_from, "tensors": list(held), **({"copies": copies} if copies else {})},
         write=functools.partial(_write_shard, model, held, read_metadata(model.origin.folder / name), notes),
     )
 

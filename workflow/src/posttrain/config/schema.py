@@ -122,6 +122,14 @@ class Patch:
         "native: validate and leave alone; deepseek_v32: rewrite to the alias that older stacks load",
         choices=("native", "deepseek_v32"),
     )
+    copies: str = _doc(
+        "A tensor that repeats another one (lm_head of a tied model, embedding and output matrix of an MTP layer) and "
+        "differs from it. reject; drop: it is left out; keep: it is no copy, so a tied model is untied "
+        "(architecture.tie_word_embeddings=false), and what an MTP layer has of its own stays as it is",
+        "reject",
+        choices=("reject", "drop", "keep"),
+        unnamed="reject",
+    )
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class Spoken:
         with torch.device("meta"):
             model = build_model(folder, torch.float32)
         make_indexers_stable(model)
-        self.head = self._tensor(HEAD if HEAD in self._weights.names else EMBEDDING)
+        # A tied output matrix that is written out is a copy, and as new as who wrote it kept it.
+        self.head = self._tensor(EMBEDDING if model.config.tie_word_embeddings else HEAD)
         self.hidden = self._forward(model, sequences)
 
     def logprobs(self, rows: slice) -> torch.Tensor:

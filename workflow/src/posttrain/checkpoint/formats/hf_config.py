@@ -4,7 +4,8 @@ A wrong dimension found here costs a second; found by an engine or the trainer i
 job. So `check_config` compares everything that `model.architecture` says with `config.json` and with the
 shards' headers, and reports all differences at once.
 
-`patch_folder` never touches its source: it makes a folder whose weights are links. "native" leaves
+`patch_folder` never touches its source: it makes a folder whose weights are links, but for shards with copies that are
+left out (`tied_copies.py`). "native" leaves
 `config.json` as it is. "deepseek_v32" renames the architecture to the alias under which stacks without
 `glm_moe_dsa` load the same weights and gives the tokenizer the class and key names of transformers 4.
 Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
 from posttrain.checkpoint.formats.hf_layout import read_object
-from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorInfo, TensorSpec
+from posttrain.checkpoint.formats.tied_copies import TIED, write_without
 from posttrain.checkpoint.param_names import compare_tensors
 from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_written
 from posttrain.config.families import chooses_keys, dimensions, family_of
@@ -255,7 +257,14 @@ def _tokenizer_changes(tokenizer: Mapping[str, Any], source: Path) -> list[Chang
     return changes
 
 
-def patch_folder(source: Path, destination: Path, target: str, source_receipt: Receipt) -> tuple[FileRecord, ...]:
+def patch_folder(
+    source: Path,
+    destination: Path,
+    target: str,
+    source_receipt: Receipt,
+    dropped: Collection[str] = (),
+    unties: bool = False,
+) -> tuple[FileRecord, ...]:
     """Make a folder with the patched config, whose other files are links to the source's.
 
     Args:
@@ -263,6 +272,8 @@ def patch_folder(source: Path, destination: Path, target: str, source_receipt: R
         destination: The partial folder. Made twice, it holds the same bytes.
         target: See `changes_for`.
         source_receipt: What the source holds; linked files keep their records.
+        dropped: Tensors that are left out; the shards that hold them are written again.
+        unties: `config.json` says that the output matrix is not the embedding.
 
     Returns:
         One record per file, sorted by path.
@@ -273,15 +284,19 @@ def patch_folder(source: Path, destination: Path, target: str, source_receipt: R
     destination.mkdir(parents=True, exist_ok=True)
     remove_half_written(destination)
     patch = changes_for(target, source)
-    linked = [record for record in source_receipt.files if record.path not in patch]
+    if unties:
+        patch.setdefault(CONFIG, []).append(Change("replace", f"/{TIED}", True, False))
+    shards = write_without(CheckpointReader(source), dropped, destination) if dropped else {}
+    linked = [record for record in source_receipt.files if record.path not in {*patch, *shards}]
     for record in linked:
         _link(source / record.path, record.path.below(destination))
-    if not patch:
-        return tuple(sorted(linked, key=lambda record: record.path))
-    patched = {name: apply_changes(read_object(source / name), patch[name], name) for name in patch}
-    write_patched(destination, patched, patch)
-    written = [record_file(destination, name) for name in (*patch, PATCH_FILE)]
-    return tuple(sorted([*linked, *written], key=lambda record: record.path))
+    written = [name for name, is_there in shards.items() if is_there]
+    if patch:
+        patched = {name: apply_changes(read_object(source / name), patch[name], name) for name in patch}
+        write_patched(destination, patched, patch)
+        written += [*patch, PATCH_FILE]
+    records = [*linked, *(record_file(destination, name) for name in written)]
+    return tuple(sorted(records, key=lambda record: record.path))
 
 
 def _link(source: Path, target: Path) -> None:

@@ -59,15 +59,18 @@ def expected_tensors(arch: Architecture) -> dict[str, TensorSpec]:
 
 
 def optional_copies(arch: Architecture) -> dict[str, str]:
-    """Return the tensors that a checkpoint may repeat -> what each is a copy of.
+    """Return the tensors that a checkpoint may repeat -> the trained tensor whose value each has.
 
     MTP layers may have their own embedding and output matrix, and a tied output matrix may be written out.
     """
-    copies = {"lm_head.weight": "model.embed_tokens.weight"} if arch.tie_word_embeddings else {}
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    copies = {}
+    if arch.tie_word_embeddings:
+        copies[head], head = embedding, embedding
     for i in range(arch.num_nextn_predict_layers):
         prefix = f"model.layers.{arch.num_hidden_layers + i}."
-        copies[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
-        copies[f"{prefix}shared_head.head.weight"] = "lm_head.weight"
+        copies[f"{prefix}embed_tokens.weight"] = embedding
+        copies[f"{prefix}shared_head.head.weight"] = head
     return copies
 
 

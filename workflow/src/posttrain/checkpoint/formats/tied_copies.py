@@ -1,0 +1,151 @@
+"""Tensors that a checkpoint repeats: are they really copies, and what is done where they are not.
+
+Programs disagree about a tied model whose file has another output matrix: transformers 5 unties it and computes with
+the file's, SGLang follows `tie_word_embeddings` and never reads it. An MTP layer's embedding and output matrix are read
+by some engines and replaced by the model's in others. So neither is guessed: `model.patch.copies` decides.
+
+Source: transformers 5.23, `PreTrainedModel.tie_weights`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.artifacts import write_atomic
+from posttrain.checkpoint.formats.safetensors_io import (
+    INDEX_NAME,
+    CheckpointReader,
+    TensorSpec,
+    read_header,
+    read_metadata,
+)
+from posttrain.checkpoint.formats.shard_writer import write_index, write_shard
+from posttrain.checkpoint.param_names import optional_copies
+from posttrain.checkpoint.staging.file_placement import HashingFile
+from posttrain.config.schema import Architecture
+from posttrain.errors import CheckpointError, Problem
+
+HEAD, EMBEDDING, TIED = "lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"
+# The ways to read a checkpoint whose copies differ (`model.patch.copies`).
+REJECT, DROP, KEEP = "reject", "drop", "keep"
+_READ_BYTES = 8 << 20
+
+
+def differing_copies(config: Mapping[str, Any], arch: Architecture, reader: CheckpointReader) -> dict[str, str]:
+    """Return the copies whose bytes are not those of what they copy -> what that is.
+
+    At most the embedding and the output matrix are read, once per copy, a few megabytes at a time.
+
+    Args:
+        config: Content of `config.json`: an output matrix beside a tied embedding is compared if it ties them.
+        arch: Dimensions of the model.
+        reader: The checkpoint.
+    """
+    copies = optional_copies(arch) | ({HEAD: EMBEDDING} if config.get(TIED) else {})
+    there = {copy: copied for copy, copied in copies.items() if copy in reader and copied in reader}
+    return {copy: copied for copy, copied in there.items() if not _is_equal(reader, copy, copied)}
+
+
+def read_as(config: Mapping[str, Any], differing: Mapping[str, str], choice: str) -> dict[str, Any]:
+    """Return `config.json` as the chosen reading has it: an output matrix that is kept is not tied."""
+    return {**config, TIED: False} if choice == KEEP and HEAD in differing else dict(config)
+
+
+def check_copies(
+    config: Mapping[str, Any], arch: Architecture, reader: CheckpointReader, differing: Mapping[str, str], choice: str
+) -> Iterator[Problem]:
+    """Yield what has more than one reading, naming each and the key that chooses it.
+
+    Args:
+        config: Content of `config.json`; a `tie_word_embeddings` that is missing or null is false in every family.
+        arch: Dimensions of the model.
+        reader: The checkpoint.
+        differing: See `differing_copies`.
+        choice: `model.patch.copies`.
+    """
+    ties = bool(config.get(TIED))
+    for name, part in config.items():
+        if isinstance(part, Mapping) and bool(part.get(TIED, ties)) != ties:
+            remedy = "programs differ in which one they obey: make both say the same"
+            yield Problem(f"config.json: {name}.{TIED}", repr(part[TIED]), f"{ties}, as {TIED} beside it", remedy)
+    if HEAD not in reader and not ties:
+        value = f"missing, and config.json does not tie it ({TIED} = {config.get(TIED)!r})"
+        tied = f"if it is the embedding, set {TIED}: true in the source's config.json and in model.architecture"
+        yield Problem(HEAD, value, "an output matrix", f"transformers fills it with random numbers; {tied}")
+    if choice == KEEP and HEAD in differing and arch.tie_word_embeddings:
+        remedy = f"set model.architecture.{TIED}=false to train the file's {HEAD}, or model.patch.copies=drop"
+        yield Problem(f"model.architecture.{TIED}", "true, with model.patch.copies=keep", "false", remedy)
+    if choice == REJECT:
+        for copy, copied in differing.items():
+            value = f"differs from {copied} (in {reader.file_of(copy)} and {reader.file_of(copied)})"
+            yield Problem(copy, value, f"the values of {copied}, or no such tensor", _readings(copy))
+
+
+def _readings(copy: str) -> str:
+    if copy == HEAD:
+        return (
+            "transformers 5 does not tie it and computes with the file's: for that set model.patch.copies=keep and "
+            f"model.architecture.{TIED}=false; config.json ties it ({TIED}): for that set model.patch.copies=drop, "
+            f"which leaves {HEAD} out, and model.architecture.{TIED}=true"
+        )
+    return (
+        "the MTP layer has its own, which training leaves as it is: for that set model.patch.copies=keep; it shares "
+        "the model's: for that set model.patch.copies=drop, which leaves it out"
+    )
+
+
+def _is_equal(reader: CheckpointReader, first: str, second: str) -> bool:
+    if reader.info(first).spec != reader.info(second).spec:
+        return True  # told as tensors of another shape or dtype
+    with _at(reader, first) as ours, _at(reader, second) as theirs:
+        left = reader.info(first).size_bytes
+        while left:
+            mine = ours.read(min(left, _READ_BYTES))
+            if not mine or mine != theirs.read(len(mine)):
+                return False
+            left -= len(mine)
+    return True
+
+
+def _at(reader: CheckpointReader, name: str) -> BinaryIO:
+    file = open(reader.folder / reader.file_of(name), "rb")  # noqa: SIM115, the caller closes it
+    file.seek(reader.info(name).start)
+    return file
+
+
+def write_without(reader: CheckpointReader, dropped: Collection[str], destination: Path) -> dict[str, bool]:
+    """Write the shards that hold tensors to be left out again, without them, and the index where there is one.
+
+    Args:
+        reader: The checkpoint; not changed.
+        dropped: Tensors that are left out.
+        destination: Where the files go, under the same names. Made twice, they are the same bytes.
+
+    Returns:
+        Every file that must not be linked -> whether it was written; a shard of which nothing is left is not.
+
+    Raises:
+        CheckpointError: Nothing would be left.
+    """
+    weight_map = {name: file for name, file in reader.index.weight_map.items() if name not in dropped}
+    if not weight_map:
+        raise CheckpointError(f"{reader.folder}: nothing but copies in it")
+    made = {}
+    for file in dict.fromkeys(reader.file_of(name) for name in dropped):
+        specs = {
+            name: info.spec for name, info in read_header(reader.folder / file).items() if weight_map.get(name) == file
+        }
+        made[file] = bool(specs)
+        if specs:
+            write_atomic(destination / file, functools.partial(_write, reader, file, specs))
+    if made and (reader.folder / INDEX_NAME).exists():
+        write_index(destination, weight_map, {name: reader.info(name).spec for name in weight_map})
+        made[INDEX_NAME] = True
+    return made
+
+
+def _write(reader: CheckpointReader, name: str, specs: Mapping[str, TensorSpec], file: BinaryIO) -> None:
+    write_shard(HashingFile(file), specs, reader.tensor, read_metadata(reader.folder / name))
