@@ -42,7 +42,7 @@ from posttrain.training.checkpoints import check_sizes
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow/src/posttrain"
 # What may run code that it reads. Not: json, what reads YAML (OmegaConf's loader is PyYAML's safe one), and kernels.
-UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict", "ProcessPool", "recv")
+UNPICKLERS = ("load", "loads", "Unpickler", "from_pretrained", "load_state_dict", "recv")
 HARMLESS = ("json.load", "json.loads", "OmegaConf.load", "dist.recv", "tl.load")
 # Call -> what holds it safe.
 PLACES = {
@@ -67,8 +67,9 @@ PLACES = {
     ("launch/greeting.py", "connection.recv"): "bytes of a socket",
     ("engines/in_sglang/posttrain_plugin/channel.py", "self._group.recv"): "bytes into a tensor",
     ("engines/in_sglang/posttrain_plugin/channel.py", "group.recv"): "the same",
-    ("reward/graders.py", "ProcessPool"): "pipes of this process's own children",
-    ("reward/graders.py", "pickle.loads"): "what the parent packed for this child",
+    ("reward/worker.py", "pickle.loads"): "what the parent packed for this child",
+    ("reward/worker.py", "channel.recv"): "bytes of a socket",
+    ("reward/graders.py", "self._channel.recv"): "bytes of a socket, read as JSON",
 }
 
 

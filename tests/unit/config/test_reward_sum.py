@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from posttrain.config.reward_sum import Term, parse_reward, total
+from posttrain.config.reward_sum import MAX_NUMBER, Term, is_usable, parse_reward, total
 from posttrain.errors import ConfigError
 
 
@@ -37,3 +38,27 @@ def test_what_does_not_apply_adds_nothing() -> None:
     assert total(terms, {"math": 1.0, "format": 0.5}) == pytest.approx(1.1)
     assert total(terms, {"math": None, "format": 0.5}) == pytest.approx(0.1)
     assert total(terms, {"math": None, "format": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "scores", "reason"),
+    [
+        ("2*own", {"own": 1.7e308}, r"2\*own is inf with a score of 1.7e\+308"),
+        ("own + -2*other", {"own": 1.7e308, "other": 1.7e308}, "1\\*own is 1.7e"),
+        ("own", {"own": float("nan")}, "own is nan"),
+        ("own + other", {"own": 6e37, "other": 6e37}, r"1\*own = 6e\+37 \+ 1\*other = 6e\+37 add up to 1.2e\+38"),
+        ("own", {"own": 1e39}, "lower the weight, or scale"),
+    ],
+)
+def test_a_reward_that_fp32_does_not_hold_is_an_error(text: str, scores: dict[str, float], reason: str) -> None:
+    with pytest.raises(OverflowError, match=reason):
+        total(parse_reward(text), scores)
+
+
+def test_differences_of_usable_rewards_and_twice_that_are_finite_in_fp32() -> None:
+    assert is_usable(MAX_NUMBER)
+    assert is_usable(-MAX_NUMBER)
+    assert not is_usable(MAX_NUMBER * 1.0001)
+    largest = torch.tensor([MAX_NUMBER, -MAX_NUMBER], dtype=torch.float32)
+    assert (largest[0] - largest[1]).isfinite()
+    assert total(parse_reward("own + other"), {"own": MAX_NUMBER, "other": -MAX_NUMBER}) == 0.0

@@ -9,7 +9,8 @@ import pytest
 from tests.support.abuse import GENERATORS, responses
 
 from posttrain.reward.answer import Answer, Failure
-from posttrain.reward.graders import BuiltIn, GraderPool, Job
+from posttrain.reward.graders import BuiltIn, GraderPool
+from posttrain.reward.job import Job
 from posttrain.reward.shape import ShapeSettings
 
 DEADLINE_SECONDS = 2.0

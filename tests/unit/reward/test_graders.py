@@ -6,7 +6,8 @@ import pytest
 from tests.support.obedient_grader import ElsewhereOnly, obey
 
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.graders import BuiltIn, GraderPool, Job
+from posttrain.reward.graders import BuiltIn, GraderPool
+from posttrain.reward.job import Job
 from posttrain.reward.shape import ShapeSettings
 
 DEADLINE_SECONDS = 2.0
@@ -48,7 +49,7 @@ def test_the_hanging_processes_are_gone(pool):
         assert time.monotonic() < until, spinning
 
 
-def test_of_answers_that_share_a_message_only_the_guilty_one_fails(pool):
+def test_of_answers_that_share_a_worker_only_the_guilty_one_fails(pool):
     texts = ["42", "41"] * 50
     for place, text in ((3, "hang"), (40, "die"), (77, "fail"), (78, "fill")):
         texts[place] = text
@@ -59,8 +60,13 @@ def test_of_answers_that_share_a_message_only_the_guilty_one_fails(pool):
 
 
 def test_the_deadline_is_each_answer_s_own(pool):
-    # Two naps of 1.2 s share a message, which is late though neither of them is.
-    assert said(grade_all(pool, "nap", "nap", *["42"] * 14)) == [0.0, 0.0, *[1.0] * 14]
+    # Naps of 1.2 s, two in each worker, are late together though none of them is alone.
+    assert said(grade_all(pool, *["nap"] * 4, *["42"] * 14)) == [*[0.0] * 4, *[1.0] * 14]
+
+
+def test_a_group_has_as_many_deadlines_as_answers(pool):
+    (grades,) = asyncio.run(pool.grade_all([Job(obey, (Answer("nap"), Answer("nap")))]))
+    assert [grade.score for grade in grades] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_a_grader_that_workers_cannot_import_is_an_error(pool):
 def test_workers_that_are_killed_from_outside_are_replaced(pool):
     grade_all(pool, "42")
     for child in psutil.Process().children():
-        if "spawn_main" in " ".join(child.cmdline()):
+        if "posttrain.reward.worker" in child.cmdline():
             child.kill()
     assert said(grade_all(pool, "42", "41", "42")) == [1.0, 0.0, 1.0]
 

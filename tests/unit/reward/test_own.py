@@ -116,11 +116,50 @@ def test_no_file(text: str) -> None:
         inspect_own(text, "data.reward")
 
 
-@pytest.mark.parametrize("returned", ["'1'", "float('nan')", "{'points': 1}", "[1]", "object()"])
+@pytest.mark.parametrize("returned", ["'1'", "{'points': 1}", "[1]", "object()"])
 def test_what_is_no_score_is_an_error(source, returned: str) -> None:
     path = source(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}")
     with pytest.raises(TypeError):
         OwnFunction(inspect_own(f"{path}:compute_score"))(_answers("4"))
+
+
+@pytest.mark.parametrize("returned", ["float('nan')", "-float('inf')", "1e39", "10**400", "1e38", "{'score': 1e39}"])
+def test_a_score_that_fp32_does_not_hold_is_an_error(source, returned: str) -> None:
+    path = source(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {returned}")
+    own = OwnFunction(inspect_own(f"{path}:compute_score"))
+    with pytest.raises(
+        ValueError, match=rf"compute_score \({path}:1\) .*score of .* for the response 'four'.*scale or clip"
+    ):
+        own(_answers("four"))
+    trl = source(f"def f(completions):\n    return [1.0, {returned}]")
+    with pytest.raises((ValueError, TypeError), match=r"f \(.*rewards.py:1\)"):
+        OwnFunction(inspect_own(f"{trl}:f"))(_answers("4", "5"))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ("{'x': float('nan')}", "metric 'x' is nan"),
+        ("{'x': 1e39}", r"metric 'x' is 1e\+39"),
+        ("{str(n): n for n in range(200_000)}", "200000 metrics for one answer; at most 100"),
+        ("{'x' * 10_000: 1}", "a metric's name has 10000 characters"),
+    ],
+)
+def test_metrics_are_numbers_and_few(source, metrics: str, reason: str) -> None:
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
+    verl = f"{head}\n    return {{'score': 1, **{metrics}}}"
+    with pytest.raises(ValueError, match=reason):
+        OwnFunction(inspect_own(f"{source(verl)}:compute_score"))(_answers("4"))
+
+
+@pytest.mark.parametrize(
+    ("logs", "reason"),
+    [("log_metric('x', float('nan'))", "metric 'x' is nan"), ("[log_metric(n, n) for n in range(200)]", "101 metrics")],
+)
+def test_logged_metrics_are_numbers_and_few(source, logs: str, reason: str) -> None:
+    path = source(f"def f(completions, log_metric):\n    {logs}\n    return [1.0]")
+    with pytest.raises(ValueError, match=reason):
+        OwnFunction(inspect_own(f"{path}:f"))(_answers("4"))
 
 
 def test_a_reward_for_each_completion(source) -> None:

@@ -1,6 +1,7 @@
 """From `data.reward` to rewards: sums, groups, sources, failures."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ def fails(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "no":
         raise RuntimeError("cannot")
     return {"score": 0.5, "length": len(solution_str)}
+
+def large(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str) if solution_str[0] == "1" else 0.0
 """
 
 
@@ -57,7 +61,17 @@ def test_a_function_of_groups_sees_each_group_alone(score) -> None:
 def test_a_failure_takes_the_reward_and_no_other_score(score) -> None:
     ((good, bad),) = score("exact_match+OWN:fails", answers("b", "no"))
     assert good.reward == 1.5
-    assert bad == Scored(None, {"exact_match": 0.0, "fails": None}, {}, "fails: error: RuntimeError: cannot")
+    assert (bad.reward, bad.scores, bad.parts) == (None, {"exact_match": 0.0, "fails": None}, {})
+    assert re.fullmatch(r"fails: error: RuntimeError: cannot \(.*own.py:8, in fails\)", bad.failure)
+
+
+def test_a_sum_that_overflows_names_its_grader_and_the_remedy(score) -> None:
+    ((good, bad),) = score("exact_match+1e300*OWN:large", answers("b", "1e30"))
+    assert good.reward == 1.0
+    assert (bad.reward, bad.scores) == (None, {"exact_match": 0.0, "large": 1e30})
+    assert bad.failure.startswith(
+        "data.reward: error: 1e+300*large is inf with a score of 1e+30, beyond 8.5e+37: lower"
+    )
 
 
 def test_each_source_has_its_own_reward(score) -> None:

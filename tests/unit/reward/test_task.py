@@ -13,7 +13,8 @@ from posttrain.data.dataset_files import reading_of
 from posttrain.data.reasoning_gym import generate_rows
 from posttrain.reward.answer import Answer
 from posttrain.reward.grade import grade
-from posttrain.reward.graders import BuiltIn, GraderPool, Job
+from posttrain.reward.graders import BuiltIn, GraderPool
+from posttrain.reward.job import Job
 from posttrain.reward.shape import ShapeSettings
 
 DATA = Data(

@@ -19,6 +19,8 @@ from posttrain.errors import ConfigError, Problem
 
 # What a first grader gives for a right answer.
 PASSING_SCORE = 1.0
+# The trainer computes in FP32, with differences of rewards and twice that: a quarter of its largest number is safe.
+MAX_NUMBER = 2.0**126
 _TERM = re.compile(r"\s*(?:(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*\s*)?(?P<name>[^\s*]+)\s*")
 
 
@@ -75,6 +77,11 @@ def parse_reward(text: str, key: str = "data.reward") -> tuple[Term, ...]:
     return terms
 
 
+def is_usable(number: float) -> bool:
+    """Tell whether the trainer can compute with a score, a reward or a metric; NaN and infinities are not usable."""
+    return abs(number) <= MAX_NUMBER
+
+
 def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | None:
     """Return the reward of a response; None where no grader applies to it.
 
@@ -82,11 +89,27 @@ def total(terms: Sequence[Term], scores: Mapping[str, float | None]) -> float | 
         terms: Of `parse_reward`.
         scores: Column -> score; None where the grader does not apply.
 
+    Raises:
+        OverflowError: A product, or the sum, is not usable; names the grader.
+
     Example:
         "math + 0.2*format" with math 1 and format 0.5: 1.1; with math None: 0.1.
     """
-    found = [term.weight * score for term in terms if (score := scores[term.column]) is not None]
-    return math.fsum(found) if found else None
+    found = {term: term.weight * score for term in terms if (score := scores[term.column]) is not None}
+    if not found:
+        return None
+    remedy = f"beyond {MAX_NUMBER:.1e}: lower the weight, or scale the grader's scores"
+    for term, value in found.items():
+        if not is_usable(value):
+            raise OverflowError(
+                f"{term.weight:g}*{term.column} is {value:g} with a score of {scores[term.column]:g}, {remedy}"
+            )
+    # No term is larger, and a sum of fewer than 2**800 such numbers is a float.
+    reward = math.fsum(found.values())
+    if not is_usable(reward):
+        terms_shown = " + ".join(f"{term.weight:g}*{term.column} = {value:g}" for term, value in found.items())
+        raise OverflowError(f"{terms_shown} add up to {reward:g}, {remedy}")
+    return reward
 
 
 def has_passed(scores: Mapping[str, float | None], reward: float) -> bool:

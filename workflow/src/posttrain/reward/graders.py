@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import collections
+import contextlib
+import json
 import logging
-import multiprocessing
+import os
 import pickle
-import resource
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as DeadlineMissed
-from concurrent.futures.process import BrokenProcessPool
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar
-
-import psutil
-from pebble import ProcessExpired, ProcessPool
+from typing import Any, ClassVar
 
 from posttrain.config.schema import Config
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.expression import warm_up
 from posttrain.reward.grade import GRADERS, grade
+from posttrain.reward.job import Grades, Job, grade_job, reason_of
 from posttrain.reward.shape import ShapeSettings
+from posttrain.reward.worker import HEADER, READY
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +35,8 @@ NUM_WORKERS = 2
 MEMORY_BYTES = 1 << 30
 # To start a worker takes a second, and on a machine that is busy with else much more.
 _START_SECONDS = 180.0
-# A plain number takes a tenth of a millisecond and a round trip to a worker ten times that: several share one.
-_JOBS_PER_MESSAGE = 32
-
-Grades = tuple[Grade, ...]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Answers that one call of a grader grades.
-
-    Args:
-        grader: Answers to a grade each; another process can import it.
-        answers: One, or those of a group.
-        is_instant: It cannot hang: it runs where it is called, without a process in between.
-    """
-
-    grader: Callable[[tuple[Answer, ...]], Grades]
-    answers: tuple[Answer, ...]
-    is_instant: bool = False
+# Grades are numbers: those of a large group take kilobytes.
+_MAX_REPLY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -66,6 +51,7 @@ class BuiltIn:
     name: str
     settings: ShapeSettings
     takes_groups: ClassVar[bool] = False
+    source: ClassVar[str] = ""
 
     @property
     def is_instant(self) -> bool:
@@ -82,11 +68,115 @@ class BuiltIn:
         return tuple(grade(self.name, answer, self.settings) for answer in answers)
 
 
-class GraderPool:
-    """Worker processes that grade; one that misses the deadline is killed and replaced.
+class WorkerDied(RuntimeError):
+    """A worker has ended before it answered; says how."""
+
+
+class Worker:
+    """A process of `posttrain.reward.worker`, which grades one job at a time.
 
     Args:
-        deadline_seconds: Per answer; a job of several has as many times as long.
+        memory_bytes: What it may map beyond what it has at its start.
+        modules: What it imports at its start.
+
+    Raises:
+        WorkerDied: It did not become ready.
+        TimeoutError: Not in time.
+    """
+
+    def __init__(self, memory_bytes: int, modules: Sequence[str]):
+        self.has_graded = False
+        self._channel, theirs = socket.socketpair()
+        words = [theirs.fileno(), os.getpid(), memory_bytes, *modules]
+        # -P: a file of the working folder that is called like a module is none. Graders are found where we find them.
+        command = [sys.executable, "-P", "-u", "-m", "posttrain.reward.worker", *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with theirs:
+            # What a reward function prints is for readers of the log: standard output belongs to the command.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
+            )
+        try:
+            if self._receive(_START_SECONDS) != READY:
+                raise WorkerDied("the worker did not start")
+        except BaseException:
+            self.end()
+            raise
+
+    def grade(self, packed: bytes, seconds: float) -> tuple[Grades | Failure, str]:
+        """Have a job graded.
+
+        Args:
+            packed: The pickled job.
+            seconds: Its deadline.
+
+        Returns:
+            Its grades or why there are none, and what it has left in the worker: "" where another job may follow.
+
+        Raises:
+            WorkerDied: The process has ended, or does not answer as a worker does.
+            TimeoutError: It has not answered in time.
+        """
+        try:
+            self._channel.settimeout(seconds)
+            self._channel.sendall(HEADER.pack(len(packed)) + packed)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._died() from error
+        reply = self._receive(seconds)
+        self.has_graded = True
+        try:
+            if "failure" in reply:
+                return Failure(*reply["failure"]), reply["left"]
+            return tuple(Grade(score, parts) for score, parts in reply["grades"]), reply["left"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorkerDied("the worker's answer cannot be read") from error
+
+    def end(self) -> None:
+        """Kill the process; nothing of it is needed."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+    def _receive(self, seconds: float) -> Any:
+        """Return the next frame's content."""
+        until = time.monotonic() + seconds
+        (size,) = HEADER.unpack(self._read(HEADER.size, until))
+        if size > _MAX_REPLY_BYTES:
+            raise WorkerDied(f"the worker answered with {size} bytes")
+        try:
+            return json.loads(self._read(size, until))
+        except ValueError as error:
+            raise WorkerDied("the worker's answer is no JSON") from error
+
+    def _read(self, size: int, until: float) -> bytes:
+        content = b""
+        while len(content) < size:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._channel.settimeout(left)
+            try:
+                chunk = self._channel.recv(size - len(content))
+            except ConnectionResetError as error:
+                raise self._died() from error
+            if not chunk:
+                raise self._died()
+            content += chunk
+        return content
+
+    def _died(self) -> WorkerDied:
+        # It may have closed its end and live.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        how = "closed its end" if code is None else f"died with exit code {code}"
+        return WorkerDied(f"the worker {how}")
+
+
+class GraderPool:
+    """Worker processes that grade; one that misses a deadline, or is not fit for another answer, is replaced.
+
+    Args:
+        deadline_seconds: Per answer; a group has as many times as long.
         num_workers: Processes; they start with the first job that needs them.
         memory_bytes: What a worker may map beyond what it has at its start.
         modules: What a worker imports at its start, so that no answer has to wait for it.
@@ -100,9 +190,14 @@ class GraderPool:
         modules: Sequence[str] = (),
     ):
         self._deadline, self._num_workers = deadline_seconds, num_workers
-        # A trainer has threads and holds locks: workers start from a clean interpreter, not from a fork of it.
-        self._context, self._at_start = multiprocessing.get_context("spawn"), (memory_bytes, tuple(modules))
-        self._pool = self._start()
+        self._at_start = (memory_bytes, tuple(modules))
+        # The kernel ends a worker with the thread that has started it: these live as long as the pool.
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
+        # Each thread keeps its worker from job to job.
+        self._own = threading.local()
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+        self._told: set[str] = set()
 
     @classmethod
     def of(cls, config: Config) -> GraderPool:
@@ -110,23 +205,19 @@ class GraderPool:
         settings, modules = config.reward, ["reasoning_gym"] * bool(config.data.reasoning_gym)
         return cls(settings.deadline_seconds, settings.num_workers, int(settings.memory_gib * 2**30), modules)
 
-    def _start(self) -> ProcessPool:
-        return ProcessPool(self._num_workers, initializer=_prepare, initargs=self._at_start, context=self._context)
-
     def __enter__(self) -> GraderPool:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.stop()
-        self._pool.join()
+        self._is_closed = True
+        for worker in list(self._workers):
+            worker.end()
+        self._threads.shutdown()
 
     async def grade_all(self, jobs: Sequence[Job]) -> list[Grades | Failure]:
         """Grade all jobs.
-
-        Jobs share messages. Where a message is not answered in time or its worker dies, each of its jobs is asked
-        again alone, so that only the guilty one fails.
 
         Args:
             jobs: In any order.
@@ -134,103 +225,71 @@ class GraderPool:
         Returns:
             The grades of each job, or why there are none, in the order of the jobs. No score is invented.
         """
-        results: dict[int, Grades | Failure] = {
-            place: outcome for place, job in enumerate(jobs) if job.is_instant for outcome in _grade_each([job])
-        }
-        far = [place for place, job in enumerate(jobs) if not job.is_instant]
-        size = min(_JOBS_PER_MESSAGE, max(1, len(far) // (4 * self._num_workers)))
-        messages = [far[start : start + size] for start in range(0, len(far), size)]
-        suspects = []
-        for message, answered in zip(messages, await self._ask_all(jobs, messages), strict=True):
-            if isinstance(answered, Failure) and len(message) == 1:
-                results[message[0]] = answered
-            elif answered is None or isinstance(answered, Failure):
-                suspects += message
-            else:
-                results |= zip(message, answered, strict=True)
-        for place, answered in zip(suspects, await self._ask_all(jobs, [[one] for one in suspects]), strict=True):
-            results[place] = answered[0] if isinstance(answered, list) else answered or _POOL_BROKE
-        if suspects:
-            failed = sum(isinstance(results[place], Failure) for place in suspects)
-            log.warning("%d answers were asked again one by one; %d of them have no grade", len(suspects), failed)
+        results = {place: grade_job(job) for place, job in enumerate(jobs) if job.is_instant}
+        waiting = collections.deque(place for place, job in enumerate(jobs) if not job.is_instant)
+
+        def work() -> None:
+            while waiting:
+                with contextlib.suppress(IndexError):  # another thread has taken the last one
+                    place = waiting.popleft()
+                    results[place] = self._grade(jobs[place])
+
+        loop = asyncio.get_running_loop()
+        try:
+            threads = range(min(self._num_workers, len(waiting)))
+            await asyncio.gather(*(loop.run_in_executor(self._threads, work) for _ in threads))
+        finally:
+            waiting.clear()
         return [results[place] for place in range(len(jobs))]
 
-    async def _ask_all(
-        self, jobs: Sequence[Job], messages: Sequence[Sequence[int]]
-    ) -> list[list[Grades | Failure] | Failure | None]:
-        if not messages:
-            return []  # asking whether the pool is active would start its workers
-        if not self._pool.active:
-            self._pool.join()
-            self._pool = self._start()
-        # As many as the workers need next: what waits for its turn is not copied into a message yet.
-        turns = asyncio.Semaphore(2 * self._num_workers)
+    def _grade(self, job: Job) -> Grades | Failure:
+        """Grade a job in this thread's worker.
 
-        async def ask(message: Sequence[int]) -> list[Grades | Failure] | Failure | None:
-            async with turns:
-                return await self._ask([jobs[place] for place in message])
-
-        return await asyncio.gather(*(ask(message) for message in messages))
-
-    async def _ask(self, jobs: Sequence[Job]) -> list[Grades | Failure] | Failure | None:
-        """Have one worker grade jobs, all within one deadline; None where the pool broke before it could."""
-        deadline = self._deadline * max(len(job.answers) for job in jobs)
+        A worker that has graded others may be at fault for what it cannot do now: where it dies or lacks memory, the
+        job is asked again in a new one, and fails only there.
+        """
         try:
-            # A function that the worker cannot import would end the worker while it receives a message, and the
-            # message would be lost: it is packed here and unpacked where errors are caught.
-            packed = pickle.dumps(list(jobs))
-            future = asyncio.wrap_future(self._pool.schedule(_grade_packed, args=(packed,), timeout=deadline))
-            # A worker that is killed just as it takes a message takes it along, and its deadline never begins.
-            await asyncio.wait([future], timeout=_START_SECONDS + 3 * deadline)
-            if not future.done():
-                future.cancel()
-                return None
-            return future.result()
-        except DeadlineMissed:
-            return Failure("deadline", f"not graded within {deadline:g} s")
-        except ProcessExpired as error:
-            return Failure("crash", f"the worker died with exit code {error.exitcode}")
-        except BrokenProcessPool:
-            return None
+            packed = pickle.dumps(job)
         except Exception as error:
-            return Failure("error", f"{type(error).__name__}: {error}")
+            return Failure("error", reason_of(error, job.source))
+        deadline = self._deadline * len(job.answers)
+        while True:
+            try:
+                worker = self._worker()
+            except (WorkerDied, TimeoutError, OSError) as error:
+                return Failure("crash", f"no worker could be started: {error or 'not in time'}")
+            was_new = not worker.has_graded
+            outcome = self._ask(worker, packed, deadline)
+            is_crash = isinstance(outcome, Failure) and outcome.kind == "crash"
+            if was_new or not is_crash or self._is_closed:
+                return outcome
 
-
-_POOL_BROKE = Failure("crash", "the workers died twice before they could grade")
-
-
-def _grade_packed(jobs: bytes) -> list[Grades | Failure]:
-    return _grade_each(pickle.loads(jobs))
-
-
-def _grade_each(jobs: Sequence[Job]) -> list[Grades | Failure]:
-    """Grade jobs one after the other; what one of them raises is its own failure."""
-    results: list[Grades | Failure] = []
-    for job in jobs:
+    def _ask(self, worker: Worker, packed: bytes, deadline: float) -> Grades | Failure:
+        """Have a worker grade a job, and end it where no other job may follow."""
         try:
-            grades = tuple(_as_plain(grade) for grade in job.grader(job.answers))
-            if len(grades) != len(job.answers):
-                raise ValueError(f"{len(grades)} grades for {len(job.answers)} answers")
-            results.append(grades)
-        except MemoryError:
-            results.append(Failure("crash", "the worker had no memory left"))
-        except Exception as error:
-            results.append(Failure("error", f"{type(error).__name__}: {error}"))
-    return results
+            outcome, left = worker.grade(packed, deadline)
+        except TimeoutError:
+            outcome, left = Failure("deadline", f"not graded within {deadline:g} s"), "late"
+        except WorkerDied as error:
+            outcome, left = Failure("crash", str(error)), "dead"
+        if left:
+            self._end(worker)
+            if left not in self._told and not isinstance(outcome, Failure):
+                self._told.add(left)
+                log.warning("a grader left %s behind: its process is replaced, which takes a second each time", left)
+        return outcome
 
+    def _worker(self) -> Worker:
+        """Return this thread's worker; start one where it has none."""
+        if self._is_closed:
+            raise WorkerDied("the graders have ended")
+        worker: Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = self._own.worker = Worker(*self._at_start)
+            self._workers.add(worker)
+        return worker
 
-def _as_plain(grade: Grade) -> Grade:
-    """Return a grade of floats only: what else a function returns might not reach another process."""
-    score = None if grade.score is None else float(grade.score)
-    return Grade(score, {str(name): float(value) for name, value in grade.parts.items()})
-
-
-def _prepare(memory_bytes: int, modules: Sequence[str]) -> None:
-    """Limit a new worker's memory, and read what an answer should not have to wait for."""
-    # A grader that hangs in C would not hear a handler in Python, and cost seconds more than the deadline.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    warm_up()
-    for name in modules:
-        importlib.import_module(name)
-    limit = psutil.Process().memory_info().vms + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    def _end(self, worker: Worker) -> None:
+        self._own.worker = None
+        self._workers.discard(worker)
+        worker.end()

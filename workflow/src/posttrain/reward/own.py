@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 
 from posttrain.config.own_reward import TRL, OwnReward, digest_of
 from posttrain.reward.answer import Answer, Grade
+from posttrain.reward.job import MAX_METRICS, checked, checked_metrics
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class OwnFunction:
 
     own: OwnReward
     is_instant: ClassVar[bool] = False
+
+    @property
+    def source(self) -> str:
+        """The file in which it is defined."""
+        return self.own.path
 
     @property
     def takes_groups(self) -> bool:
@@ -49,6 +56,7 @@ class OwnFunction:
         Raises:
             RuntimeError: The source is not the one that was planned with.
             TypeError: The function returns something that is no score.
+            ValueError: A number is not finite; see `job.checked`.
         """
         function = getattr(_load(self.own.path, self.own.digest), self.own.name)
         call = _call_trl if self.own.signature == TRL else _call_verl
@@ -86,11 +94,12 @@ def _call_verl(function: Callable[..., Any], answers: tuple[Answer, ...]) -> tup
         )
         parts = dict(result) if isinstance(result, Mapping) else {"score": result}
         if "score" not in parts:
-            raise TypeError(f"{function.__name__} returned a dict without 'score': {sorted(map(str, parts))}")
-        score = _number(function, parts.pop("score"))
+            names = ", ".join(map(str, list(parts)[:MAX_METRICS]))
+            raise TypeError(f"{_named(function)} returned a dict without 'score': {names:.200}")
+        score = _number(function, parts.pop("score"), answer)
         # Texts and the like are for reading, not for charts.
-        numbers = {str(key): float(value) for key, value in parts.items() if _is_number(value)}
-        grades.append(Grade(score, numbers))
+        numbers = {key: number for key, value in parts.items() if (number := _as_float(value)) is not None}
+        grades.append(Grade(score, checked_metrics(numbers)))
     return tuple(grades)
 
 
@@ -101,7 +110,7 @@ def _call_trl(function: Callable[..., Any], answers: tuple[Answer, ...]) -> tupl
         **columns,
         "prompts": [_trl_prompt(answer) for answer in answers],
         "completions": [_trl_completion(answer) for answer in answers],
-        "log_metric": lambda name, value: metrics.update({str(name): float(value)}),
+        "log_metric": lambda name, value: metrics.update(checked_metrics({**metrics, name: value})),
         "log_extra": lambda column, values: None,
     }
     parameters = inspect.signature(function).parameters
@@ -109,8 +118,9 @@ def _call_trl(function: Callable[..., Any], answers: tuple[Answer, ...]) -> tupl
     given = {key: value for key, value in handed.items() if takes_all or key in parameters}
     scores = list(_finished(function(**given)))
     if len(scores) != len(answers):
-        raise TypeError(f"{function.__name__} returned {len(scores)} rewards for {len(answers)} completions")
-    return tuple(Grade(_number(function, score), metrics) for score in scores)
+        raise TypeError(f"{_named(function)} returned {len(scores)} rewards for {len(answers)} completions")
+    numbers = [_number(function, score, answer) for score, answer in zip(scores, answers, strict=True)]
+    return tuple(Grade(number, metrics) for number in numbers)
 
 
 def _finished(result: Any) -> Any:
@@ -126,17 +136,28 @@ def _trl_completion(answer: Answer) -> Any:
     return [{"role": "assistant", "content": answer.text}] if answer.is_chat else answer.text
 
 
-def _number(function: Callable[..., Any], score: Any) -> float | None:
+def _number(function: Callable[..., Any], score: Any, answer: Answer) -> float | None:
     if score is None:
         return None
-    if not _is_number(score):
-        raise TypeError(f"{function.__name__} returned {score!r:.80} as a score; expected a finite number or None")
-    return float(score)
-
-
-def _is_number(value: Any) -> bool:
-    """Tell whether it is a finite number, of numpy or torch too."""
+    number = _as_float(score)
+    if number is None:
+        raise TypeError(f"{_named(function)} returned {score!r:.80} as a score; expected a number or None")
     try:
-        return not isinstance(value, (str, bytes)) and abs(float(value)) < float("inf")
+        return checked(Grade(number), answer).score
+    except ValueError as error:
+        raise ValueError(f"{_named(function)} returned {error}") from None
+
+
+def _named(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})" if code else function.__name__
+
+
+def _as_float(value: Any) -> float | None:
+    """Return a number, one of numpy or torch too, as a float; None for what is none."""
+    try:
+        return None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
-        return False
+        return None
+    except OverflowError:  # a whole number of 400 digits
+        return math.inf

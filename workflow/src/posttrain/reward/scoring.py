@@ -17,7 +17,8 @@ from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
 from posttrain.config.services import Address, Judge, Service
 from posttrain.reward.answer import Answer, Failure, Grade
-from posttrain.reward.graders import BuiltIn, GraderPool, Grades, Job
+from posttrain.reward.graders import BuiltIn, GraderPool
+from posttrain.reward.job import Grades, Job
 from posttrain.reward.judge import JudgeGrader
 from posttrain.reward.own import OwnFunction
 from posttrain.reward.service import ServiceGrader
@@ -95,7 +96,10 @@ class Scorer:
 
         async def ask_near(places: Sequence[int]) -> None:
             graders = [self._near[asked[place][0].grader] for place in places]
-            jobs = [Job(one, asked[place][1], one.is_instant) for one, place in zip(graders, places, strict=True)]
+            jobs = [
+                Job(one, asked[place][1], one.is_instant, one.source)
+                for one, place in zip(graders, places, strict=True)
+            ]
             results.update(zip(places, await self._pool.grade_all(jobs), strict=True))
 
         async def ask_far(name: str, places: Sequence[int]) -> None:
@@ -130,7 +134,11 @@ def _joined(terms: Sequence[Term], results: Sequence[Grade | Failure]) -> Scored
             failures.append(f"{term.column}: {result.kind}: {result.reason}")
         else:
             parts |= {f"{term.column}/{name}": value for name, value in result.parts.items()}
-    return Scored(None if failures else total(terms, scores), scores, parts, "; ".join(failures))
+    try:
+        reward = None if failures else total(terms, scores)
+    except OverflowError as error:
+        reward, failures = None, [f"data.reward: error: {error}"]
+    return Scored(reward, scores, parts, "; ".join(failures))
 
 
 def _grader(term: Term, config: Config) -> BuiltIn | OwnFunction | ServiceGrader | JudgeGrader:

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.config.services import Service
 from posttrain.reward.answer import Answer, Failure, Grade
+from posttrain.reward.job import checked
 from posttrain.reward.network import AddressClient
 
 
@@ -32,9 +33,7 @@ class ServiceGrader:
         batches = [answers[start : start + self._size] for start in range(0, len(answers), self._size)]
         replies = await self._client.ask_all([{"answers": [_as_sent(answer) for answer in batch]} for batch in batches])
         return [
-            outcome
-            for batch, reply in zip(batches, replies, strict=True)
-            for outcome in self._outcomes(reply, len(batch))
+            outcome for batch, reply in zip(batches, replies, strict=True) for outcome in self._outcomes(reply, batch)
         ]
 
     async def probe(self) -> Failure | None:
@@ -44,21 +43,25 @@ class ServiceGrader:
             return reply or None
         return Failure("error", f"expected an empty list for no answers, came {self._client.told(reply)}")
 
-    def _outcomes(self, reply: Any, count: int) -> list[Grade | Failure]:
+    def _outcomes(self, reply: Any, answers: Sequence[Answer]) -> list[Grade | Failure]:
+        count = len(answers)
         if isinstance(reply, Failure):
             return [reply] * count
         if not isinstance(reply, list) or len(reply) != count:
             came = f"a list of {len(reply)}" if isinstance(reply, list) else self._client.told(reply)
             return [Failure("error", f"expected a list of {count}, one for each answer, came {came}")] * count
-        return [self._outcome(entry) for entry in reply]
+        return [self._outcome(entry, answer) for entry, answer in zip(reply, answers, strict=True)]
 
-    def _outcome(self, entry: Any) -> Grade | Failure:
+    def _outcome(self, entry: Any, answer: Answer) -> Grade | Failure:
         parts = dict(entry) if isinstance(entry, dict) else {"score": entry}
         score = parts.pop("score", "nothing")
         if not all(map(_is_number, [*parts.values(), *([] if score is None else [score])])):
             allowed = "expected a finite number, null, or an object of these with a score"
             return Failure("error", f"{allowed}, came {self._client.told(json.dumps(entry))}")
-        return Grade(None if score is None else float(score), {name: float(value) for name, value in parts.items()})
+        try:
+            return checked(Grade(score, parts), answer)
+        except ValueError as error:
+            return Failure("error", self._client.told(error))
 
 
 def _as_sent(answer: Answer) -> dict[str, Any]:
