@@ -53,6 +53,46 @@ def test_equal_rewards_teach_exactly_nothing(normalize):
     assert grpo_advantages(rewards, normalize).tolist() == [[0.0] * 7]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_equal_rewards_teach_nothing_whichever_sample_has_none(normalize):
+    for place in range(8):
+        rewards = torch.full((1, 8), 0.1)
+        rewards[0, place] = torch.nan
+        assert grpo_advantages(rewards, normalize).tolist() == [[0.0] * 8]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("reward", [100.0, -100.0, 1e-3, 0.0, 3e30, 1e-38])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_rewards_that_differ_by_rounding_are_equal(normalize, reward, steps):
+    rewards = torch.full((1, 4), reward)
+    for _ in range(steps if reward else 0):
+        rewards[0, 1] = rewards[0, 1].nextafter(torch.tensor(torch.inf))
+    assert grpo_advantages(rewards, normalize).tolist() == [[0.0] * 4]
+    sums = torch.tensor([[0.1 + 0.2 + 99.7, 99.7 + 0.2 + 0.1, 0.2 + 99.7 + 0.1]], dtype=torch.float64)
+    assert grpo_advantages(sums.float(), normalize).tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 1e10, 1e17, 1e30, 2.0**126])
+def test_rewards_that_differ_by_more_are_those_of_an_exact_reference(scale):
+    random_numbers = torch.rand(20, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
+    rewards = (random_numbers * 2 * scale).float()
+    rewards[::3, 0] = torch.nan
+    for row in rewards:
+        exact = row[~row.isnan()].double()
+        difference = exact - exact.mean()
+        whitened = difference / ((difference.square().sum() / (len(exact) - 1)).sqrt() + 1e-6)
+        for normalize, wanted in ((False, difference), (True, whitened)):
+            found = grpo_advantages(row[None], normalize)[0]
+            assert found.isfinite().all()
+            torch.testing.assert_close(
+                found[~row.isnan()].double(), wanted, rtol=1e-5, atol=float(wanted.abs().max()) * 1e-6
+            )
+    one_up = torch.full((1, 4), 100.0)
+    one_up[0, 0] += 1e-4
+    assert grpo_advantages(one_up, True)[0, 0] > 1
+
+
 def test_equal_rewards_of_one_group_leave_the_others_alone():
     rewards = torch.tensor([[0.1] * 7, [1.0] + [0.0] * 6, [0.3] * 7])
     advantages = grpo_advantages(rewards, False)

@@ -169,6 +169,11 @@ def test_corrections_by_hand() -> None:
     bounds = settings("icepop", correction_low=0.49, correction_high=5.01)
     assert truncate.factors(log_ratio, bounds).tolist() == pytest.approx([0.4, 0.5, 1.5, 5.0, 5.01])
     assert mask.factors(log_ratio, bounds).tolist() == pytest.approx([0.0, 0.5, 1.5, 5.0, 0.0])
+    # exp(0) is 1 exactly: a ratio on a bound is kept.
+    same, double = torch.zeros(1), torch.ones(1)
+    assert mask.factors(same, settings("icepop", correction_low=1.0, correction_high=5.0)).item() == 1.0
+    assert mask.factors(same, settings("icepop", correction_low=0.5, correction_high=1.0)).item() == 1.0
+    assert mask.factors(double, settings("icepop", correction_low=0.5, correction_high=1.0)).item() == 0.0
 
 
 def test_denominators_by_hand() -> None:
@@ -180,6 +185,8 @@ def test_denominators_by_hand() -> None:
     together, apart = [[0, 1], [2]], [[0], [1, 2]]
     assert denominators("micro_batch_mean", together) == pytest.approx([8, 8, 8])
     assert denominators("micro_batch_mean", apart) == pytest.approx([2, 14, 14])
+    # A micro-batch without samples has a mean of 0, and counts like the others.
+    assert denominators("micro_batch_mean", [[0], [1, 2], []]) == pytest.approx([3, 21, 21])
     for name, expected in (("sample_mean", [3, 9, 12]), ("token_mean", [8, 8, 8]), ("constant", [30, 30, 30])):
         assert denominators(name, together) == denominators(name, apart) == pytest.approx(expected)
     with pytest.raises(AssertionError, match="without tokens"):

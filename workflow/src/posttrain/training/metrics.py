@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from posttrain.algorithm.advantage.grpo import RESOLUTION
 from posttrain.algorithm.mismatch import Mismatch
 from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.config.reward_sum import has_passed
@@ -52,7 +53,7 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
     }
     if not is_graded:
         return metrics
-    equal_groups = sum(len({sample.reward for sample in group.samples} - {None}) < 2 for group in rollout.groups)
+    equal_groups = sum(map(_has_equal_rewards, rollout.groups))
     return {
         **_reward_metrics(rollout.groups),
         "rollout/reward_std_zero_fraction": equal_groups / len(rollout.groups),
@@ -60,6 +61,12 @@ def _rollout_metrics(rollout: RolloutResult, is_graded: bool) -> dict[str, float
         "rollout/ungraded_samples": sum(sample.reward is None for sample in samples),
         **metrics,
     }
+
+
+def _has_equal_rewards(group: SampleGroup) -> bool:
+    """Tell whether a group's rewards teach nothing: see `algorithm.advantage.grpo`."""
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return not rewards or max(rewards) - min(rewards) <= RESOLUTION * max(map(abs, rewards))
 
 
 def _reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
