@@ -22,7 +22,7 @@ from posttrain.reward.grade import grade
         ("A", 0, 1.0),
         ("A", 1, 0.0),
         ("A car is red", "A", 0.0),
-        ("The answer is a car", "A", 1.0),
+        ("The answer is a car", "A", 0.0),
         ("", "A", 0.0),
     ],
 )

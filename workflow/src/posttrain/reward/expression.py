@@ -1,24 +1,23 @@
-"""Values of LaTeX expressions: math-verify reads them, and they are compared at points, exactly enough.
+"""Values of LaTeX expressions: math-verify's grammar reads them, and they are compared at points, exactly enough.
 
-Nothing is evaluated as Python: math-verify's grammar makes SymPy objects. What a response could make expensive is
-refused before it is read, so that hostile text costs microseconds and not a killed worker.
+Nothing is evaluated as Python: the grammar (latex2sympy2_extended) makes SymPy objects. What a response could make
+expensive is rejected before it is read, so that hostile text costs microseconds and not a killed worker.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from typing import Any
 
-from posttrain.reward.notation import MAX_LENGTH
+from posttrain.reward.notation import MAX_LENGTH, number
 
-_MAX_DEPTH = 12
+MAX_DEPTH = 12
 _MAX_COMMANDS = 60
 _MAX_CELLS = 64
 _REFUSED = re.compile(
     r"\d{201}"  # numbers of any length
-    r"|\d_|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+"  # no numbers
+    r"|\d['_]|\d[eE][+-]?\d|\d\.\d+\.\d|--|\+\+"  # no numbers
     r"|[-+*/^=]$|^[*/^]"  # half an expression
     r"|\^ ?\{? ?-? ?\d{5}"  # exponents over 9,999
     r"|\^ ?\{[^{}]*\d ?\^|\^ ?\d ?\^|\^ ?\{[^{}]*\^[^{}]*\{[^{}]*\^"  # towers of powers
@@ -28,7 +27,6 @@ _REFUSED = re.compile(
     r"|[\x00-\x08]",
     re.ASCII,
 )
-_LETTER = re.compile(r"\\text\{ ?([a-zA-Z]) ?\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])", re.ASCII)
 # Powers of expressions are computed by SymPy as far as they are numbers: (9^{9999})^{9999} would be.
 _POWER = re.compile(r"\^ ?(?:\{[^{}]*?(\d{2,})|(\d+))")
@@ -51,8 +49,6 @@ def same_value(left: str, right: str) -> bool:
     Returns:
         False too where either cannot be read, or would cost too much.
     """
-    if is_costly(left) or is_costly(right) or _capitals(left) != _capitals(right):
-        return False
     first, second = _read(left), _read(right)
     if first is None or second is None:
         return False
@@ -65,8 +61,6 @@ def same_value(left: str, right: str) -> bool:
 
 def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
     """Tell whether two equations, each a pair of sides, say the same: their differences are multiples of each other."""
-    if any(is_costly(side) for side in (*left, *right)):
-        return False
     sides = [_read(side) for side in (*left, *right)]
     if any(side is None or hasattr(side, "shape") for side in sides):
         return False
@@ -75,6 +69,16 @@ def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
         return False
     ratios = [a / b for a, b in _values(first, second) if b and a]
     return len(ratios) > 1 and all(_is_close(ratio, ratios[0]) for ratio in ratios)
+
+
+def real_value(text: str) -> Any:
+    """Return a real number, rounded to 20 digits, or an infinity; None for anything else."""
+    import sympy
+
+    value = {r"\infty": sympy.oo, r"-\infty": -sympy.oo}.get(text.replace(" ", "")) or _read(text)
+    if value is None or hasattr(value, "shape") or not value.is_extended_real or value.free_symbols:
+        return None
+    return value if value.is_infinite else sympy.Rational(str(value.evalf(_DIGITS).round(20)))
 
 
 def is_costly(text: str) -> bool:
@@ -88,12 +92,7 @@ def is_costly(text: str) -> bool:
         total *= max(1, int(found[1] or found[2]))
         if total > _MAX_POWER:
             return True
-    return _depth(text) > _MAX_DEPTH
-
-
-def _capitals(text: str) -> set[str]:
-    """Return the letters that are capitals: math-verify reads X as x."""
-    return set(re.findall(r"[A-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
+    return _depth(text) > MAX_DEPTH
 
 
 def _depth(text: str) -> int:
@@ -116,48 +115,47 @@ def warm_up() -> None:
         _read(text)
 
 
-def _as_fraction(decimal: re.Match[str]) -> str:
-    return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
-
-
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> Any:
-    """Return a SymPy expression or matrix; None for anything else."""
+    """Return a SymPy expression or matrix; None for anything else, and for what would cost too much."""
     # Imported here: it takes a second, which answers that are plain numbers or words do not need.
     import sympy
-    from math_verify import LatexExtractionConfig, parse
+    from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    exact = _DECIMAL.sub(_as_fraction, _LETTER.sub(r"{\1}", text))
-    # Its own deadlines are signals, which a thread cannot have; ours is the worker's.
-    found = parse(
-        f"${exact}$",
-        [LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
-    if len(found) != 1 or not isinstance(found[0], (sympy.Expr, sympy.MatrixBase)):
+    if (exact := number(text)) is not None:
+        return sympy.Rational(exact.numerator, exact.denominator)
+    if is_costly(text):
         return None
-    # The letter i is the imaginary unit, and all others are real: math-verify decides that expression by expression.
-    letters = {old: sympy.I if old.name == "i" else sympy.Symbol(old.name, real=True) for old in found[0].free_symbols}
-    return found[0].xreplace(letters).doit()
+    try:
+        # The grammar itself and not `math_verify.parse`: that one reads X as x, drops words and units that it knows,
+        # and sets its deadlines by signals, which a thread cannot have; ours is the worker's.
+        found = latex2sympy(
+            _DECIMAL.sub(_as_fraction, text),
+            is_real=True,
+            convert_degrees=True,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+        if not isinstance(found, (sympy.Expr, sympy.MatrixBase)):
+            return None
+        return found.xreplace({sympy.Symbol("i", real=True): sympy.I}).doit()
+    except MemoryError:
+        raise
+    except Exception:
+        # The grammar raises plain `Exception` for text that it cannot read, and SymPy any kind for what is undefined.
+        return None
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    return rf"{{\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}}}"
 
 
 def _same_at_points(left: Any, right: Any) -> bool:
     if left == right:
         return not left.has(*_undefined())
-    if left.free_symbols != right.free_symbols and not _is_constant(left, right):
-        return False
     values = _values(left, right)
     return bool(values) and all(_is_close(a, b) for a, b in values)
-
-
-def _is_constant(left: Any, right: Any) -> bool:
-    """Tell whether letters cancel: x/x and 1."""
-    import sympy
-
-    return bool(sympy.simplify(left - right).is_number)
 
 
 def _undefined() -> tuple[Any, ...]:

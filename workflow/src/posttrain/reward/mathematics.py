@@ -17,16 +17,53 @@ from posttrain.reward.notation import MAX_LENGTH
 
 # As verl's math_dapo.py reads a response: its last 300 characters.
 DAPO_TAIL = 300
-_DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOXED = "\\boxed{"
-_STATED = re.compile(r"answer\**\s*(?:is|:)[\s:*]*", re.IGNORECASE)
+# The final answer of a response stands at its end.
+_TAIL = 10_000
+# Emphasis and code of markdown around something: **42**, __42__, `42`. In 2*3*4 and a_1 nothing is emphasized.
+_MARKUP = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|_{1,3}|`{1,3})(?=[^\s*_`])([^\n]{0,300}?[^\s*_`])\1(?![\w*({\[])")
+# Tags of HTML, and what is struck out.
+_TAG = re.compile(r"</?(?:b|i|em|strong|u|code|answer|p|br)\s*/?>|~~[^~\n]{1,80}~~")
+_VERB = (
+    r"(?:is|are|was|equals|becomes|(?:should|must|would|will|can only|has to) be|"
+    r"(?:comes|works|turns) out (?:to be|to|as|at)|comes to|[:=\u2192]|[-\u2013\u2014](?= ))"
+)
+_STATED = re.compile(
+    r"\banswers?\b(?:\s+(?:to|of|for)\b[^\n.:,=]{0,80}?|\s*,[^\n.:,=]{0,40},|\s+(?:we|I|you)\b[^\n.:,=]{0,40}?"
+    rf"|\s*\([^\n()]{{0,40}}\))?\s*{_VERB}(?!\w|n't)[ :]*"
+    r"|^[# ]*(?:the |my |our )?(?:final |correct )?answer[ .:]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IS_THE_ANSWER = re.compile(
+    r"(?:^|[.!?:,;]\s|\b(?:so|thus|hence|therefore|that))\s*([^\n.!?:;]{1,80}?) (?:is|must be) (?:the|our|my) "
+    r"(?:final |correct |right )?answer\b(?! to (?:a|another)\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FILLERS = re.compile(
+    r"(?:(?:then|thus|therefore|hence|so|clearly|simply|just|exactly|precisely|indeed|obviously|now|actually|finally|"
+    r"in fact|of course|only|also|always|definitely|certainly|equal to|given by|found to be|as follows|approximately|"
+    r"about|roughly|around|the (?:number|value|integer|fraction|set|interval)|:|,)[\s:,]+)+",
+    re.IGNORECASE,
+)
+# Where a sentence goes on behind its answer.
+_REST = re.compile(
+    r"[.!?](?=[\s\"'\u201d)]|$)"
+    r"|,? +(?:because|since|as|which|where|so|hence|therefore|thus|but|though|although|meaning|given|due|i\.e\.|who|and"
+    r" (?:that|this|so|it|we|the|not|they|there|then|hence|thus|therefore|is|I))\b"
+    r"|[,;] +(?!(?:and|or)\b|\\)(?:[A-Za-z]{2,}|I\b)|;? +[-\u2013\u2014]+ +(?=[A-Za-z]{2})| +\((?=[A-Za-z]{2,}[ )-])"
+    r"|(?<=[\d$}%)]) +(?:for|in|of|on|at|from|by|when|after|among|under|altogether|total|left|remaining|long|wide)\b"
+    r"(?: +[A-Za-z][^\d\\$]*)?$"
+)
 _NUMBER = re.compile(
     r"(?<![\w.,/^])[-+\u2212]?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
     r"(?: ?/ ?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)?(?!\w)",
     re.ASCII,
 )
-# The final answer of a response stands at its end.
-_TAIL = 10_000
+_NEGATED = re.compile(
+    r"(?:\bnot|n't|\bnever|\bcannot)(?: \w+){0,3} *$|^ *(?:is|was|are) +not\b|^ *(?:isn|wasn)", re.IGNORECASE
+)
+_SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*[^\s\\])\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BRACE = re.compile(r"(?<!\\)[{}]")
 
 
 def math_boxed(answer: Answer) -> float:
@@ -35,7 +72,7 @@ def math_boxed(answer: Answer) -> float:
 
 
 def math_answer(answer: Answer) -> float:
-    """Grade leniently: the last complete box, else what follows "####", else "the answer is", else the last number."""
+    """Grade leniently: the last complete box, else the last of "#### ..." and "the answer is", else the last number."""
     return _score(answer, _lenient)
 
 
@@ -56,10 +93,11 @@ def last_boxed(text: str) -> str | None:
         text: Of any length and any form; the time is linear.
     """
     starts: list[tuple[int, int]] = []
-    depth, place = 0, 0
-    found = (-1, -1)
-    while (place := _next_brace(text, place)) >= 0:
-        if text[place] == "{":
+    depth, found = 0, (-1, -1)
+    # An escaped brace is a sign of a set, and belongs to the text.
+    for brace in _BRACE.finditer(text):
+        place = brace.start()
+        if brace[0] == "{":
             if text.endswith(_BOXED, 0, place + 1):
                 starts.append((depth, place + 1))
             depth += 1
@@ -69,45 +107,80 @@ def last_boxed(text: str) -> str | None:
                 found = max(found, (starts.pop()[1], place))
             elif depth < 0:
                 depth, starts = 0, []
-        place += 1
     return text[found[0] : found[1]] if found[0] >= 0 else None
 
 
-def _next_brace(text: str, place: int) -> int:
-    found = _BRACE.search(text, place)
-    return found.start() if found else -1
-
-
-# An escaped brace is a sign of a set, and belongs to the text.
-_BRACE = re.compile(r"(?<!\\)[{}]")
+def without_markup(text: str) -> str:
+    """Return the end of a response without markdown's and HTML's emphasis."""
+    text = _TAG.sub("", text[-_TAIL:])
+    for _ in range(2):
+        text = _MARKUP.sub(r"\2", text)
+    return text
 
 
 def _lenient(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None or _BOXED in text:
         return boxed
-    if "####" in text:
-        return text[text.rindex("####") + 4 :].lstrip().partition("\n")[0]
-    tail = text[-_TAIL:]
-    if stated := list(_STATED.finditer(tail)):
-        return _stated(tail[stated[-1].end() :].partition("\n")[0])
-    numbers = _NUMBER.findall(tail)
-    return numbers[-1] if numbers else None
+    tail = without_markup(text)
+    stated = max((found.end() for found in _STATED.finditer(tail)), default=-1)
+    named = max(_IS_THE_ANSWER.finditer(tail), key=re.Match.end, default=None)
+    marked = _marked(tail)
+    last = max(stated, named.end() if named else -1, marked)
+    if last < 0:
+        return _last_value(tail)
+    if last == marked:
+        return tail[last:].partition("\n")[0]
+    return _clause(named[1] if named and last == named.end() else tail[last:])
 
 
-def _stated(line: str) -> str:
-    """Return the answer of "the answer is ...": its first number where a sentence goes on, or else all of the line."""
-    line = line.strip().strip("*").strip()
-    number = _NUMBER.match(line.removeprefix("$"))
-    return number[0] if number and re.match(r"[.,;]?\s*(?:$|[,.;]\s*[A-Za-z])", line[number.end() :]) else line
+def _marked(text: str) -> int:
+    """Return where GSM8K's "#### 72" begins; -1 for none, and for a heading of words such as "#### Step 1"."""
+    place = text.rfind("####")
+    begin = place + 4
+    is_last = place >= 0 and not text[begin:].strip().partition("\n")[2]
+    return begin if place >= 0 and (is_last or not re.match(r" *(?:[A-Za-z]{2}|\n)", text[begin:])) else -1
+
+
+def _clause(text: str) -> str:
+    """Return the answer of "the answer is ...": the line without what only introduces or explains it."""
+    line = text.strip(" \n\t#*_`").partition("\n")[0].rstrip("*_` ")[: 2 * MAX_LENGTH]
+    if line in ("$$", "\\[", "$"):
+        line = text.strip(" \n\t#*_`").partition("\n")[2].strip().partition("\n")[0]
+    if introduction := _FILLERS.match(line):
+        line = line[introduction.end() :]
+    end = next((rest.start() for rest in _REST.finditer(line) if _is_outside(line[: rest.start()])), len(line))
+    return line[:end].strip(" \t\"'\u201c\u201d\u2018\u2019*_`").rstrip("!?\u2713\u2714\u2705\u220e\u25a0 ")
+
+
+def _is_outside(text: str) -> bool:
+    """Tell whether what follows a text is neither inside of mathematics nor of brackets."""
+    return (
+        bool(text.strip())
+        and text.count("$") % 2 == 0
+        and all(
+            text.count(opening) <= text.count(closing)
+            for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
+        )
+    )
+
+
+def _last_value(text: str) -> str | None:
+    """Return the last number, or the formula that stands behind it or around it; None where it is negated."""
+    number = max(_NUMBER.finditer(text), key=re.Match.end, default=None)
+    span = max(_SPAN.finditer(text), key=re.Match.end, default=None)
+    last = span if span and (number is None or span.end() > number.end()) else number
+    if last is None or any(map(_NEGATED.search, (text[max(0, last.start() - 60) : last.start()], text[last.end() :]))):
+        return None
+    return next(filter(None, last.groups()), last[0])
 
 
 def _dapo(text: str) -> str | None:
-    found = _DAPO_ANSWER.findall(text[-DAPO_TAIL:])
+    found = re.findall(r"answer\s*:\s*([^\n]+)", without_markup(text[-DAPO_TAIL:]), re.IGNORECASE)
     if not found:
         return None
     boxed = last_boxed(found[-1])
-    return boxed if boxed is not None else found[-1]
+    return boxed if boxed is not None else _clause(found[-1])
 
 
 def _after_thinking(text: str) -> str | None:

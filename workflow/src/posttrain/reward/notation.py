@@ -1,16 +1,17 @@
-"""How answers in mathematics are written: one spelling for many, plain numbers, units.
+"""How answers in mathematics are written: one spelling for many, plain numbers, units, words.
 
-Only text: nothing here knows values that are not plain numbers, and no step takes more than linear time.
+Only text: the values of expressions are in `expression`. Every step takes at most moments for `MAX_LENGTH` characters.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
-# Longer final answers are none: the longest of MATH-500 has 159 characters (verl, math_dapo.py).
+# The longest final answer of MATH-500 has 159 characters (verl, math_dapo.py); longer texts are not answers.
 MAX_LENGTH = 1000
-# Exact fractions of any length would take the time that a response chooses.
+# Exact fractions of any length would take as much time as a response chooses.
 _MAX_NUMBER_LENGTH = 200
 
 _CHARACTERS = str.maketrans(
@@ -21,45 +22,84 @@ _CHARACTERS = str.maketrans(
         **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "°": r"^\circ "},
         **{"π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "√": r"\sqrt "},
         **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset "},
-        **{"€": r"\euro ", "£": r"\pounds ", "`": ""},
+        **{"€": r"\euro ", "£": r"\pounds ", "ℝ": r"\mathbb{R}", "∩": r"\cap ", "⟨": r"\langle ", "⟩": r"\rangle "},
     }
 )
-_SPELLINGS = (
+_FUNCTIONS = "sqrt|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp"
+_STYLES = "mathrm|mathbf|mathit|mathsf|boldsymbol|bm|text|textbf|textit|textrm|textsf|texttt|mbox|operatorname|emph"
+_NUMERAL = r"(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+|(?:\{,\}\d{3})+)(?!\d)|\d+)(?:\.\d*)?|\.\d+"
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SPELLINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r",\s*\\!\s*|(?<=\d)\{,\}(?=\d)", "{,}"),
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", ""),
-    (r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![a-zA-Z])", ""),
+    (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?|bf|rm|it)(?![a-zA-Z])\.?", ""),
     (r"(?<!\\)\\[,!;:> ]|\\q?quad(?![a-zA-Z])", " "),
-    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
-    (r"\\(?:mathrm|mathbf|mathit|mathsf|textbf|textit|textrm|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
+    (r"\\(?:text)?color\{[^{}]*\}|\\(?:underline|boxed|fbox)(?=\{)", ""),
+    (rf"\\(?:{_STYLES})\s*\{{\s*({_FUNCTIONS}|gcd|lcm)\s*\}}", r"\\\1 "),
+    # A style says nothing, so its content stays as it is, signs included; words stay marked as words, and so does a
+    # letter behind a space: the unit of "5\text{ m}".
+    (rf"\\(?:{_STYLES})\s*\{{(?=[^{{}}\\\d=<>+*^$]*[^\W\d_]{{2}}[^{{}}\\\d=<>+*^$]*\}}| +[A-Za-z] *\}})", r"\\words{"),
+    (rf"\\(?:{_STYLES})(?![a-zA-Z])", ""),
+    (r"\\words", r"\\text"),
+    (r"\\([lr]?)[vV]ert(?![a-z])", "|"),
+    (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
+    (r"(\\(?:frac|binom)) *([0-9a-zA-Z])", r"\1{\2}"),
+    (rf"(\\(?:frac|binom) *{_GROUP}) *([0-9a-zA-Z])", r"\1{\2}"),
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-    (r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|sec|csc|cot|ln|log|exp|pi|infty)(?![A-Za-z])", r"\\\1"),
+    (r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (rf"(?<![\\A-Za-z])({_FUNCTIONS}|pi|infty)(?![A-Za-z])", r"\\\1"),
+    (r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])", r"\\infty"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"\\sqrt\s+(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+    (r"\\lg(?![a-z])", r"\\log "),
+    (r"\\log_(?:e|\{e\})", r"\\ln "),
     (r"\\(?:leqslant|leq|lt=)(?![a-z])|<=", r"\\le "),
     (r"\\(?:geqslant|geq)(?![a-z])|>=", r"\\ge "),
     (r"\\lt(?![a-z])", "<"),
     (r"\\gt(?![a-z])", ">"),
-    (r"\\neq(?![a-z])|!=", r"\\ne "),
-    (r"\\varnothing(?![a-z])", r"\\emptyset"),
+    (r"\\neq(?![a-z])|!=|\\not ?=", r"\\ne "),
+    (r"\\backslash(?![a-z])", r"\\setminus "),
+    (r"\\lbrace(?![a-z])", r"\\{"),
+    (r"\\rbrace(?![a-z])", r"\\}"),
+    (r"\\(?:mathbb|Bbb) ?\{?([A-Z])\}?", r"\\mathbb{\1}"),
+    (r"\\R(?![a-z])|^(?:\\text\{ ?)?all real(?:s| numbers) ?\}?$", r"\\mathbb{R}"),
+    (
+        r"^(?:\\text\{ ?)?(?i:the |final |correct )*(?i:answer)(?: is|:|=)+ ?\}?:? *(?=.)|^\\(?:approx|simeq)(?![a-z])",
+        "",
+    ),
+    (r"\\varnothing(?![a-z])|\\\{ *\\\}", r"\\emptyset"),
+    # 0.1\overline{6}, 0.\dot{3} and 0.(3) are fractions, which math-verify cannot read.
+    (
+        r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{(\d+)\}|\((\d+)\))",
+        lambda m: _recurring(*m.groups(default="")),
+    ),
+    (r"^(?:negative|minus) (?=[\d\\])", "-"),
+    (
+        rf"(?<![\w.,])({_NUMERAL}) ?(\\text\{{ ?)?(dozen|hundred|thousand|million|billion|trillion)(?![a-z])",
+        lambda m: f"{_plain(_decimal(m[1]) * _SCALES[m[3]])}{m[2] or ''}",
+    ),
+    # A group that is no argument prints as what it holds.
+    (r"(?<![a-zA-Z}\]_^\\])\{([^{},\\]*)\}", r"\1"),
+    (r"\\text\{[ .]*\}", ""),
+    (r"^([A-Z])\)$", r"\1"),
     (r"\+\s*-|-\s+\+", "-"),
     (r"\s+", " "),
 )
+_EMPHASIS = re.compile(r"^([*_]{1,3}|`+)(.*)\1$")
 _COMPILED = tuple((re.compile(pattern), text) for pattern, text in _SPELLINGS)
 
-# Thousands are grouped by commas or spaces ("1,234,567"); "1,2" is two numbers.
-_DECIMAL = r"(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+|(?:\{,\}\d{3})+)(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 # Exponents of at most three digits: "1e999999999" would be a number that no memory holds.
 _POWER = r"(?:[eE]|(?:\\times|\\cdot|\*)10\^)\{?([+-]?\d{1,3})\}?"
-_SCIENTIFIC = re.compile(rf"([+-]?)({_DECIMAL})(?:{_POWER})?", re.ASCII)
+_SCIENTIFIC = re.compile(rf"([+-]?)({_NUMERAL})(?:{_POWER})?", re.ASCII)
 _POWER_OF_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d{1,3})\}|(\d))", re.ASCII)
-_QUOTIENT = re.compile(rf"([+-]?)(?:\\frac\{{([+-]?)({_DECIMAL})\}}\{{([+-]?)({_DECIMAL})\}})", re.ASCII)
-_SLASH = re.compile(rf"([+-]?)()({_DECIMAL})/\(?([+-]?)({_DECIMAL})\)?", re.ASCII)
+_QUOTIENT = re.compile(rf"([+-]?)(?:\\frac\{{([+-]?)({_NUMERAL})\}}\{{([+-]?)({_NUMERAL})\}})", re.ASCII)
+_SLASH = re.compile(rf"([+-]?)()({_NUMERAL})/\(?([+-]?)({_NUMERAL})\)?", re.ASCII)
 _MIXED = re.compile(r"([+-]?)(\d+) ?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<= )(\d+)/(\d+))", re.ASCII)
 
 
 def clean(text: str) -> str:
-    """Return an answer in one spelling: without mathematics' delimiters, sizes and spacing; "\\tfrac" is "\\frac".
+    """Return an answer in one spelling: without delimiters of mathematics, styles, sizes and spacing.
 
     Args:
         text: Of any length; more than `MAX_LENGTH` characters are no answer.
@@ -69,7 +109,7 @@ def clean(text: str) -> str:
     """
     if len(text) > MAX_LENGTH or any(ord(letter) < 9 or 0xD800 <= ord(letter) <= 0xDFFF for letter in text):
         return ""
-    plain = text.translate(_CHARACTERS).strip().strip("*").replace("**", "^")
+    plain = _EMPHASIS.sub(r"\2", text.translate(_CHARACTERS).strip()).replace("**", "^")
     for pattern, spelling in _COMPILED:
         plain = pattern.sub(spelling, plain)
     return plain.strip().lstrip("=;,: ").rstrip(" .;,:").removeprefix("+").strip()
@@ -119,15 +159,30 @@ def _decimal(digits: str) -> Fraction:
     return Fraction(f"0{plain}0" if "." in plain else plain)
 
 
-# Shortened units, and the word they stand for.
+def _plain(value: Fraction) -> str:
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _recurring(whole: str, once: str, again: str, bracketed: str) -> str:
+    again = again or bracketed
+    if len(whole + once + again) > _MAX_NUMBER_LENGTH:
+        return ""
+    tail = Fraction(int(again), 10 ** len(again) - 1)
+    return _plain((int(f"{whole}{once}" or "0") + tail) / 10 ** len(once))
+
+
+# Short units, and the word each of them is short for.
 _UNITS = {
     **{"mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch", "ft": "foot"},
     **{"feet": "foot", "inches": "inch", "mi": "mile", "yd": "yard", "mg": "milligram", "g": "gram", "kg": "kilogram"},
     **{"lb": "pound", "lbs": "pound", "oz": "ounce", "ml": "milliliter", "l": "liter", "s": "second", "sec": "second"},
-    **{"min": "minute", "h": "hour", "hr": "hour", "mph": "mile per hour", "km/h": "kilometer per hour"},
-    **{"pct": "%", "percent": "%", "percentage": "%", "usd": "dollar", "deg": "degree"},
+    **{"min": "minute", "h": "hour", "hr": "hour", "mph": "mile/hour", "pct": "%", "percent": "%", "percentage": "%"},
+    **{"usd": "dollar", "deg": "degree", "am": "am", "pm": "pm"},
 }
-_NOT_UNITS = {"and", "or", "to", "theta", "alpha", "beta", "gamma", "delta", "infinity", "mod", "max", "min", "base"}
+_NOT_UNITS = {
+    *("and", "or", "to", "theta", "alpha", "beta", "gamma", "delta", "infinity", "mod", "base", "not"),
+    *("squared", "cubed", "plus", "minus", "times", "over", "more", "less", "than", "divided", "factorial", "half"),
+}
 _SIGNS = (
     (re.compile(r"^(-?) ?\\\$ ?"), r"\1", "dollar"),
     (re.compile(r"^(-?) ?\\euro ?"), r"\1", "euro"),
@@ -137,8 +192,10 @@ _SIGNS = (
     (re.compile(r" ?\\?%$"), "", "%"),
     (re.compile(r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degrees?)$"), "", "degree"),
 )
-_TEXT_UNIT = re.compile(r"\\text\{([^{}]*)\}(?: ?\^ ?\{?([23])\}?)?$")
-_WORD_UNIT = re.compile(r"(?<=[\d}) ])((?:[A-Za-z]+(?:/[A-Za-z]+)?)(?: [A-Za-z]+){0,3})(?: ?\^ ?\{?([23])\}?)?$")
+_UNIT = re.compile(
+    r"(?:\\text\{([^{}]*)\}|(?<=[\d}) ])([A-Za-z]+(?:/[A-Za-z]+)?(?: [A-Za-z]+){0,3}))(?: ?\^ ?\{?([23])\}?)?$"
+)
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
 _BASE = re.compile(r"^(\d+)_(?:\{(\d{1,2})\}|(\d{1,2}))$", re.ASCII)
 
 
@@ -149,35 +206,41 @@ def split_unit(text: str) -> tuple[str, str]:
     for pattern, rest, unit in _SIGNS:
         if pattern.search(text) and (quantity := pattern.sub(rest, text).strip()):
             return quantity, unit
-    for pattern in (_TEXT_UNIT, _WORD_UNIT):
-        found = pattern.search(text)
-        quantity = text[: found.start()].strip() if found else ""
-        if found and re.search(r"\d|\\[a-z]", quantity) and (pattern is _TEXT_UNIT or _is_unit(found[1])):
-            return quantity, unit_name(found[1]) + (f"^{found[2]}" if found[2] else "")
+    found = _UNIT.search(text)
+    quantity = text[: found.start()].strip() if found else ""
+    if found and re.search(r"\d|\\[a-z]", quantity) and (_is_unit(found[2]) if found[2] else _is_marked_unit(found[1])):
+        return quantity, unit_name(found[1] or found[2] or "") + (f"^{found[3]}" if found[3] else "")
     return text, ""
 
 
 def unit_name(text: str) -> str:
-    """Return a unit by one name, in lower case and singular."""
-    words = text.strip(" .").lower()
-    name = _UNITS.get(words, words)
-    return name[:-1] if name.endswith("s") and len(name) > 3 else name
+    """Return a unit by one name, in lower case and singular: "square cm" is "centimeter^2"."""
+    parts = []
+    for part in re.split(r"/| per ", text.strip(" .").lower()):
+        words = part.split()
+        power = _POWERS.get(words[0], "") if len(words) > 1 else ""
+        name = " ".join(words[1:] if power else words)
+        name = _UNITS.get(name, name)
+        parts.append((name[:-1] if name.endswith("s") and len(name) > 3 else name) + power)
+    return "/".join(parts)
+
+
+def _is_marked_unit(words: str) -> bool:
+    return not _NOT_UNITS & set(words.split())
 
 
 def _is_unit(words: str) -> bool:
     """Tell a unit from a product of letters: a word has three letters and a vowel, or is known."""
     return all(
         word.lower() in _UNITS or (len(word) > 2 and bool(set("aeiou") & set(word)) and word not in _NOT_UNITS)
-        for word in words.split()
+        for word in re.split("[ /]", words)
     )
 
 
 def words_of(text: str) -> str | None:
     """Return words in lower case, without "\\text"; None for what may be mathematics, single letters included."""
-    is_marked = r"\text{" in text
-    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
-    if not re.fullmatch(r"[^\W\d_]+(?:[ '\-][^\W\d_]+)*", re.sub(r" +", " ", plain)):
+    plain = re.sub(r" +", " ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip(" .")
+    if not re.fullmatch(r"[^\W\d_]+(?:[ '\-][^\W\d_]+)*", plain):
         return None
-    plain = re.sub(r" +", " ", plain).lower()
-    is_word = len(plain) > 1 if is_marked else len(plain) > 2 and bool(set("aeiouy") & set(plain))
-    return plain if is_word or not plain.isascii() else None
+    is_word = len(plain) > 1 if r"\text{" in text else len(plain) > 2 and bool(set("aeiouy") & set(plain.lower()))
+    return plain.lower() if is_word or not plain.isascii() else None

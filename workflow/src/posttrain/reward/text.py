@@ -7,11 +7,26 @@ import string
 from collections import Counter
 
 from posttrain.reward.answer import Answer
-from posttrain.reward.mathematics import last_boxed
+from posttrain.reward.mathematics import last_boxed, without_markup
 
-_STATED = re.compile(r"(?:answer|option|choice)\**\s*(?:is|:)?[\s:*]*\(?([A-Z])\)?(?![\w'])", re.IGNORECASE)
-_BRACKETED = re.compile(r"\(([A-Z])\)")
+_STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}|\$|\\[()\[\] ,]")
+# A letter by itself, the only one: "a" and "I" are words where another word follows that explains nothing.
+_LETTER = (
+    r"[(\[{]?([A-Z])(?:[)\]}]|(?![\w'\u2019]))(?! *(?:and|or|,|/|&) *[(\[]?(?-i:[A-Z])\b)"
+    r"(?:(?<![aAI])|(?! +(?!because|since|as|which|so|for|due|given|is|by|with|and|but|not)[a-z]))"
+)
+_IS = (
+    r"(?: would| must| should| has to)? ?(?:is|be|was|:|=)[\s:]*(?:(?:option|choice|letter|clearly|therefore|thus)\s+)*"
+)
+_STATED = re.compile(
+    rf"(?:answer|(?:correct|right|best) (?:option|choice|one))(?: (?:to|for) [^\n.:]{{0,60}}?)?\s*{_IS}{_LETTER}"
+    r"|(?:\b|\()([A-Z])\)? is (?:the )?(?:correct|right|best|answer)",
+    re.IGNORECASE,
+)
+_BRACKETED = re.compile(r"(?<!not )\(([A-Z])\)")
+_CHOSEN = re.compile(rf"\b(?:option|choice|choose|chose|pick|select|go with):? +{_LETTER}", re.IGNORECASE)
 _ALONE = re.compile(r"[\s*(]*([A-Z])[\s*).:]*", re.IGNORECASE)
+_LABELLED = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # A choice is stated at the end.
@@ -24,10 +39,11 @@ def exact_match(answer: Answer) -> float:
 
 
 def choice(answer: Answer) -> float:
-    """Return 1.0 when the last letter that the response states is the label's.
+    """Return 1.0 when the letter that the response states is the label's.
 
-    A letter is stated in a box, else by "answer: B", else as "(B)", else by a response that is the letter alone.
-    The label is a letter ("B", "(B)") or an index from 0.
+    The letter of a box counts, else the last that "the answer is" names, else the last "(B)", else the last that is
+    chosen ("option B"), else one that has the last line for itself or begins the response ("B. Paris"). The label is a
+    letter ("B", "(B)") or an index from 0.
     """
     wanted = answer.label
     if isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted < len(string.ascii_uppercase):
@@ -35,7 +51,7 @@ def choice(answer: Answer) -> float:
     expected = _ALONE.fullmatch(str(wanted))
     if expected is None:
         raise ValueError(f"no label for a choice: {answer.label!r}; allowed are a letter and an index from 0")
-    return float(_stated_letter(answer.text[-_TAIL:]) == expected[1].upper())
+    return float(_stated_letter(answer.text) == expected[1].upper())
 
 
 def f1(answer: Answer) -> float:
@@ -54,14 +70,18 @@ def _texts(label: object) -> list[str]:
 def _stated_letter(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
-        plain = re.sub(r"\\text(?:bf|rm)?\{([^{}]*)\}", r"\1", boxed)
-        found = _ALONE.fullmatch(plain) or re.match(r"\s*\(?([A-Z])[).:]", plain)
-        return found[1].upper() if found else None
-    for pattern in (_STATED, _BRACKETED):
-        if letters := pattern.findall(text):
-            return str(letters[-1]).upper()
-    alone = _ALONE.fullmatch(text)
-    return alone[1].upper() if alone else None
+        plain = _STYLE.sub(r"\1", boxed)
+        found = _ALONE.fullmatch(plain) or _LABELLED.match(plain)
+    else:
+        plain = without_markup(_STYLE.sub(r"\1", text[-_TAIL:])).strip()
+        patterns = (_STATED, _BRACKETED, _CHOSEN)
+        found = next((last for pattern in patterns if (last := _last(pattern, plain))), None)
+        found = found or _ALONE.fullmatch(plain.rpartition("\n")[2]) or _LABELLED.match(plain)
+    return next(filter(None, found.groups())).upper() if found else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return max(pattern.finditer(text), key=re.Match.end, default=None)
 
 
 def _words(text: str) -> list[str]:
