@@ -141,6 +141,11 @@ class Lease:
         """The folder that `check_epoch` reads."""
         return self._folder
 
+    @property
+    def path(self) -> Path:
+        """The file that names this process as the holder."""
+        return lease_file(self._folder, self.epoch)
+
     def _acquire(self) -> Holder:
         wait_until = time.monotonic() + self._wait_seconds
         while (current := read_holder(self._folder)) is not None and not self._may_take_over(current):
@@ -156,7 +161,7 @@ class Lease:
         os.close(os.open(heartbeat, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
         os.utime(heartbeat, follow_symlinks=False)
         try:
-            write_new(_epoch_path(self._folder, mine.epoch), json.dumps(asdict(mine)))
+            write_new(lease_file(self._folder, mine.epoch), json.dumps(asdict(mine)))
         except FileExistsError as error:
             raise LeaseHeldError(f"{self._subject}: another process was faster; run again to follow it") from error
         return mine
@@ -248,6 +253,26 @@ def _this_process(epoch: int, job: str) -> Holder:
     )
 
 
+def is_process_of(holder: Holder, lease_folder: Path) -> bool:
+    """Tell whether the holder's process id means, on this machine, the process that has taken the lease.
+
+    A lease is a file that others may be able to write. No other process can give this one its start time, its user and
+    an open descriptor of the lease's file, which `Lease.path` lets its holder keep.
+
+    Raises:
+        PermissionError: The process is another user's.
+    """
+    if not _is_here(holder) or started_ticks(holder.pid) != holder.started_ticks:
+        return False
+    process = Path(f"/proc/{holder.pid}")
+    try:
+        opened = [os.stat(entry) for entry in (process / "fd").iterdir() if entry.exists()]
+        is_ours = process.stat().st_uid == os.geteuid()
+    except FileNotFoundError:  # it has just ended
+        return False
+    return is_ours and any(os.path.samestat(one, lease_file(lease_folder, holder.epoch).stat()) for one in opened)
+
+
 def _is_free(folder: Path, holder: Holder, job_is_alive: JobIsAlive) -> bool:
     if _released_path(folder, holder.epoch).exists():
         return True
@@ -263,7 +288,8 @@ def _is_here(holder: Holder) -> bool:
     return (holder.host, holder.process_ids) == (socket.gethostname(), process_ids())
 
 
-def _epoch_path(folder: Path, epoch: int) -> Path:
+def lease_file(folder: Path, epoch: int) -> Path:
+    """Return the file that names the holder of an epoch."""
     return folder / f"epoch-{epoch:06d}.json"
 
 

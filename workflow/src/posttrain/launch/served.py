@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import sys
@@ -18,10 +19,12 @@ from posttrain.errors import ConfigError, Problem
 from posttrain.launch.container import make_shared_roots, srun_options, wrap
 from posttrain.launch.slurm_job import options_of_nodes
 from posttrain.launch.slurm_query import JOB_PREFIX, ask, job_is_alive, job_number
-from posttrain.serving.servers import FOLDER, Server, holder_of, named, read_servers, this_machine
+from posttrain.serving.servers import FOLDER, Server, holder_of, is_server, named, read_servers, this_machine
 
 # An engine has ten seconds to end and SLURM thirty to see it; what it started has some more.
 STOP_SECONDS, LOOK_SECONDS = 90.0, 0.5
+# What the names of our jobs begin with.
+JOB_NAME = "serve-"
 # Names the job's first node. A user's own allocation, which has none, is not ours to end; an image has no `scontrol`.
 JOB_VARIABLE = "POSTTRAIN_SERVING_JOB"
 
@@ -65,7 +68,7 @@ def submit(
     shown = replace(config, model=replace(config.model, source=source))
     served = wrap([sys.executable, "-m", "posttrain", "serve", *words], shown, with_disk=False)
     command = shlex.join([*run, *srun_options(shown, with_disk=False), *served])
-    options = [*options_of_nodes(config, nodes), f"--job-name=serve-{name}", f"--output={log}"]
+    options = [*options_of_nodes(config, nodes), f"--job-name={JOB_NAME}{name}", f"--output={log}"]
     script = f"exec env {JOB_VARIABLE}=$SLURMD_NODENAME {command}"
     number = ask("sbatch", "--parsable", *options, "--wrap", script).partition(";")[0]
     return f"{JOB_PREFIX}{number}", Path(str(log).replace("%j", number))
@@ -101,7 +104,7 @@ def _stop(results: Path, path: Path, server: Server) -> str:
         if holder is None:
             path.unlink(missing_ok=True)
             return f"{server} had ended without a word: its lease was stale, and is gone"
-        _end(server, holder)
+        _end(results, server, holder)
     deadline = time.monotonic() + STOP_SECONDS
     while _lives(results, server):
         if time.monotonic() > deadline:
@@ -118,27 +121,33 @@ def _lives(results: Path, server: Server) -> bool:
 
 
 def _cancel(server: Server) -> None:
+    number = job_number(server.job)
     try:
-        ask("scancel", job_number(server.job))
+        # Whoever may write into the results folder could name any job, or an option of `scancel`.
+        told = ask("squeue", "--noheader", "--states", "all", "--jobs", number, "--format", "%u %j")
+        user, _, name = told.partition(" ")
+        if not number.isdecimal() or user != getpass.getuser() or not name.startswith(JOB_NAME):
+            raise RuntimeError(f"it is job {name!r} of {user!r}" if told else "there is no such job")
+        ask("scancel", number)
     except RuntimeError as error:
         remedy = "run this where SLURM can be asked, as the job's user"
-        raise ConfigError([Problem("--stop", f"{server}: {error}", "a job of yours", remedy)]) from error
+        raise ConfigError([Problem("--stop", f"{server}: {error}", "a job of yours that serves", remedy)]) from error
 
 
-def _end(server: Server, holder: Holder) -> None:
+def _end(results: Path, server: Server, holder: Holder) -> None:
     if server.host != this_machine():
         remedy = f"run it on {server.host}"
         raise ConfigError([Problem("--stop", str(server), f"a server of {this_machine()}, or a job", remedy)])
     try:
         process = psutil.Process(holder.pid)
-        # Whoever may write into the results folder could name any process of who stops.
-        if "serve" not in process.cmdline():
-            allowed = "a process of `posttrain serve`"
+        # Whoever may write into the results folder could name any process of the user who stops.
+        if "serve" not in process.cmdline() or not is_server(results, server, holder):
+            allowed = "the process of `posttrain serve` that has taken the lease"
             raise ConfigError(
-                [Problem("--stop", f"{server}, by {holder}", allowed, "end it yourself, if it is that one")]
+                [Problem("--stop", f"{server}, by {holder}", allowed, f"look what it is, then `kill {holder.pid}`")]
             )
         process.terminate()
     except psutil.NoSuchProcess:
         pass
-    except psutil.AccessDenied as error:
+    except (psutil.AccessDenied, PermissionError) as error:
         raise ConfigError([Problem("--stop", f"{server}, by {holder}", "a server of yours", "ask its user")]) from error

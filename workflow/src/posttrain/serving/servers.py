@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.artifacts import hash_file, read_json, read_receipt, receipt_of, write_json
-from posttrain.artifacts.lease import Holder, JobIsAlive, Lease, LeaseHeldError, living_holder, unknown
+from posttrain.artifacts.lease import Holder, JobIsAlive, Lease, LeaseHeldError, is_process_of, living_holder, unknown
 from posttrain.errors import CheckpointError, ConfigError, Problem, one_line
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,11 @@ def holder_of(results: Path, server: Server, job_is_alive: JobIsAlive = unknown)
     return living_holder(_lease_folder(results, server.host, f"port-{server.port}"), job_is_alive)
 
 
+def is_server(results: Path, server: Server, holder: Holder) -> bool:
+    """Tell whether a holder's process on this machine is the server, see `artifacts.lease.is_process_of`."""
+    return is_process_of(holder, _lease_folder(results, server.host, f"port-{server.port}"))
+
+
 @contextmanager
 def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, is_first: bool = True) -> Iterator[None]:
     """Hold a server's port and GPUs, and tell of it, as long as the block runs.
@@ -142,6 +147,8 @@ def serving(results: Path, server: Server, job_is_alive: JobIsAlive = unknown, i
             )
             try:
                 stack.enter_context(lease)
+                # Kept open as the proof by which `--stop` knows this process.
+                stack.enter_context(lease.path.open("rb"))
             except LeaseHeldError as error:
                 raise ConfigError([_taken(results, server, folder, what, remedy, job_is_alive)]) from error
         if is_first:
