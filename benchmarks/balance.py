@@ -17,9 +17,10 @@ import heapq
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
@@ -38,12 +39,22 @@ CONFIG_DIR = Path(__file__).parents[1] / "config"
 
 def main() -> None:
     """Print the table, and a line of JSON for the claim."""
+    measure(RANKS, SEEDS)
+
+
+def quick() -> None:
+    """One batch of few, short samples on the fewest ranks."""
+    measure(RANKS[:1], SEEDS[:1], batch=16, longest=160)
+
+
+def measure(all_ranks: Sequence[int], seeds: Sequence[int], batch: int = BATCH, longest: int | None = None) -> None:
+    """Print the table and the claim for some numbers of ranks, a batch for each seed."""
     config = resolve({"model": "qwen3_4b", "site": "local"}, CONFIG_DIR).config
     print("ranks  seed  largest sample / mean  ours   by tokens  by verl's work")
     worst = 0.0
-    for num_ranks in RANKS:
-        for seed in SEEDS:
-            lengths = lengths_of_batch(seed, token_budget(config))
+    for num_ranks in all_ranks:
+        for seed in seeds:
+            lengths = lengths_of_batch(seed, batch, longest or token_budget(config))
             work = [counted(config.model.name, length) for length in lengths]
             sides = [
                 [[i for row in rank for i in row] for rank in packed(config, lengths, num_ranks)],
@@ -55,13 +66,14 @@ def main() -> None:
             print(f"{num_ranks:5}  {seed:4}  {largest:21.2f}  " + "  ".join(f"{ratio:.3f}" for ratio in ratios))
             # Where one sample is more than a rank's share, its rank is the most loaded whatever is done.
             worst = max(worst, ratios[0] / (1.05 if largest <= 1 else 1.02 * largest))
-    report(f"{BATCH} samples on 8 to 64 ranks: most loaded over mean, in units of what is allowed", worst, 1.0)
+    what = f"{batch} samples on {all_ranks[0]} to {all_ranks[-1]} ranks"
+    report(f"{what}: most loaded over mean, in units of what is allowed", worst, 1.0)
 
 
-def lengths_of_batch(seed: int, longest: int) -> list[int]:
+def lengths_of_batch(seed: int, batch: int, longest: int) -> list[int]:
     """Return the tokens of each sample."""
     source = random.Random(seed)
-    return [min(PROMPT_TOKENS + max(int(source.lognormvariate(7.3, 1.0)), 16), longest) for _ in range(BATCH)]
+    return [min(PROMPT_TOKENS + max(int(source.lognormvariate(7.3, 1.0)), 16), longest) for _ in range(batch)]
 
 
 def packed(config: Config, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
@@ -90,8 +102,8 @@ def differenced(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
             heap, (loads[-1][0] - loads[0][0], len(heap) + sum(len(load[1]) for load in loads) * BATCH, loads)
         )
 
-    for start in range(0, len(order), num_ranks):
-        push([(costs[i], [i]) for i in order[start : start + num_ranks]])
+    for first in range(0, len(order), num_ranks):
+        push([(costs[i], [i]) for i in order[first : first + num_ranks]])
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         push([(a + b, [*left, *right]) for (a, left), (b, right) in zip(one, reversed(other), strict=True)])
@@ -116,10 +128,10 @@ def attend_by_blocks(
     """Return causal attention of query [1, H, S, D] over keys and values [1, G, S, D], as [1, S, H, D]."""
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     blocks = []
-    for start in range(0, query.shape[2], BLOCK):
-        end = min(start + BLOCK, query.shape[2])
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(2, 3) * scaling
-        hidden = torch.ones(end - start, end, dtype=torch.bool, device=query.device).triu(start + 1)
+    for first in range(0, query.shape[2], BLOCK):
+        end = min(first + BLOCK, query.shape[2])
+        scores = query[:, :, first:end] @ key[:, :, :end].transpose(2, 3) * scaling
+        hidden = torch.ones(end - first, end, dtype=torch.bool, device=query.device).triu(first + 1)
         blocks.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, :, :end])
     return torch.cat(blocks, 2).transpose(1, 2), None
 
@@ -139,9 +151,10 @@ def model(name: str) -> Qwen3ForCausalLM:
         "num_key_value_heads",
         "head_dim",
     )
-    values = {size: getattr(arch, size) for size in sizes}
+    values: dict[str, Any] = {size: getattr(arch, size) for size in sizes}
+    values |= {"num_hidden_layers": 1, "attn_implementation": "causal_blocks"}
     with torch.device("meta"):
-        return Qwen3ForCausalLM(Qwen3Config(**values, num_hidden_layers=1, attn_implementation="causal_blocks"))
+        return Qwen3ForCausalLM(Qwen3Config(**values))
 
 
 @functools.cache
@@ -158,4 +171,4 @@ def counted(name: str, length: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.claims import report
-from tests.support.network_nodes import Host, limited_hosts, mounted
+from benchmarks.claims import MissingEnvironment, report, start
+from tests.support.network_nodes import Host, limited_hosts, missing_network, mounted
 
 from posttrain.artifacts import Receipt, record_files, write_receipt
 
@@ -50,17 +50,28 @@ def main() -> None:
     """Measure, print the table and a line of JSON for each claim."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    repeats = parser.parse_args().repeats
-    with tempfile.TemporaryDirectory(prefix="broadcast-") as folder, limited_hosts(NODES + 1, MEGABITS) as hosts:
-        unique = make_weights(Path(folder) / "storage")
+    compare(NODES, NUM_FILES, FILE_BYTES, parser.parse_args().repeats)
+
+
+def quick() -> None:
+    """Two nodes and two small files, once."""
+    compare(2, 2, 1 << 18, 1)
+
+
+def compare(num_nodes: int, num_files: int, file_bytes: int, repeats: int) -> None:
+    """Measure, print the table and a line of JSON for each claim."""
+    if reason := missing_network():
+        raise MissingEnvironment(reason)
+    with tempfile.TemporaryDirectory(prefix="broadcast-") as folder, limited_hosts(num_nodes + 1, MEGABITS) as hosts:
+        unique = make_weights(Path(folder) / "storage", num_files, file_bytes)
         rows = measure(Path(folder), hosts, repeats)
-    print(f"{NODES} nodes, {unique / 1e6:.0f} MB in {NUM_FILES} files, links of {MEGABITS} Mbit/s")
+    print(f"{num_nodes} nodes, {unique / 1e6:.0f} MB in {num_files} files, links of {MEGABITS} Mbit/s")
     print(f"{'way':24} {'median s':>9} {'read, times the unique bytes':>30}")
     medians = {}
     for way, found in rows.items():
         medians[way] = [statistics.median(column) for column in zip(*found, strict=True)]
         print(f"{way:24} {medians[way][0]:9.1f} {medians[way][1] / unique:30.2f}")
-    what = f"broadcast to {NODES} nodes"
+    what = f"broadcast to {num_nodes} nodes"
     report(f"{what}: shared storage is read at most 1.1 times", medians["broadcast"][1] / unique, READ_GOAL)
     report(
         f"{what}: takes at most 1.5 times what one node needs for cp -r",
@@ -69,12 +80,12 @@ def main() -> None:
     )
 
 
-def make_weights(storage: Path) -> int:
+def make_weights(storage: Path, num_files: int, file_bytes: int) -> int:
     """Write the files and their receipt; return their bytes."""
     numbers = random.Random(0)
     (storage / "weights").mkdir(parents=True)
-    for index in range(NUM_FILES):
-        (storage / "weights" / f"{index:03d}.bin").write_bytes(numbers.randbytes(FILE_BYTES))
+    for index in range(num_files):
+        (storage / "weights" / f"{index:03d}.bin").write_bytes(numbers.randbytes(file_bytes))
     receipt = Receipt("finalize_torch_dist", record_files(storage / "weights"), {}, {})
     write_receipt(storage / "receipt.json", receipt)
     return receipt.size_bytes
@@ -129,4 +140,4 @@ def stage_all(target: Path, nodes: Sequence[Host], places: Sequence[Path], way: 
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -1,8 +1,14 @@
-"""A measured claim as a line of JSON, the last thing that a benchmark prints."""
+"""What every benchmark ends with and begins with: a claim as a line of JSON, and the choice of its quick form."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+
+
+class MissingEnvironment(RuntimeError):
+    """A benchmark cannot run here; the text names what it needs."""
 
 
 def report(claim: str, value: float, goal: float, at_least: bool = False) -> None:
@@ -16,3 +22,11 @@ def report(claim: str, value: float, goal: float, at_least: bool = False) -> Non
     """
     met = value >= goal if at_least else value <= goal
     print(json.dumps({"claim": claim, "value": round(value, 3), "goal": goal, "met": met}))
+
+
+def start(main: Callable[[], None], quick: Callable[[], None]) -> None:
+    """Run a benchmark, or with `--quick` the same code on sizes of seconds, whose figures mean nothing."""
+    try:
+        quick() if "--quick" in sys.argv[1:] else main()
+    except MissingEnvironment as missing:
+        sys.exit(str(missing))

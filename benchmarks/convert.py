@@ -20,12 +20,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from benchmarks.measuring import copy_and_hash, run_work, write_checkpoint
+from tests.support.tiny_checkpoint import TINY
 
 from posttrain.artifacts import building
 from posttrain.artifacts.durable import sync_tree
@@ -63,6 +65,15 @@ def main() -> None:
     report(layer, full_layer, MEMORY_GOAL_GIB)
 
 
+def quick() -> None:
+    """Every side once, in this process, on a model of a few kilobytes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_checkpoint(folder / "source", expected_tensors(TINY), 1 << 16)
+        for work, function in WORK.items():
+            report(f"{work}: seconds", function(folder / "source", folder / work, TINY), 60.0)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written")
@@ -82,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 def one_layer(num_experts: int, vocabulary: int) -> Architecture:
     """Return GLM-5 with one MoE layer, of so many experts, and a vocabulary of so many words; else its dimensions."""
     glm5 = resolve({"model": "glm5", "site": "local"}, Path("config")).config.model.architecture
-    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    changes: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     return dataclasses.replace(glm5, **changes, n_routed_experts=num_experts, vocab_size=vocabulary)
 
 
@@ -108,6 +119,7 @@ def copy(source: Path, result: Path, arch: Architecture) -> float:
 def megatron(source: Path, result: Path, arch: Architecture) -> float:
     """Build Megatron's model as Megatron does, initialised, fill it from the source and save it."""
     from megatron.core import dist_checkpointing
+    from tests.support.hub_tensors import fill
     from tests.support.megatron_families import build_model
     from tests.support.megatron_single import initialize_single_rank, test_config
 
@@ -119,12 +131,27 @@ def megatron(source: Path, result: Path, arch: Architecture) -> float:
     torch.set_num_threads(WORKERS)
     started = time.perf_counter()
     model = build_model(config, initialize=True)
-    reader = CheckpointReader(source)
-    HubWeights(model, arch).transform(lambda name, _: reader.tensor(name))
+    fill(HubWeights([model], arch), Tensors(CheckpointReader(source)))
     result.mkdir()
     dist_checkpointing.save(model.sharded_state_dict(), str(result))
     sync_tree(result)
     return time.perf_counter() - started
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, reader: CheckpointReader):
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._reader.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader)
+
+    def __len__(self) -> int:
+        return len(list(self))
 
 
 WORK: dict[str, Callable[[Path, Path, Architecture], float]] = {"ours": ours, "copy": copy, "megatron": megatron}
@@ -161,4 +188,4 @@ def run(work: str, source: Path, result: Path, num_experts: int, vocabulary: int
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

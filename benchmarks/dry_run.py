@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from tests.support.workflow_runs import ROOT, run_snakemake
 
 GOAL, GOAL_OF_MANY_JOBS = 2.5, 6.0
@@ -51,24 +51,36 @@ def main() -> None:
     report(claim, ratios[many], GOAL_OF_MANY_JOBS)
 
 
+def quick() -> None:
+    """One branch beside the workflow of one rule, once."""
+    from tests.support.branches import main_branches
+
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = measure(Path(folder), {"tiny": main_branches()["tiny"]}, repeats=1, warm_up=0)
+    report("snakemake -n of the demo, times that of a one-rule workflow", ratios_of(seconds)["tiny"], GOAL)
+
+
 def ratios_of(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """Return each shortest run over that of "one rule": what else the machine does only adds to a run."""
     one_rule = min(seconds["one rule"])
     return {name: min(times) / one_rule for name, times in seconds.items()}
 
 
-def measure(folder: Path, branches: Mapping[str, Mapping[str, object]], repeats: int) -> dict[str, list[float]]:
+def measure(
+    folder: Path, branches: Mapping[str, Mapping[str, object]], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
     """Return the seconds of each dry run, by branch and for "one rule", interleaved.
 
     Args:
         folder: Where snakemake runs.
         branches: Name -> what `--config` gives.
-        repeats: Runs of each; one more comes before them and is not counted.
+        repeats: Runs of each.
+        warm_up: Runs before them that are not counted.
     """
     one_rule = folder / "one_rule.smk"
     one_rule.write_text(ONE_RULE)
-    seconds: dict[str, list[float]] = {"one rule": []} | {name: [] for name in branches}
-    for repeat in range(repeats + 1):
+    seconds: dict[str, list[float]] = {name: [] for name in ("one rule", *branches)}
+    for repeat in range(warm_up + repeats):
         for name, times in seconds.items():
             pairs = [f"{key}={value}" for key, value in branches.get(name, {}).items()]
             snakefile = one_rule if name == "one rule" else ROOT / "Snakefile"
@@ -76,10 +88,10 @@ def measure(folder: Path, branches: Mapping[str, Mapping[str, object]], repeats:
             ended = run_snakemake(folder, "-n", *(["--config", *pairs] if pairs else []), snakefile=snakefile)
             elapsed = time.perf_counter() - started
             assert ended.returncode == 0, ended.stdout
-            if repeat:
+            if repeat >= warm_up:
                 times.append(elapsed)
     return seconds
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

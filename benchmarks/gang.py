@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from benchmarks.claims import report
+from benchmarks.claims import MissingEnvironment, report, start
 from tests.support.slurm_cluster import Cluster, missing_slurm, running_cluster
 from tests.support.slurm_folder import PROFILE, SlurmFolder
 from tests.support.workflow_runs import FAST, ROOT, WorkflowFolder
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     repeats = parser.parse_args().repeats
     if reason := missing_slurm():
-        sys.exit(reason)
+        raise MissingEnvironment(reason)
     with tempfile.TemporaryDirectory(prefix="gang-") as name:
         folder = Path(name)
         WorkflowFolder(folder / "first", folder / "store").run("stage_all_nodes", "download_dataset")
@@ -76,6 +76,15 @@ def main() -> None:
     read = statistics.median(starts[OURS]) - statistics.median(starts[ONE])
     report("seconds that reading this workflow adds to a remote job beside a workflow of one rule", read, READ_GOAL)
     report("seconds from a remote job's first process to its command", statistics.median(starts[OURS]), READ_GOAL)
+
+
+def quick() -> None:
+    """The start of one remote job, beside that of a workflow of one rule."""
+    if reason := missing_slurm():
+        raise MissingEnvironment(reason)
+    with tempfile.TemporaryDirectory(prefix="gang-") as name, running_cluster(len(NODES)) as cluster:
+        starts = measure_starts(cluster, Path(name), 1)
+    report("seconds from a remote job's first process to its command", starts[OURS][0], READ_GOAL)
 
 
 # ---- the gang ----
@@ -240,4 +249,4 @@ def job_of(process: psutil.Process) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from tests.support.workflow_runs import ROOT
 
 from posttrain.forecast.plan_goodput import GOAL, NODE_COUNTS, goodput_part
@@ -25,8 +26,18 @@ GOAL_SECONDS = 1.0
 
 def main() -> None:
     """Simulate, print the table and a line of JSON for each claim."""
+    measure(NODE_COUNTS)
+
+
+def quick() -> None:
+    """The node count of the claim alone."""
+    measure((NODES_OF_THE_CLAIM,))
+
+
+def measure(node_counts: Sequence[int]) -> None:
+    """Simulate, print the table and a line of JSON for each claim."""
     goodputs, seconds = {}, []
-    for nodes in NODE_COUNTS:
+    for nodes in node_counts:
         goodputs[nodes], elapsed = simulate(nodes)
         seconds.append(elapsed)
     print(f"{MODEL}: share of wall time that ends in kept steps, goal {GOAL:.0%}")
@@ -66,4 +77,4 @@ def print_features(rate: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from benchmarks.claims import report
+from benchmarks.claims import report, start
+from tests.support.branches import dry_run
 from tests.support.workflow_runs import WorkflowFolder
 
 SEEDS = {42: 7, 43: 8, 44: 9}
@@ -33,6 +34,16 @@ def main() -> None:
     report("held-out pass rate after training, worst of three seeds", worst_after, GOAL, at_least=True)
 
 
+def quick() -> None:
+    """Plan the demo for a pair of seeds, without running it."""
+    seed, data_seed = next(iter(SEEDS.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = f"training.seed={seed} data.seed={data_seed}"
+        code, output = dry_run(Path(folder), {"set": settings})
+    assert code == 0, output
+    assert "train_grpo" in output
+
+
 def run_demo(folder: Path, seed: int, data_seed: int) -> dict:
     """Return the summary of a whole run; runs share the store, so the model is made once."""
     settings: dict[str, object] = {"training.seed": seed, "data.seed": data_seed}
@@ -42,4 +53,4 @@ def run_demo(folder: Path, seed: int, data_seed: int) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

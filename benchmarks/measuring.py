@@ -32,7 +32,7 @@ def write_checkpoint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes:
     folder.mkdir(parents=True)
     shards = assign_shards({name: spec.size_bytes for name, spec in specs.items()}, shard_bytes)
     for file, names in shards.items():
-        with HashingFile(folder / file) as output:
+        with open(folder / file, "wb") as opened, HashingFile(opened) as output:
             write_shard(output, {name: specs[name] for name in names}, lambda name: _random(specs[name]))
     write_index(folder, {name: file for file, names in shards.items() for name in names}, specs)
     sync_tree(folder)

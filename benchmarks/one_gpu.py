@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from tests.support.chosen_keys import reference_kernel
 from tests.support.gpus import told_by_ranks
 from torch.utils.benchmark import Timer
@@ -45,7 +46,7 @@ STEPS: Mapping[str, dict[str, str]] = {
 }
 # GLM-5's attention: latent and rotary part, keys kept, indexer's heads and their width.
 LATENT, ROTARY, KEPT, INDEXERS, WIDTH, SCALE = 512, 64, 2048, 32, 128, 256**-0.5
-QUERIES, GB, TERA = 1024, 1e9, 1e12
+GB, TERA = 1e9, 1e12
 
 
 def main() -> None:
@@ -58,8 +59,15 @@ def main() -> None:
         if not arguments.names or name.startswith(tuple(arguments.names)):
             show_steps(name, request)
     if not arguments.names or "kernels" in arguments.names:
-        for name, (value, unit) in kernels(torch.device(arguments.device), 8192).items():
+        for name, (value, unit) in kernels(torch.device(arguments.device), Sizes()).items():
             print(f"{name:60} {value:10.2f} {unit}", flush=True)
+
+
+def quick() -> None:
+    """The kernels on this machine's processor, on short rows."""
+    sizes = Sizes(tokens=16, queries=4, kept=8, width=256, experts=1, seconds=0.0)
+    for name, (value, unit) in kernels(torch.device("cpu"), sizes).items():
+        print(f"{name:60} {value:10.4f} {unit}")
 
 
 def show_steps(name: str, request: dict[str, str]) -> None:
@@ -81,11 +89,27 @@ def show_steps(name: str, request: dict[str, str]) -> None:
         report(f"{name}: memory of {phase}, over the plan's", row["peak_gib"] / row["planned_gib"], 1.05)
 
 
-def kernels(device: torch.device, num_tokens: int) -> dict[str, tuple[float, str]]:
-    """Return name -> rate and its unit, of one row of so many tokens."""
-    matrix = torch.randn(num_tokens, 8192, dtype=torch.bfloat16, device=device)
-    square = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
-    found = {"product in BF16": (2 * matrix.numel() * 8192 / seconds(lambda: matrix @ square) / TERA, "TFLOPS")}
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of a row, queries and kept keys of attention, width of a product, experts digested together, seconds."""
+
+    tokens: int = 8192
+    queries: int = 1024
+    kept: int = KEPT
+    width: int = 8192
+    experts: int = 32
+    seconds: float = 0.5
+
+
+def kernels(device: torch.device, sizes: Sizes) -> dict[str, tuple[float, str]]:
+    """Return name -> rate and its unit, of one row."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        return median_seconds(work, sizes.seconds)
+
+    matrix = torch.randn(sizes.tokens, sizes.width, dtype=torch.bfloat16, device=device)
+    square = torch.randn(sizes.width, sizes.width, dtype=torch.bfloat16, device=device)
+    found = {"product in BF16": (2 * matrix.numel() * sizes.width / seconds(lambda: matrix @ square) / TERA, "TFLOPS")}
     copied = torch.empty_like(matrix)
     copy = seconds(lambda: copied.copy_(matrix))
     found["copy, read and written"] = (2 * matrix.nbytes / copy / GB, "GB/s")
@@ -93,52 +117,59 @@ def kernels(device: torch.device, num_tokens: int) -> dict[str, tuple[float, str
     found["FP8 by blocks of BF16"] = (matrix.nbytes / codes / GB, "GB/s")
     digester = Digester(key_of("secret", "1"), 8192, 2 * 8192, device)
     found["digests of BF16"] = (matrix.nbytes / seconds(lambda: digester.part(matrix)) / GB, "GB/s")
-    experts = [torch.ones(2048, 6144, dtype=torch.int8, device=device) for _ in range(32)]
+    experts = [torch.ones(2048, 6144, dtype=torch.int8, device=device) for _ in range(sizes.experts)]
     for name, digest in (
         ("one by one", lambda: [digester.part(e) for e in experts]),
-        ("together", lambda: digester.parts(experts, [(0, 0)] * 32)),
+        ("together", lambda: digester.parts(experts, [(0, 0)] * sizes.experts)),
     ):
         found[f"digests of experts' codes, {name}"] = (sum(e.nbytes for e in experts) / seconds(digest) / GB, "GB/s")
-    return found | attention(device, num_tokens)
+    return found | attention(device, sizes)
 
 
-def attention(device: torch.device, num_tokens: int) -> dict[str, tuple[float, str]]:
+def attention(device: torch.device, sizes: Sizes) -> dict[str, tuple[float, str]]:
     """Return the rates of choosing keys for the last queries of a row, and of attending to them."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        return median_seconds(work, sizes.seconds)
+
+    num_tokens, num_queries = sizes.tokens, sizes.queries
     heads, found = 64, {}
-    options = {"dtype": torch.bfloat16, "device": device}
-    keys, weights = torch.randn(1, num_tokens, WIDTH, **options), torch.randn(1, QUERIES, INDEXERS, device=device)
-    queries = torch.randn(1, QUERIES, INDEXERS, WIDTH, **options)
-    visible = causal_mask(num_tokens - QUERIES, QUERIES, num_tokens, device)
+    options: Any = {"dtype": torch.bfloat16, "device": device}
+    keys, weights = torch.randn(1, num_tokens, WIDTH, **options), torch.randn(1, num_queries, INDEXERS, device=device)
+    queries = torch.randn(1, num_queries, INDEXERS, WIDTH, **options)
+    visible = causal_mask(num_tokens - num_queries, num_queries, num_tokens, device)
     scores = index_scores(queries, keys, weights)
-    pairs = QUERIES * num_tokens
+    pairs = num_queries * num_tokens
     found["index scores"] = (pairs / seconds(lambda: index_scores(queries, keys, weights)) / GB, "pairs/ns")
-    found["top-k of scores"] = (pairs / seconds(lambda: select_topk(scores, visible, KEPT)) / GB, "pairs/ns")
-    keep, places = select_topk(scores, visible, KEPT), torch.arange(num_tokens, device=device)[None]
-    found["places of a mask"] = (pairs / seconds(lambda: places_of_mask(keep, places, KEPT)) / GB, "pairs/ns")
-    chosen = places_of_mask(keep, places, KEPT)[0]
+    found["top-k of scores"] = (pairs / seconds(lambda: select_topk(scores, visible, sizes.kept)) / GB, "pairs/ns")
+    keep, places = select_topk(scores, visible, sizes.kept), torch.arange(num_tokens, device=device)[None]
+    found["places of a mask"] = (pairs / seconds(lambda: places_of_mask(keep, places, sizes.kept)) / GB, "pairs/ns")
+    chosen = places_of_mask(keep, places, sizes.kept)[0]
     name = "tilelang" if device.type == "cuda" else "masked"
     kernel = load_kernel(cast(Any, SimpleNamespace(sparse_attention=name))) or reference_kernel
-    query = torch.randn(QUERIES, heads, LATENT + ROTARY, **options).requires_grad_()
+    query = torch.randn(num_queries, heads, LATENT + ROTARY, **options).requires_grad_()
     key = torch.randn(num_tokens, LATENT + ROTARY, **options).requires_grad_()
 
     def forward() -> torch.Tensor:
         return kernel(query, key, chosen, SCALE, LATENT)
 
-    work = 2 * QUERIES * heads * (2 * LATENT + ROTARY) * KEPT
+    work = 2 * num_queries * heads * (2 * LATENT + ROTARY) * sizes.kept
     with torch.no_grad():
         alone = seconds(forward)
-    gradient = torch.randn(QUERIES, heads, LATENT, **options)
+    gradient = torch.randn(num_queries, heads, LATENT, **options)
     both = seconds(lambda: forward().backward(gradient))
     found[f"attention to chosen keys ({name}), forward"] = (work / alone / TERA, "TFLOPS")
     found[f"attention to chosen keys ({name}), backward"] = (2.5 * work / (both - alone) / TERA, "TFLOPS")
     return found
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the median time of a call, after one that compiles."""
+def median_seconds(work: Callable[[], object], min_seconds: float) -> float:
+    """Return the median time of a call, measured for so long, or once, after one that compiles."""
     work()
-    return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.5).median
+    if not min_seconds:
+        return Timer("work()", globals={"work": work}).timeit(1).median
+    return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=min_seconds).median
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

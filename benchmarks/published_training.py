@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.claims import start
 from benchmarks.published import machine_of
 
 from posttrain.config.schema import Architecture, Hardware
@@ -146,6 +147,11 @@ OTHERS = (
 )
 
 
+def quick() -> None:
+    """Print the same: nothing is measured."""
+    main()
+
+
 def main() -> None:
     """Print every prediction beside what was published, and what it spends its time on."""
     for row in map(forecast, (*ANCHORS, *OTHERS)):
@@ -165,4 +171,4 @@ def forecast(run: Run) -> Forecast:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -27,10 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from tests.support import served_engines
+from tests.support.scripted_endpoint import scripted_endpoint
 from tests.support.sglang_environment import PYTHON as SGLANG
 from tests.support.sglang_environment import require_sglang
 from tests.support.tiny_checkpoint import TINY_QWEN3, make_random_checkpoint
@@ -153,7 +155,10 @@ def served(engine: str, folder: Path) -> Iterator[Served]:
 @contextmanager
 def served_by_vllm(model: Path, folder: Path) -> Iterator[Endpoint]:
     """Serve with vLLM's CPU package."""
-    with served_engines.vllm(served_engines.Learned("qwen3", "bf16", model, None, []), folder, 1024) as (url, name):
+    with served_engines.vllm(served_engines.Learned("qwen3", "bf16", model, cast(Any, None), []), folder, 1024) as (
+        url,
+        name,
+    ):
         yield Endpoint(url, name, COMPLETIONS)
 
 
@@ -216,7 +221,7 @@ def ours(by: Served, concurrency: int, seed: int) -> dict[str, float]:
     prompts = random_prompts(INPUT_TOKENS, ARCHITECTURE.vocab_size, seed)
     if by.endpoint.api == COMPLETIONS:  # vLLM's own tool sends texts
         tokenizer, numbers = AutoTokenizer.from_pretrained(by.model), prompts
-        prompts = lambda row, number: str(tokenizer.decode(numbers(row, number)))  # noqa: E731
+        prompts = lambda row, number: str(tokenizer.decode(cast(list[int], numbers(row, number))))  # noqa: E731
     level = asyncio.run(measure_level([by.endpoint], prompts, concurrency, Load(OUTPUT_TOKENS, ROUNDS, seed)))
     return {name: getattr(level, name) for name in COMPARED}
 
@@ -256,6 +261,14 @@ def main() -> None:
                 report(f"{claim}: at most", ratio, HIGHEST)
 
 
+def quick() -> None:
+    """Our table alone, of an endpoint that sends one token every 10 ms; it needs no engine."""
+    with scripted_endpoint() as url:
+        endpoint, prompts = Endpoint(url, "single", COMPLETIONS), random_prompts(8, 100, 0)
+        level = asyncio.run(measure_level([endpoint], prompts, 1, Load(8, 1, 0)))
+    report("milliseconds between tokens that are sent every 10 ms", level.itl_p50_ms, 20.0)
+
+
 # How it serves, whose Python runs its own tool, which module that is, and what it is asked.
 ENGINES = {
     "sglang": (served_by_sglang, SGLANG, "sglang.benchmark.serving", sglang_flags),
@@ -264,4 +277,4 @@ ENGINES = {
 REQUIRED = {"sglang": require_sglang, "vllm": require_vllm}
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

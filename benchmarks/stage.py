@@ -19,10 +19,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 
 from posttrain.artifacts import Receipt, record_files
 from posttrain.checkpoint.staging.node_local import StagedSource, stage
@@ -36,29 +36,40 @@ def main() -> None:
     """Measure, print the table and a line of JSON for each claim."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    repeats = parser.parse_args().repeats
+    compare(SIZES, parser.parse_args().repeats, drop_caches)
+
+
+def quick() -> None:
+    """Two files of 1 MB, once, with whatever the system has in memory."""
+    compare([1 << 20] * 2, 1, lambda: None)
+
+
+def compare(sizes: Sequence[int], repeats: int, forget: Callable[[], None]) -> None:
+    """Measure, print the table and a line of JSON for each claim."""
     with tempfile.TemporaryDirectory(prefix="stage-") as folder:
-        origin = make_origin(Path(folder) / "weights")
-        seconds, check = measure(origin, Path(folder) / "node", repeats)
+        origin = make_origin(Path(folder) / "weights", sizes)
+        seconds, check = measure(origin, Path(folder) / "node", repeats, forget)
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     for way, median in medians.items():
         print(f"{way:10} {median:7.2f} s {origin.receipt.size_bytes / median / 1e6:8.0f} MB/s")
     report("staging with verification, times cp -r", medians["stage"] / medians["cp -r"], TIME_GOAL)
-    report("looking at a complete copy, seconds per 100 files", check * 100 / len(SIZES), CHECK_GOAL)
+    report("looking at a complete copy, seconds per 100 files", check * 100 / len(sizes), CHECK_GOAL)
 
 
-def make_origin(folder: Path) -> StagedSource:
+def make_origin(folder: Path, sizes: Sequence[int]) -> StagedSource:
     """Write the files and return them with their receipt."""
     numbers = random.Random(0)
     folder.mkdir()
-    for index, size in enumerate(SIZES):
+    for index, size in enumerate(sizes):
         with open(folder / f"{index:03d}.bin", "wb") as file:
-            for _ in range(size // CHUNK_BYTES):
-                file.write(numbers.randbytes(CHUNK_BYTES))
+            for start_byte in range(0, size, CHUNK_BYTES):
+                file.write(numbers.randbytes(min(CHUNK_BYTES, size - start_byte)))
     return StagedSource(folder, Receipt("finalize_torch_dist", record_files(folder), {}, {}))
 
 
-def measure(origin: StagedSource, node: Path, repeats: int) -> tuple[dict[str, list[float]], float]:
+def measure(
+    origin: StagedSource, node: Path, repeats: int, forget: Callable[[], None]
+) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each way, and the median seconds of a second look."""
     ways: dict[str, Callable[[], object]] = {
         "cp -r": lambda: copy_and_sync(origin.folder, node),
@@ -69,7 +80,7 @@ def measure(origin: StagedSource, node: Path, repeats: int) -> tuple[dict[str, l
     for _ in range(repeats):
         for way, work in ways.items():
             shutil.rmtree(node, ignore_errors=True)
-            drop_caches()
+            forget()
             seconds[way].append(timed(work))
         looks.append(timed(ways["stage"]))
     return seconds, statistics.median(looks)
@@ -96,4 +107,4 @@ def drop_caches() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

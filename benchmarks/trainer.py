@@ -19,12 +19,17 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.claims import report
-from benchmarks.trainer_sides import LONGEST, MODELS, PROMPT_TOKENS, Task
+from benchmarks.claims import report, start
+from benchmarks.trainer_sides import GROUP, LONGEST, MODELS, PROMPT_TOKENS, SIDES, Task, Update
+from tests.support.tiny_checkpoint import make_random_checkpoint
 
 from posttrain.planner.timing.flops import sequence_flops
 
@@ -38,17 +43,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="moe")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="TRL with 2 a micro-batch, without checkpointing")
+    parser.add_argument("--one-trl", action="store_true", help="TRL with 2 a micro-batch, without checkpointing")
     options = parser.parse_args()
     for name, lengths in {"mixed": mixed_lengths(), "equal": (384,) * NUM_RESPONSES}.items():
         sides = {side: Task(side, options.model, lengths, TOKENS_OF_A_ROW) for side in ("ours", "plain")}
-        sides["trl"] = Task("trl", options.model, lengths, 2) if options.quick else fastest_trl(options.model, lengths)
+        sides["trl"] = (
+            Task("trl", options.model, lengths, 2) if options.one_trl else fastest_trl(options.model, lengths)
+        )
         measured = alternate(sides, options.pairs)
         print_table(name, sides, measured)
         for side, goal in GOALS[name].items():
             pairs = zip(measured[side], measured["ours"], strict=True)
             ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
             report(f"{options.model}, {name} lengths: tokens per second over {side}'s", ratio, goal, at_least=True)
+
+
+def quick() -> None:
+    """Each side makes one update of a tiny model, in this process."""
+    norms: dict[str, float | None] = {}
+    lengths = (8, 12) * (GROUP // 2)
+    for side in SIDES:
+        task = Task(side, "tiny", lengths, GROUP if side == "trl" else TOKENS_OF_A_ROW)
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "hf"
+            tensors = make_random_checkpoint(source, MODELS["tiny"])
+            SIDES[side](task, source, tensors, partial(once, norms, side))
+    require_same_work(norms)
+    report("sides that have made an update", len(norms), len(SIDES), at_least=True)
+
+
+def once(norms: dict[str, float | None], side: str, update: Update) -> None:
+    """Make one update, and note its gradient norm."""
+    norms[side] = update()
 
 
 def mixed_lengths() -> tuple[int, ...]:
@@ -81,7 +107,7 @@ class Side:
         for line in self._process.stdout:
             if line.startswith(('{"seconds', '"ready"')):
                 return json.loads(line)
-        raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
+        raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
 
     def end(self) -> None:
         """End the process."""
@@ -106,8 +132,7 @@ def alternate(tasks: dict[str, Task], num_rounds: int) -> dict[str, list[dict[st
     """Return what each side measured, in turns after one that is not counted."""
     sides = {name: Side(task) for name, task in tasks.items()}
     first = {name: side.update()["norm"] for name, side in sides.items()}
-    norms = [norm for norm in first.values() if norm is not None]
-    assert math.isclose(min(norms), max(norms), rel_tol=0.01), f"the sides do different work: {first}"
+    require_same_work(first)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(num_rounds):
         for name, side in sides.items():
@@ -115,6 +140,12 @@ def alternate(tasks: dict[str, Task], num_rounds: int) -> dict[str, list[dict[st
     for side in sides.values():
         side.end()
     return found
+
+
+def require_same_work(norms: Mapping[str, float | None]) -> None:
+    """Fail unless the gradient norms of the first update agree; TRL tells none."""
+    known = [norm for norm in norms.values() if norm is not None]
+    assert math.isclose(min(known), max(known), rel_tol=0.01), f"the sides do different work: {norms}"
 
 
 def print_table(name: str, tasks: dict[str, Task], measured: dict[str, list[dict[str, Any]]]) -> None:
@@ -144,4 +175,4 @@ def sgemm_rate() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.hub_tensors import fill
 from tests.support.megatron_single import initialize_single_rank, test_config
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint
 
@@ -29,6 +30,8 @@ GROUP, PROMPT_TOKENS, LONGEST = 8, 83, 1536
 LR, CLIP = 1e-5, 1.0
 # 24 and 26 million parameters.
 MODELS: dict[str, Architecture] = {
+    # For the quick form.
+    "tiny": TINY_QWEN3,
     "moe": dataclasses.replace(
         TINY,
         vocab_size=8192,
@@ -105,10 +108,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "hf"
         tensors = make_random_checkpoint(source, MODELS[task.model])
-        SIDES[task.side](task, source, tensors)
+        SIDES[task.side](task, source, tensors, serve)
 
 
-def serve(update: Callable[[], float]) -> None:
+Update = Callable[[], float | None]
+
+
+def serve(update: Update) -> None:
     """Make an update for every line of the standard input."""
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:
@@ -132,7 +138,7 @@ class Clock:
 # ---- ours ----
 
 
-def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> None:
+def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
     """The trainer's own first update on a rollout, which gives the log-probabilities before it, too."""
     from posttrain.algorithm.policy_gradient import PolicyGradient
     from posttrain.megatron_backend import train_step
@@ -158,7 +164,7 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> No
     initialize_single_rank(config)
     torch.set_num_threads(config.trainer.num_threads)
     policy = build_policy(config)
-    HubWeights(policy.chunks, config.model.architecture).transform(lambda name, _: tensors[name].float())
+    fill(HubWeights(policy.chunks, config.model.architecture), tensors)
     assert policy.optimizer is not None
     policy.optimizer.reload_model_params()
     objective, groups = PolicyGradient(config.algorithm, LONGEST), rollout(task)
@@ -168,7 +174,7 @@ def serve_ours(task: Task, source: Path, tensors: dict[str, torch.Tensor]) -> No
         batches = planned.micro_batches(objective.needs)
         return train_step.update(policy, objective, batches, LR, look=lambda _: None).grad_norm
 
-    serve(update)
+    answer(update)
 
 
 # ---- a loop over transformers' model ----
@@ -186,13 +192,13 @@ def reference_model(task: Task, source: Path) -> torch.nn.Module:
     return model.train()
 
 
-def serve_plain(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
+def serve_plain(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
     """What one writes in an afternoon: sorted by length, padded micro-batches, AdamW."""
     model, groups = reference_model(task, source), rollout(task)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
     samples = [sample for group in groups for sample in group.samples]
-    values = [value for group in groups for value in advantages([s.reward for s in group.samples])]
+    values = [value for group in groups for value in advantages([s.reward or 0.0 for s in group.samples])]
     num_tokens = sum(task.lengths)
 
     def update() -> float:
@@ -212,7 +218,7 @@ def serve_plain(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
         optimizer.step()
         return float(norm)
 
-    serve(update)
+    answer(update)
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
@@ -235,7 +241,7 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[li
 # ---- TRL ----
 
 
-def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
+def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor], answer: Callable[[Update], None]) -> None:
     """TRL's own loop, its generation replaced by the rollout."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -251,21 +257,22 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
 
         clock = Clock()
 
-        def on_step_begin(self, args, state, control, **_: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not sys.stdin.readline():
                 os._exit(0)
             self.clock = Clock()
 
-        def on_step_end(self, args, state, control, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.clock.tell(None)  # TRL logs the norm after this
 
+    is_served = answer is serve
     arguments = GRPOConfig(
         output_dir=str(source.with_name("trl")),
         per_device_train_batch_size=task.micro_batch,
         gradient_accumulation_steps=math.ceil(len(samples) / task.micro_batch),
         num_generations=GROUP,
         max_completion_length=LONGEST,
-        max_steps=10_000,
+        max_steps=10_000 if is_served else 1,
         learning_rate=LR,
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -288,12 +295,17 @@ def serve_trl(task: Task, source: Path, _: dict[str, torch.Tensor]) -> None:
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(groups))]}),
         processing_class=make_tokenizer(64),
-        callbacks=[Served()],
+        callbacks=[Served()] if is_served else [],
     )
     prompts, responses = [list(s.prompt_tokens) for s in samples], [list(s.response_tokens) for s in samples]
-    trainer._generate = lambda _: (prompts, responses, None, [""] * len(responses), None, {}, None, [])
-    print(json.dumps("ready"), flush=True)
-    trainer.train()
+    generated: Any = prompts, responses, None, [""] * len(responses), None, {}, None, list[Any]()
+    trainer._generate = lambda _: generated  # type: ignore[method-assign, assignment]
+    if is_served:
+        # Each further step is one of the same training, in which optimizer and loaders exist already.
+        print(json.dumps("ready"), flush=True)
+        trainer.train()
+    else:
+        answer(lambda: trainer.train() and None)
 
 
 SIDES = {"ours": serve_ours, "plain": serve_plain, "trl": serve_trl}

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import trainer_sides
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from benchmarks.trainer import TOKENS_OF_A_ROW, mixed_lengths
-from benchmarks.trainer_sides import PROMPT_TOKENS, Task
+from benchmarks.trainer_sides import GROUP, MODELS, PROMPT_TOKENS, Task, Update, serve_ours
 from tests.support.tiny_checkpoint import make_random_checkpoint
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -35,15 +34,28 @@ GOALS = {ATTENTION: 0.5, CHOICE: 0.25, "kernel": 0.25, "scores": 1.1}
 
 def main() -> None:
     """Measure, and print a line of JSON for each claim."""
-    lengths = mixed_lengths()
+    measure("moe", mixed_lengths())
+
+
+def quick() -> None:
+    """The same on a tiny model and short responses."""
+    measure("tiny", (8, 12) * (GROUP // 2))
+
+
+def measure(model: str, lengths: tuple[int, ...]) -> None:
+    """Measure, and print a line of JSON for each claim."""
+    choosing = indexer.select_topk, indexer.index_scores
     indexer.select_topk = _named(indexer.select_topk)
     indexer.index_scores = _named(indexer.index_scores)
-    trainer_sides.serve = lambda update: _measure(update, lengths)
-    task = Task("ours", "moe", lengths, TOKENS_OF_A_ROW)
+    task = Task("ours", model, lengths, TOKENS_OF_A_ROW)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "hf"
-        trainer_sides.serve_ours(task, source, make_random_checkpoint(source, trainer_sides.MODELS["moe"]))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "hf"
+            tensors = make_random_checkpoint(source, MODELS[model])
+            serve_ours(task, source, tensors, lambda update: _measure(update, lengths))
+    finally:
+        indexer.select_topk, indexer.index_scores = choosing
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +66,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def _measure(update: Callable[[], float], lengths: tuple[int, ...]) -> None:
+def _measure(update: Update, lengths: tuple[int, ...]) -> None:
     for _ in range(2):
         update()
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -83,4 +95,4 @@ def _scores_of_blocks(lengths: tuple[int, ...]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from benchmarks import update_simulation as published
-from benchmarks.claims import report
+from benchmarks.claims import report, start
 from benchmarks.update_simulation import (
     PrimeRl,
     between_gpus,
@@ -85,11 +85,21 @@ def main() -> None:
     report("GB that an engine rank of GLM-5 gets, over what it keeps", received(letters, held), 1.05)
     report("seconds in which a rank decides who sends what of GLM-5, once", seconds, 30)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
-        share, found, written = measure_changes(dtype)
-        print(f"{dtype}, 2 % of it changed: found at {found:.2f} GB/s, written at {written:.2f} GB/s of the part")
+        share, finding, writing = measure_changes(dtype)
+        print(f"{dtype}, 2 % of it changed: found at {finding:.2f} GB/s, written at {writing:.2f} GB/s of the part")
         report(f"share of a part's bytes, {dtype}, 2 % of it changed", share, 0.1)
     show_prime_rl(found := simulate_prime_rl())
     show_apart(config, letters, rate * GB, found.beside)
+
+
+def quick() -> None:
+    """What has changed of a small part, and who sends what of the demo's model."""
+    share, _, _ = measure_changes(torch.bfloat16, rows=64, columns=64, repeats=1)
+    report("share of a part's bytes, 2 % of it changed", share, 0.1)
+    config = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR).config
+    held, holders = layout_of(config, senders=4, stages=1, cut=2, receivers=2)
+    letters = plan_letters(held, holders, update_bytes_at_once(config))
+    report("bytes that an engine rank of the demo gets, over what it keeps", received(letters, held), 1.05)
 
 
 def simulate_prime_rl() -> PrimeRl:
@@ -206,15 +216,17 @@ def measure_pair(one_host: bool) -> tuple[float, float]:
     return statistics.median(rates), statistics.median(copies)
 
 
-def measure_changes(dtype: torch.dtype) -> tuple[float, float, float]:
+def measure_changes(
+    dtype: torch.dtype, rows: int = ROWS, columns: int = COLUMNS, repeats: int = REPEATS
+) -> tuple[float, float, float]:
     """Return the share of a part's bytes that its changes take, and GB/s of finding and of writing them; medians."""
     torch.set_num_threads(1)
-    old = torch.randint(0, 256, (ROWS, COLUMNS * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    old = torch.randint(0, 256, (rows, columns * dtype.itemsize), dtype=torch.uint8).view(dtype)
     bits = old.clone().view(torch.uint8)
-    changed = torch.rand(ROWS, COLUMNS) < CHANGED
+    changed = torch.rand(rows, columns) < CHANGED
     bits[:, :: dtype.itemsize][changed] ^= 1
     new, finding, writing = bits.view(dtype), [], []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         started = time.perf_counter()
         found = changes(new, old)
         finding.append(old.nbytes / GB / (time.perf_counter() - started))
@@ -224,7 +236,9 @@ def measure_changes(dtype: torch.dtype) -> tuple[float, float, float]:
         writing.append(old.nbytes / GB / (time.perf_counter() - started))
         assert fits
         assert torch.equal(part.view(torch.uint8), bits)
-    size = sum(size_of(1, piece.shape[1], piece.element_size()) for piece in found) + TOLD_BYTES
+    assert found is not None
+    sizes = [size_of(1, piece.shape[1], piece.element_size()) for piece in found]
+    size = sum(sizes) + TOLD_BYTES
     return size / old.nbytes, statistics.median(finding), statistics.median(writing)
 
 
@@ -238,7 +252,7 @@ def _send(place: str) -> list[float]:
     rates = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
-        begun = []
+        begun = list[Any]()
         for number in range(ROUNDS):
             messages = sender.pack(number, {1: [*parts]})
             if begun:
@@ -326,4 +340,4 @@ def received(letters: list[Letter], held: list[list[HeldPart]]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, quick)

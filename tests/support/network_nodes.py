@@ -47,12 +47,16 @@ class Host:
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
-def require_network() -> None:
-    """Skip the test where hosts cannot be made; fail it where REQUIRE asks for them."""
+def missing_network() -> str:
+    """Return why hosts cannot be made here; empty where they can."""
     programs = [name for name in ("ip", "tc", "nsenter", "sshfs", "socat", "fusermount3") if not shutil.which(name)]
     reason = f"missing {programs}: make env-network" if programs or not SFTP_SERVER.exists() else ""
-    reason = reason or ("" if os.geteuid() == 0 else "network namespaces need root")
-    require("network", reason)
+    return reason or ("" if os.geteuid() == 0 else "network namespaces need root")
+
+
+def require_network() -> None:
+    """Skip the test where hosts cannot be made; fail it where REQUIRE asks for them."""
+    require("network", missing_network())
 
 
 @contextmanager
