@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -89,12 +90,23 @@ def num_updates_per_step(config: Config) -> int:
 
 def warmup_steps(config: Config) -> int:
     """Return the steps of linear warm-up."""
-    return config.optimizer.lr_warmup_steps or math.ceil(config.optimizer.lr_warmup_share * config.training.num_steps)
+    return config.optimizer.lr_warmup_steps or math.ceil(
+        share_of(config.optimizer.lr_warmup_share, config.training.num_steps)
+    )
 
 
 def lr_decay_steps(config: Config) -> int:
     """Return the steps at the end over which the learning rate falls (wsd)."""
-    return math.ceil(config.optimizer.lr_decay_share * config.training.num_steps)
+    return math.ceil(share_of(config.optimizer.lr_decay_share, config.training.num_steps))
+
+
+def share_of(share: float, count: int) -> Fraction:
+    """Return a share of a count, exactly: of the decimal number that was written.
+
+    Example:
+        0.07 of 100 are 7; the product of floats, 7.000000000000001, would be rounded up to 8.
+    """
+    return Fraction(repr(share)) * count
 
 
 def prefill_gpus(config: Config) -> int:

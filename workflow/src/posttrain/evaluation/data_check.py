@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.config.data import sources_of
-from posttrain.config.derived import uses_engines
+from posttrain.config.derived import share_of, uses_engines
 from posttrain.config.schema import Config
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.overlap import NUM_WORDS, find_overlaps
@@ -211,7 +211,7 @@ def _failing_graders(config: Config, verdicts: Sequence[ShownVerdict]) -> list[P
     """Return the graders that failed for more of the few responses than a step may have."""
     most, problems = config.reward.max_failure_share, []
     for one in verdicts:
-        if len(one.failures) > most * one.num_tried:
+        if len(one.failures) > share_of(most, one.num_tried):
             key = f"data.sources.{one.source}.reward" if one.source else "data.reward"
             told = "".join(f"\n        {reason}" for reason in dict.fromkeys(one.failures))
             value = f"{one.grader} failed for {len(one.failures)} of {one.num_tried} responses:{told}"

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from posttrain.checkpoint.quantization.expert_maxima import DOWN, GATE_UP, ExpertMaxima
 from posttrain.megatron_backend.model import Policy
+from posttrain.megatron_backend.ranks import largest_of_ranks
 
 
 class ExpertInputs:
@@ -124,10 +125,9 @@ class ExpertInputs:
             CheckpointError: An activation was NaN or infinite.
         """
         amax, counts = self._amax, self._counts
-        amax[torch.isnan(amax)] = torch.inf  # which a maximum over ranks keeps
         if parallel_state.get_expert_tensor_parallel_rank():
             counts = torch.zeros_like(counts)  # ranks that share an expert have all seen its tokens
-        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        amax = largest_of_ranks(amax)
         dist.all_reduce(counts)
         self._forget()
         found = ExpertMaxima(amax.cpu(), counts.cpu())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
+from posttrain.megatron_backend.ranks import largest_of_ranks
+
 
 class ExpertLoad:
     """Counts the tokens that each expert sees in forward passes that are differentiated.
@@ -57,11 +59,11 @@ class ExpertLoad:
             busiest = seen.amax(1) / seen.double().mean(1)
             idle = (seen == 0).double().mean(1)
             largest[0] = busiest.max()
-            largest[1] = max((bias.abs().max() for bias in self.biases), default=0.0)
+            largest[1] = torch.stack([bias.abs().max() for bias in self.biases]).max() if self.biases else 0.0
             total[:] = torch.stack([busiest.sum(), idle.sum(), torch.ones_like(idle).sum()])
         self._forget()
         stages = parallel_state.get_pipeline_model_parallel_group()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=stages)
+        largest = largest_of_ranks(largest, stages)
         dist.all_reduce(total, group=stages)
         num_layers = float(total[2])
         if not num_layers:

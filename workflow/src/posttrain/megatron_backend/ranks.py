@@ -26,6 +26,17 @@ def gather_over_data_parallel(mine: torch.Tensor) -> list[torch.Tensor]:
     return gather_tensors(mine, parallel_state.get_data_parallel_group())
 
 
+def largest_of_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the largest of all ranks' `values`, NaN where any rank has one; collective.
+
+    gloo's maximum keeps a NaN of the group's first rank and loses those of the others.
+    """
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.to(values.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, torch.nan)
+
+
 def sum_over_data_parallel(values: torch.Tensor) -> None:
     """Add up `values` of all data-parallel ranks, in place; collective."""
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())

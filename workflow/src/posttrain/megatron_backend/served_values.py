@@ -12,15 +12,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.quantization.fp8 import BLOCK, Fp8Format
 from posttrain.engines.in_sglang.posttrain_plugin.followed import Box, whole_box
 from posttrain.errors import CheckpointError
 from posttrain.megatron_backend.plain_data import gather_plain
+from posttrain.megatron_backend.ranks import largest_of_ranks
 from posttrain.megatron_backend.weights import DTYPES, HubWeights, Shard
 
+# As many tensors as a message names.
+MAX_NAMED = 5
 Magnitudes = Mapping[str, torch.Tensor]
 
 
@@ -162,7 +164,11 @@ class ServedValues:
 
     @torch.no_grad()
     def agreed_magnitudes(self) -> Magnitudes:
-        """Return what makes the scales of tensors whose shards share them, under the present weights; collective."""
+        """Return what makes the scales of tensors whose shards share them, under the present weights; collective.
+
+        Raises:
+            CheckpointError: A part of such a tensor is NaN or infinite on any rank; on all ranks alike.
+        """
         if not self._agreed_on:
             return {}
         shapes = [self._scale_spec(name).shape for name in self._agreed_on]
@@ -175,7 +181,14 @@ class ServedValues:
             here = found[shard.hf_name][self._scales(shard.where)]
             values = shard.values.to(self._dtype(shard.hf_name))
             here.copy_(torch.maximum(here, served.magnitudes(values, shard.corner)))
-        dist.all_reduce(together, dist.ReduceOp.MAX)
+        together.copy_(largest_of_ranks(together))
+        if not together.isfinite().all():
+            wrong = [name for name, magnitudes in found.items() if not magnitudes.isfinite().all()]
+            names = ", ".join(wrong[:MAX_NAMED]) + (", ..." if wrong[MAX_NAMED:] else "")
+            remedy = "lower optimizer.lr or optimizer.clip_grad in a fork of the last good step (fork=RUN@STEP)"
+            raise CheckpointError(
+                f"{names}: holds NaN or infinity; weights must be finite to be quantised, so nothing was sent; {remedy}"
+            )
         return {name: self._of_joined(name, found) for name in found}
 
     def _of_joined(self, name: str, found: Magnitudes) -> torch.Tensor:

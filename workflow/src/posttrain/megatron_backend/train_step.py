@@ -24,6 +24,7 @@ from posttrain.algorithm.statistics import MEAN, STATISTICS
 from posttrain.batching.packed_batch import PackedBatch
 from posttrain.megatron_backend.model import Policy
 from posttrain.megatron_backend.packed import PackedSequences
+from posttrain.megatron_backend.ranks import largest_of_ranks
 from posttrain.observability.rank_progress import AFTER_PASSES, BACKWARD, FORWARD, report_mark
 
 # What becomes of an update.
@@ -259,7 +260,7 @@ def _add_up(reports: list[torch.Tensor], objective: Objective) -> dict[str, floa
     # Tensor- and context-parallel ranks report the same; a data-parallel group therefore counts every token once.
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(total, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    largest = largest_of_ranks(largest, group)
     total = torch.where(is_largest, largest, total)
     dist.broadcast(
         total,

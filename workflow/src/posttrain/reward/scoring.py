@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.config.data import sources_of
+from posttrain.config.derived import share_of
 from posttrain.config.own_reward import inspect_own, read_prompt
 from posttrain.config.reward_sum import Term, parse_reward, total
 from posttrain.config.schema import Config
@@ -199,7 +200,7 @@ def check_failures(failures: Sequence[str], most: float) -> None:
         RuntimeError: With what they said first.
     """
     failed = [failure for failure in failures if failure]
-    if len(failed) > most * len(failures):
+    if len(failed) > share_of(most, len(failures)):
         told = "".join(f"\n    {reason}" for reason in dict.fromkeys(failed[:NUM_TOLD]))
         raise RuntimeError(
             f"graders failed for {len(failed)} of {len(failures)} responses, more than "
