@@ -108,7 +108,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, rows, length, 
         (b"\x04\0\0\0\0\0\0\0oops", "not JSON"),
         (b"\x02\0\0\0\0\0\0\0[]", "a list, not an object"),
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, r"not JSON \(nested too deeply\)"),
-        (b"<!DOCTYPE html><html>", "truncated"),
+        (b"<!DOCTYPE html><html>", "an HTML page"),
     ],
 )
 def test_something_else_than_safetensors_is_refused(tmp_path, content, expected):

@@ -16,7 +16,7 @@ from posttrain.planner.sizing.activations import fullest_micro_batch
 from posttrain.planner.sizing.assumptions import ASSUMPTIONS
 from posttrain.planner.sizing.engine import engine_memory
 from posttrain.planner.sizing.layout import assess_layout, best_fitting_layout, propose_layouts
-from posttrain.planner.sizing.layout_choice import choose_layout, nearest_nodes
+from posttrain.planner.sizing.layout_choice import choose_engine, choose_layout, nearest_nodes
 from posttrain.planner.sizing.layout_cost import Rates, layout_cost
 from posttrain.planner.sizing.memory import stage_memory
 from posttrain.planner.sizing.memory_phases import capacity_gib
@@ -260,3 +260,18 @@ def test_nearest_counts_on_both_sides(resolved):
 
 def test_one_rank_needs_no_choice(resolved):
     assert choose_layout(resolved("tiny").config, {}) == load.Chosen({})
+
+
+def test_an_engines_gpus_share_the_experts_evenly(resolved):
+    """12 experts on engines of 8 GPUs would leave some with two and some with one."""
+    config = resolved("glm5").config
+    only_eight = {1: False, 2: False, 4: False, 8: True, 16: True, 32: True, 64: True, 128: True}
+
+    def with_experts(count):
+        architecture = dataclasses.replace(config.model.architecture, n_routed_experts=count)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+
+    assert choose_engine(with_experts(256), dict(only_eight))["engine.gpus_per_engine"] == 8
+    assert choose_engine(with_experts(24), dict(only_eight))["engine.gpus_per_engine"] == 8
+    assert choose_engine(with_experts(12), dict(only_eight)) == {}
+    assert choose_engine(with_experts(16), only_eight | {8: False})["engine.gpus_per_engine"] == 16

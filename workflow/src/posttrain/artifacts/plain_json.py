@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from posttrain.artifacts.placeholders import placeholder
+
 # The escape of half a character; whether its other half follows is left to the encoder.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -44,4 +46,9 @@ def read_json(path: Path) -> Any:
         OSError: It cannot be read.
         ValueError: See `parse_json`.
     """
-    return parse_json(path.read_bytes())
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        if instead := placeholder(path):
+            raise ValueError(instead) from error
+        raise

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from posttrain.artifacts import parse_json, read_json
 from posttrain.artifacts.names import RelativeName
+from posttrain.artifacts.placeholders import placeholder
 from posttrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         end = info.end
     if end != size:
         found = "truncated" if size < end else "has bytes that no tensor owns"
-        raise CheckpointError(f"{path}: {found}: {size} bytes on disk, {end} according to its header")
+        remedy = "; download or copy it again" if size < end else ""
+        raise CheckpointError(f"{path}: {found}: {size} bytes on disk, {end} according to its header{remedy}")
     return {info.name: info for info in infos}
 
 
@@ -144,13 +146,19 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read_raw_header(path: Path) -> tuple[int, int, dict[str, Any]]:
     """Return the file's size, the header's length and the header; only what lies before the data is read."""
     size = _size_of(path)
+    if instead := placeholder(path):
+        raise CheckpointError(f"{path}: {instead}")
+    if not size:
+        raise CheckpointError(f"{path}: empty; download or copy it again")
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size >= _LENGTH_BYTES and header_bytes > _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path}: not safetensors: its first 8 bytes are no header's length")
         if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
             needed = _LENGTH_BYTES + (header_bytes if size >= _LENGTH_BYTES else 0)
-            raise CheckpointError(f"{path}: truncated: {size} bytes on disk, the header alone needs {needed}")
-        if header_bytes > _MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path}: not safetensors: a header of {header_bytes} bytes is announced")
+            raise CheckpointError(
+                f"{path}: truncated: {size} bytes on disk, the header alone needs {needed}; download or copy it again"
+            )
         text = file.read(header_bytes)
     try:
         header = parse_json(text)

@@ -1,0 +1,87 @@
+"""What engines hold, from what they tell: in one process, in a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.support.megatron_single import initialize_single_rank, test_config
+from tests.support.tiny_checkpoint import TINY
+
+from posttrain.checkpoint.formats.safetensors_io import TensorSpec
+from posttrain.engines.in_sglang.posttrain_plugin.followed import Box
+from posttrain.engines.in_sglang.posttrain_plugin.held import pack
+from posttrain.weight_sync.holdings import CODES, HeldPart, Holdings
+
+SENT = {
+    "a.weight": TensorSpec((4, 2), "F8_E4M3"),
+    "a.weight_scale_inv": TensorSpec((1, 1), "F32"),
+    "b.weight": TensorSpec((2, 2), "BF16"),
+    "c.weight": TensorSpec((2, 2), "BF16"),
+}
+
+
+class Engines:
+    """Answers as engines do, with parts given as (index of the tensor, box, type)."""
+
+    def __init__(self, *engines: list[tuple[list[list[Any]], list[str]]]):
+        self.engines, self.asked = engines, 0
+
+    async def ask_ranks(self, what: str, **order: Any) -> list[list[str]]:
+        assert what == "parts"
+        assert [name for name, *_ in order["tensors"]] == [*SENT]
+        self.asked += 1
+        return [[pack({"parts": parts, "derived": derived}) for parts, derived in ranks] for ranks in self.engines]
+
+
+@pytest.fixture(autouse=True)
+def _rank() -> None:
+    initialize_single_rank(test_config(TINY))
+
+
+def held_of(engines: Engines | None) -> tuple[Holdings, asyncio.Runner]:
+    runner = asyncio.Runner()
+    return Holdings(cast(Any, SimpleNamespace(sent_specs=SENT)), cast(Any, engines), runner), runner
+
+
+def test_parts_have_numbers_of_their_own_and_ranks_name_them() -> None:
+    upper, lower = [0, 0, 0, 2, 2, CODES], [0, 2, 0, 2, 2, CODES]
+    scale, b = [1, 0, 0, 1, 1, "float32"], [2, 0, 0, 2, 2, "bfloat16"]
+    engines = Engines([([upper, scale, b], []), ([lower, scale, b], [])], [([b, upper, scale], ["b.weight"])])
+    holdings, runner = held_of(engines)
+    with runner:
+        held = holdings.held
+        assert held.parts == [
+            HeldPart("a.weight", Box(0, 0, 2, 2), CODES),
+            HeldPart("a.weight_scale_inv", Box(0, 0, 1, 1), "float32"),
+            HeldPart("b.weight", Box(0, 0, 2, 2), "bfloat16"),
+            HeldPart("a.weight", Box(2, 0, 2, 2), CODES),
+        ]
+        assert held.of_ranks == [[[0, 1, 2], [3, 1, 2]], [[2, 0, 1]]]
+        assert ["c.weight" in names for names in held.without] == [True, True], "which no rank of theirs has"
+        assert ["b.weight" in names for names in held.without] == [False, True], "derived from others there"
+        assert "a.weight" not in held.without[0]
+        assert holdings.held is held
+        holdings.forget()
+        assert holdings.held.of_ranks == held.of_ranks
+        assert engines.asked == 2
+
+
+def test_scales_are_expected_where_codes_are_held() -> None:
+    as_numbers = [[0, 0, 0, 4, 2, "bfloat16"], [2, 0, 0, 2, 2, "bfloat16"], [3, 0, 0, 2, 2, "bfloat16"]]
+    as_codes = [[0, 0, 0, 4, 2, CODES], *as_numbers[1:]]
+    holdings, runner = held_of(Engines([(as_numbers, [])], [(as_codes, [])]))
+    with runner:
+        numbers, codes = holdings.held.without
+    assert not numbers
+    assert "a.weight_scale_inv" in codes
+
+
+def test_a_rank_without_a_client_holds_nothing() -> None:
+    holdings, runner = held_of(None)
+    with runner:
+        assert (holdings.held.parts, holdings.held.of_ranks) == ([], [])
+    assert torch.distributed.is_initialized()
