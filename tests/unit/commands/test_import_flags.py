@@ -125,13 +125,13 @@ def test_what_is_not_taken_over_is_listed_with_its_line(imported: dict[str, tupl
     path, told = imported["run-qwen3-30B-A3B.sh"]
     listed = path.read_text().partition("# Not taken over:")[2]
     for line in (
-        "--actor-num-gpus-per-node ${GPUS} (run-qwen3-30B-A3B.sh:36): line 8 sets GPUS only in the branch",
+        "--actor-num-gpus-per-node ${GPUS} (run-qwen3-30B-A3B.sh:36): it depends on the branch in line 5",
         "--prompt-data $BASE_DIR/prompts.jsonl (run-qwen3-30B-A3B.sh:12): the script does not set BASE_DIR; stays",
         "--kl-loss-coef 0.001",
-        "$(seq 8 8 64) is the output of a command, and none is run",
+        "--sglang-cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64 (run-qwen3-30B-A3B.sh:28): only the largest is a key",
         "--dynamic-sampling-filter-path filters.check",
         "--lr-warmup-itres 10 (run-qwen3-30B-A3B.sh:33): not known here; did you mean '--lr-warmup-iters'?",
-        "--num-rollout 3 (run-qwen3-30B-A3B.sh:35): only if the command before '&&' says so",
+        "--num-rollout 3 (run-qwen3-30B-A3B.sh:35): it depends on the command before && in line 35",
         "${EXTRA_ARGS[@]}",
         "source models/not-there.sh",
     ):

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.errors import ConfigError, Problem
 
 # A launcher is a page or two; a script that makes more of itself is not one.
-MOST_BYTES = 2**20
+MOST_BYTES = 2**17
 MOST_CHARACTERS = 2**16
 MOST_WORDS = 10_000
 # Words and characters that are put together while it is read; launchers in the wild need a tenth.
-_MOST_STEPS = 1_000_000
+MOST_STEPS = 500_000
 UNSET = "the script does not set"
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
+# How lists of flags are spelled.
+_LISTS = re.compile(r"\$[@*]|\$\{?\w*(\[[@*]\]|(args?|flags?|opts?|options|extra)(\[[@*]\])?)\}?\"?$", re.IGNORECASE)
 # What starts the training in both projects.
 PROGRAM = re.compile(r"(^|/)train(_async)?\.py$")
 
@@ -77,7 +79,7 @@ class Budget:
     """What may be made of one script: texts that double themselves are ended."""
 
     def __init__(self) -> None:
-        self._left = _MOST_STEPS
+        self._left = MOST_STEPS
 
     def spend(self, steps: int) -> None:
         """Count steps.
@@ -87,34 +89,60 @@ class Budget:
         """
         self._left -= steps
         if self._left < 0:
-            remedy = "give the script that starts the training, without what makes it long"
-            raise ConfigError([Problem("the script", "it makes too much of itself", "flags of one training", remedy)])
+            raise too_much("it makes too much of itself")
 
 
-def flags_of(words: Iterable[Word]) -> Script:
-    """Return the flags among the words of a command; one of a branch does not take the place of one that is sure."""
+def too_much(reason: str) -> ConfigError:
+    """Return the error of a script that is more work than launch scripts are."""
+    remedy = "give the script that starts the training, without what makes it long"
+    return ConfigError([Problem("the script", reason, "flags of one training", remedy)])
+
+
+def flags_of(words: Iterable[Word], has_lists: bool = False) -> Script:
+    """Return the flags among the words of a command; of one that is given twice the last counts.
+
+    Args:
+        words: Behind the program.
+        has_lists: A list that is not known may hold any flag, those that stand before it, too.
+    """
     found: list[Given] = []
     unread: list[Given] = []
-    unsure: set[int] = set()
     for word in words:
         name, equals, value = word.text.partition("=")
         if FLAG.fullmatch(name):
-            if word.why and not equals:
-                unsure.add(len(found))
             found.append(Given(name, (value,) if equals else (), word.place, word.why))
-        elif word.is_list or (word.why and not found):
+        elif word.is_list and (not has_lists or _LISTS.search(word.text) or not _is_value(found)):
+            unread.append(Given(word.text, (), word.place, word.why))
+            if has_lists and UNSET not in word.why:
+                why = f"{word.text} in {word.place} may give it again: {word.why}"
+                found = [replace(given, why=given.why or why) for given in found]
+        elif word.why and not found:
             unread.append(Given(word.text, (), word.place, word.why))
         elif found:
             last = found[-1]
-            found[-1] = Given(last.name, (*last.values, word.text), last.place, last.why or word.why)
-    sure = {given.name for at, given in enumerate(found) if at not in unsure}
+            found[-1] = replace(last, values=(*last.values, word.text), why=last.why or word.why)
+    return Script({given.name: given for given in found}, tuple(unread))
+
+
+def _is_value(found: Sequence[Given]) -> bool:
+    """Tell whether the next word is the value of the flag before it, and so no flag."""
+    return bool(found) and not found[-1].values
+
+
+def merged(calls: Sequence[Sequence[Word]]) -> Script:
+    """Return what is so in every call of the training that a script may make."""
+    scripts = [flags_of(words, True) for words in calls]
     flags: dict[str, Given] = {}
-    for at, given in enumerate(found):
-        if at in unsure and given.name in sure:
-            unread.append(given)
-        else:
-            flags[given.name] = given
-    return Script(flags, tuple(unread))
+    for script in scripts:
+        for name, given in script.flags.items():
+            others = [other.flags.get(name) for other in scripts]
+            differs = any(other is None or other.values != given.values for other in others)
+            why = next((other.why for other in others if other and other.why), "")
+            if differs and not why:
+                places = sorted({given.place for other in others if other})
+                why = f"the script starts the training more than once, with other flags: {', '.join(places)}"
+            flags.setdefault(name, replace(given, why=why))
+    return Script(flags, tuple(dict.fromkeys(given for script in scripts for given in script.unread)))
 
 
 def split_words(text: str) -> Iterator[tuple[int, str, str]]:
