@@ -174,7 +174,7 @@ def test_a_broken_row_gives_one_message_with_line_and_remedy(name, change, reaso
     assert reason in bad.reason
     problem = describe_bad_rows(found)
     assert problem.value.startswith(f"1 of {len(rows)} lines are wrong:\n        line 2: ")
-    assert problem.remedy.startswith("mend these lines")
+    assert problem.remedy.startswith("correct these lines")
 
 
 def test_each_form_is_broken_in_ten_ways_or_more():

@@ -40,7 +40,7 @@ def test_what_is_no_key_is_told_by_its_place(text, place):
         parse_key(text, "data.prompt_key")
     (problem,) = raised.value.problems
     assert (problem.key, problem.value) == ("data.prompt_key", repr(text))
-    assert problem.remedy == f"mend it from place {place} on"
+    assert problem.remedy == f"correct it from character {place} on"
 
 
 @pytest.mark.parametrize(

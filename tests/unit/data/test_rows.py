@@ -70,16 +70,17 @@ def test_one_report_lists_every_bad_line(tmp_path):
         "4": "'prompt' is empty",
         "5": "'prompt' is missing",
         "6": "a list, expected an object",
-        "9": "'prompt' must hold messages with the texts 'role' and 'content'; 'label' is empty",
+        "9": "'prompt' must hold messages with the texts 'role' and 'content': message 1 (user) has no text as "
+        "'content'; 'label' is empty",
         "10": "'prompt' is a int, expected messages or text",
         "11": "the same prompt as line 1",
         "12": "'prompt' is empty; 'label' is missing",
-        "13": "'prompt' must hold messages with the texts 'role' and 'content'",
+        "13": "'prompt' must hold messages with the texts 'role' and 'content': message 2 is a str, expected an object",
         "14": "the same prompt as line 1",
         "16": "'label' is nan",
     }
     assert problem.remedy == (
-        "mend these lines, or set data.duplicates=drop or keep, or set data.unlabeled=drop to leave them out, "
+        "correct these lines, or set data.duplicates=drop or keep, or set data.unlabeled=drop to leave them out, "
         "or set data.prompt_key and data.label_key"
     )
 

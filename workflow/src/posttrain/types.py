@@ -24,6 +24,7 @@ class Prompt:
         columns: What else the row has, in JSON's types.
         tools: JSON schemas of the functions that a response may call, None for none.
         is_text: The row has the prompt as a text, which became one user message.
+        answer: The assistant's message that the label is the text of, where it has more than text.
     """
 
     prompt_id: int
@@ -33,6 +34,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     is_text: bool = False
+    answer: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prompt as plain JSON types, without source, columns and tools where it has none."""

@@ -17,18 +17,19 @@ from posttrain.artifacts.placeholders import placeholder
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, unique_names: bool = False) -> Any:
     """Return what a JSON text says.
 
     Args:
         text: The text, or its bytes in UTF-8.
+        unique_names: Reject objects that have a name twice, of which Python's reader takes the last.
 
     Raises:
         ValueError: It is not UTF-8 or not JSON, is nested too deeply, or holds half a character (a lone surrogate).
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
-        content = json.loads(decoded)
+        content = json.loads(decoded, object_pairs_hook=_object_of if unique_names else None)
         if _HALF.search(decoded):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -36,6 +37,14 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeEncodeError as error:
         half = str(error.object)[error.start]
         raise ValueError(f"holds half a character, {half.encode('unicode_escape').decode()}") from error
+    return content
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"has {next(name for name in names if names.count(name) > 1)!r} twice")
     return content
 
 

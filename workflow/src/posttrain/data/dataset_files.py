@@ -23,6 +23,7 @@ from posttrain.data.calibration_rows import make_conversations
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
+from posttrain.data.messages import answer_of
 from posttrain.data.raw_rows import SUFFIXES, files_of
 from posttrain.data.reasoning_gym import generate_rows
 from posttrain.data.rows import MAX_REPORTED_LINES, Reading, ReadRows, Row, describe_bad_rows, digest_of, read_rows
@@ -143,8 +144,8 @@ def _as_many_as_asked(rows: Sequence[Row], suite: Suite, side: Side) -> Sequence
 
 def _answered(row: Row) -> Row:
     """Return the row of a dialogue with the answer that was taken for its label."""
-    answer = row.label if isinstance(row.label, list) else [{"role": "assistant", "content": row.label}]
-    return replace(row, messages=(*row.messages, *answer))
+    answer = row.label if isinstance(row.label, list) else [row.answer or answer_of(row.label)]
+    return replace(row, messages=(*row.messages, *answer), answer=None)
 
 
 def _rows_of(
@@ -302,7 +303,7 @@ def _read_sides(sides: Sequence[Side], reading: Reading, report: Path) -> list[R
 
 def _prompts(rows: Sequence[Row], source: str, first: int) -> list[Prompt]:
     return [
-        Prompt(number, row.messages, row.label, source, row.columns, row.tools, row.is_text)
+        Prompt(number, row.messages, row.label, source, row.columns, row.tools, row.is_text, row.answer)
         for number, row in enumerate(rows, start=first)
     ]
 

@@ -1,4 +1,4 @@
-"""Paths into a row: `answer`, `reward_model.ground_truth`, `messages[-1].content`, `extra_info["a.b"]`."""
+"""Paths into a row: `answer`, `reward_model.ground_truth`, `extra_info["a.b"]`, `turns[:-1]`, `turns[-1].content`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 from posttrain.errors import ConfigError, Problem
 
-# A name, after a dot but for the first; a place in a list, from the end when negative; a quoted name.
+# A name, after a dot but for the first; a place in a list, from the end when negative; places from one up to another; a
+# quoted name.
 _PART = re.compile(
-    r"""(?:^|(?!^)\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]"""
+    r"""(?:^|(?!^)\.)(?P<name>[^.\[\]"\s]+)|\[(?P<place>-?\d+)\]|\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]"""
+    r"""|\[(?P<quote>["'])(?P<quoted>.+?)(?P=quote)\]"""
 )
 MAX_NAMES_TOLD = 8
+
+Part = str | int | tuple[int | None, int | None]
 
 
 class AbsentError(LookupError):
@@ -27,11 +31,11 @@ class Key:
 
     Args:
         text: As the user wrote it.
-        parts: Names of columns and fields, and places in lists.
+        parts: Names of columns and fields, places in lists, and (first, behind the last) of a part of a list.
     """
 
     text: str
-    parts: tuple[str | int, ...]
+    parts: tuple[Part, ...]
 
     @property
     def column(self) -> str:
@@ -60,7 +64,7 @@ class Key:
         """Return the beginning of the key; empty for the row and for a key of one part."""
         if num_parts == 0 or self.is_column:
             return ""
-        first, *others = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.parts[:num_parts])
+        first, *others = map(_written, self.parts[:num_parts])
         return first.removeprefix(".") + "".join(others)
 
 
@@ -75,23 +79,43 @@ def parse_key(text: str, setting: str = "data.label_key") -> Key:
         ConfigError: It is no such path.
 
     Example:
-        `messages[-1].content` has the parts "messages", -1, "content".
+        `messages[-1].content` has the parts "messages", -1, "content"; `messages[:-1]` "messages" and (None, -1).
     """
-    parts: list[str | int] = []
+    parts: list[Part] = []
     end = 0
     while end < len(text) and (found := _PART.match(text, end)):
         end = found.end()
-        parts.append(int(found["place"]) if found["place"] else found["name"] or found["quoted"])
-    if end < len(text) or not parts or isinstance(parts[0], int):
-        allowed = 'a path such as answer, reward_model.ground_truth, messages[-1].content or extra_info["a.b"]'
-        raise ConfigError([Problem(setting, repr(text), allowed, f"mend it from place {end + 1} on")])
+        parts.append(_read_part(found))
+    if end < len(text) or not parts or not isinstance(parts[0], str):
+        allowed = (
+            "a path such as answer, reward_model.ground_truth, messages[:-1] (all but the last), messages[-1].content "
+            'or extra_info["a.b"]'
+        )
+        raise ConfigError([Problem(setting, repr(text), allowed, f"correct it from character {end + 1} on")])
     return Key(text, tuple(parts))
 
 
-def _step(value: Any, part: str | int, told: str, whole: str) -> Any:
-    if isinstance(part, int):
+def _read_part(found: re.Match[str]) -> Part:
+    if name := found["name"] or found["quoted"]:
+        return name
+    if found["place"]:
+        return int(found["place"])
+    start, stop = (int(found[end]) if found[end] else None for end in ("start", "stop"))
+    return start, stop
+
+
+def _written(part: Part) -> str:
+    if isinstance(part, tuple):
+        return "[{}:{}]".format(*("" if end is None else end for end in part))
+    return f"[{part}]" if isinstance(part, int) else f".{part}"
+
+
+def _step(value: Any, part: Part, told: str, whole: str) -> Any:
+    if not isinstance(part, str):
         if not isinstance(value, list):
             raise AbsentError(f"{whole!r} is missing: {told!r} is {kind_of(value)}, not a list")
+        if isinstance(part, tuple):
+            return value[slice(*part)]
         if not -len(value) <= part < len(value):
             raise AbsentError(f"{whole!r} is missing: {told!r} has {len(value)} elements")
         return value[part]

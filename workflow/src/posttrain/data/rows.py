@@ -8,17 +8,21 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from posttrain.data.forms import FORMS, OWN, Form, NoLabelError, of_completion, recognise
-from posttrain.data.keys import AbsentError, parse_key
+from posttrain.data.keys import AbsentError, Key, parse_key
 from posttrain.data.messages import (
+    ANSWERING_ROLES,
     PromptTemplate,
     RowError,
     answer_of,
+    fuller_answer,
+    is_answer,
     messages_of,
     plain,
     templated,
@@ -35,6 +39,8 @@ MAX_REPORTED_LINES = 50
 NUM_FIRST_ROWS = 100
 # Why a row without fault may be dropped, as it is counted.
 DUPLICATE, UNLABELED = "repeated", "without a label"
+# Columns that a prompt would be asked with; no model here is shown any.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Reading:
         prompt_template: Put around the last user message, see `PromptTemplate`.
         duplicates: What happens to a row with messages and tools of an earlier one: "refuse", "keep" or "drop".
         unlabeled: What happens to a row without a label that could be compared with: "refuse" or "drop".
-        needs_label: Whether a form may have no labels at all.
+        needs_label: Whether prompts are asked and responses compared, so that a form has labels and no prompt ends with
+            an answer; conversations of a calibration pass do.
     """
 
     prompt_key: str = ""
@@ -72,6 +79,7 @@ class Row:
         columns: All other columns, in JSON's types.
         tools: JSON schemas of the functions that a response may call, None for none.
         is_text: The prompt is a text, not messages.
+        answer: The assistant's message that the label is the text of, where it has more than text.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -79,6 +87,7 @@ class Row:
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     is_text: bool = False
+    answer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class BadRow:
     Args:
         place: "line 3", "row 3", with the file before it where there are several.
         reason: What is wrong with it.
-        remedy: What else could be done than to mend it.
+        remedy: What to do besides correcting it.
     """
 
     place: str
@@ -120,13 +129,14 @@ class ReadRows:
         return bool(self.rows) and not self.bad
 
 
-def read_rows(name: str, paths: Sequence[Path], reading: Reading) -> ReadRows:
+def read_rows(name: str, paths: Sequence[Path], reading: Reading, most: int | None = None) -> ReadRows:
     """Read files and check every row.
 
     Args:
         name: What they are called together.
         paths: One file, or parts of one.
         reading: How.
+        most: Rows of each file that are read; None for all.
 
     Raises:
         ConfigError: A file cannot be read, its form is not known, or a setting is wrong.
@@ -138,7 +148,7 @@ def read_rows(name: str, paths: Sequence[Path], reading: Reading) -> ReadRows:
     dropped: Counter[str] = Counter()
     for path in paths:
         before = f"{path.name}, " if len(paths) > 1 else ""
-        for raw in read_raw(path, reader.left_out):
+        for raw in islice(read_raw(path, reader.left_out), most):
             found = reader.read(raw, before)
             if isinstance(found, Row) and reading.duplicates != "keep":
                 found = _first_of_its_kind(found, before + raw.place, seen, reading)
@@ -148,11 +158,20 @@ def read_rows(name: str, paths: Sequence[Path], reading: Reading) -> ReadRows:
                 bad.append(found)
             else:
                 dropped[found] += 1
+    if most is None:
+        _log_what_was_read(name, form, rows, bad, dropped, reader)
+    return ReadRows(name, form, rows, bad, dropped)
+
+
+def _log_what_was_read(
+    name: str, form: Form, rows: Sequence[Row], bad: Sequence[BadRow], dropped: Mapping[str, int], reader: RowReader
+) -> None:
     told = "".join(f", {count} {reason} left out" for reason, count in dropped.items())
     log.info("%s: read as %s: %d prompts, %d wrong lines%s", name, form.name, len(rows), len(bad), told)
     if reader.num_replaced:
         log.info("%s: data.system_prompt replaces %d system messages", name, reader.num_replaced)
-    return ReadRows(name, form, rows, bad, dropped)
+    for column, count in reader.unreadable.items():
+        log.warning("%s: column %r is left out: %s (%d rows)", name, column[0], column[1], count)
 
 
 def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> Form:
@@ -174,14 +193,26 @@ def form_of(rows: Sequence[Mapping[str, Any]], reading: Reading, name: str) -> F
     if rows and known is None and not (has_prompt and (has_label or not needs_label)):
         columns = ", ".join(dict.fromkeys(column for row in rows for column in row)) or "none"
         allowed = f"columns of a known form: {', '.join(form.name for form in FORMS)}"
-        remedy = "set data.prompt_key and data.label_key"
-        raise ConfigError([Problem(name, f"columns {columns}", allowed, remedy)])
+        raise ConfigError([Problem(name, f"columns {columns}", allowed, _keys_for(rows))])
     own = OWN if needs_label else dataclasses.replace(OWN, label="")
     form = _with_keys(known or own, rows, reading)
     if reading.needs_label and not form.label and not form.is_dialogue:
         remedy = "set data.label_key"
         raise ConfigError([Problem(name, f"{form.name}, a form without labels", "a column with the label", remedy)])
     return form
+
+
+def _keys_for(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which keys to set for rows of no known form."""
+    for column in dict.fromkeys(column for row in rows for column in row):
+        dialogues = [row[column] for row in rows if isinstance(row.get(column), list) and row[column]]
+        if 2 * len(dialogues) > len(rows) and all(map(is_answer, (dialogue[-1] for dialogue in dialogues))):
+            return _all_but_the_answer(column)
+    return "set data.prompt_key and data.label_key"
+
+
+def _all_but_the_answer(key: str) -> str:
+    return f"set data.prompt_key={key}[:-1] and data.label_key={key}[-1].content"
 
 
 def _with_keys(form: Form, rows: Sequence[Mapping[str, Any]], reading: Reading) -> Form:
@@ -223,7 +254,7 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None) -> Problem:
     label = f", {form.label!r}" if form.label else ""
     allowed = f"one JSON object a line: {form.prompt!r} (messages or text){label}, no prompt twice"
     other = sorted({row.remedy for row in bad} - {""})
-    remedy = ", or ".join(["mend these lines", *other, "set data.prompt_key and data.label_key"])
+    remedy = ", or ".join(["correct these lines", *other, "set data.prompt_key and data.label_key"])
     return Problem(found.name, value, allowed, remedy)
 
 
@@ -242,38 +273,42 @@ class RowReader:
         self._taken = {"tools", OWN.label, *form.left_out, *([self._prompt.column] if self._prompt.is_column else [])}
         self._taken -= {self._response.column} if self._response else set()
         self.num_replaced = 0
+        # Columns that JSON cannot say, with the reason -> rows that have them.
+        self.unreadable: Counter[tuple[str, str]] = Counter()
 
     def read(self, raw: RawRow, before: str) -> Row | BadRow | str:
         """Return the row, what is wrong with it, or why it is left out."""
         place = before + raw.place
         if raw.content is None:
             return BadRow(place, raw.reason)
-        reasons: list[str] = []
-        messages = self._tried(reasons, self._messages, raw.content) or ()
-        tools = self._tried(reasons, tools_of, raw.content.get("tools"))
-        columns = self._tried(reasons, self._columns, raw.content) or {}
-        self._tried(reasons, self._check_response, raw.content)
+        errors: list[Exception] = []
+        messages = self._tried(errors, self._messages, raw.content) or ()
+        tools = self._tried(errors, tools_of, raw.content.get("tools"))
+        columns = self._tried(errors, self._columns, raw.content) or {}
+        self._tried(errors, self._check_response, raw.content)
+        prompt, answer = (messages[:-1], messages[-1]) if self._form.is_dialogue and messages else (messages, None)
+        self._tried(errors, self._check_prompt, prompt)
         try:
-            label, messages = self._labelled(raw.content, messages)
+            label, answer = self._labelled(raw.content, answer)
         except NoLabelError as error:
-            if self._reading.unlabeled == "drop" and not reasons:
+            if self._reading.unlabeled == "drop" and not errors:
                 return UNLABELED
-            return BadRow(place, "; ".join([*reasons, str(error)]), "set data.unlabeled=drop to leave them out")
+            return _bad_row(place, [*errors, RowError(str(error), "set data.unlabeled=drop to leave them out")])
         except RowError as error:
-            reasons.append(str(error))
-        if reasons:
-            return BadRow(place, "; ".join(reasons))
-        return Row(messages, label, columns, tools, isinstance(self._prompt.find(raw.content), str))
+            errors.append(error)
+        if errors:
+            return _bad_row(place, errors)
+        return Row(prompt, label, columns, tools, isinstance(self._prompt.find(raw.content), str), answer)
 
-    def _tried(self, reasons: list[str], read: Any, value: Any) -> Any:
+    def _tried(self, errors: list[Exception], read: Any, value: Any) -> Any:
         try:
             return read(value)
         except (AbsentError, RowError) as error:
-            reasons.append(str(error))
+            errors.append(error)
             return None
 
     def _messages(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        messages = messages_of(plain(self._prompt.find(row)), self._prompt.text)
+        messages = messages_of(self._plain(self._prompt, row), self._prompt.text)
         if self._form.is_dialogue and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
             raise RowError(f"{self._prompt.text!r} must end with a prompt and the assistant's message")
         if self._template:
@@ -283,39 +318,58 @@ class RowReader:
             messages = with_system_prompt(messages, self._reading.system_prompt)
         return messages
 
+    def _check_prompt(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Reject a prompt that ends with an answer: a model would be asked to answer it again."""
+        if not messages or messages[-1]["role"] not in ANSWERING_ROLES or not self._reading.needs_label:
+            return
+        key = self._prompt.text
+        is_cut = self._form.is_dialogue or isinstance(self._prompt.parts[-1], tuple)
+        reason = f"{key!r} ends with a message of the {messages[-1]['role']}" + " before the last one" * is_cut
+        raise RowError(f"{reason}, which a prompt may not", "" if is_cut else _all_but_the_answer(key))
+
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         columns: dict[str, Any] = {}
         for name in row.keys() - self._taken:
             try:
                 columns[name] = plain(row[name])
             except RowError as error:
-                raise RowError(f"{name!r} {error}") from error
+                if name.lower() in MEDIA:
+                    raise RowError(f"{name!r} {error}", "remove that column: prompts are text alone") from error
+                self.unreadable[name, str(error)] += 1
         return dict(sorted(columns.items()))
+
+    def _plain(self, key: Key, row: Mapping[str, Any]) -> Any:
+        try:
+            return plain(key.find(row), strict=True)
+        except RowError as error:
+            raise RowError(f"{key.text!r} {error}") from error
 
     def _check_response(self, row: Mapping[str, Any]) -> None:
         if self._response:
+            value = self._plain(self._response, row)
             try:
-                answer_of(plain(self._response.find(row)))
+                answer_of(value)
             except RowError as error:
                 raise RowError(f"{self._response.text!r} {error}") from error
 
-    def _labelled(
-        self, row: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
-    ) -> tuple[Any, tuple[dict[str, Any], ...]]:
-        """Return the label, and the prompt without it."""
-        answer, messages = (messages[-1:], messages[:-1]) if self._form.is_dialogue else ((), messages)
+    def _labelled(self, row: Mapping[str, Any], answer: dict[str, Any] | None) -> tuple[Any, dict[str, Any] | None]:
+        """Return the label, and the message that it is the text of where that has more.
+
+        Args:
+            row: With the label, unless the form has it in the dialogue.
+            answer: The last message of a dialogue.
+        """
         if self._label is None:
-            return of_completion(list(answer)) or None, messages
+            return (of_completion([answer]), fuller_answer(answer)) if answer else (None, None)
         try:
-            label = plain(self._label.find(row), strict=True)
-        except RowError as error:
-            raise RowError(f"{self._label.text!r} {error}") from error
+            given = self._plain(self._label, row)
         except AbsentError as error:
             raise NoLabelError(str(error)) from error
-        return self._finished(label), messages
+        return self._finished(given), fuller_answer(answer or given)
 
     def _finished(self, label: Any) -> Any:
         assert self._label is not None
+        label = of_completion([label]) if is_answer(label) else label
         try:
             label = self._form.finish(label) if self._form.finish else label
         except NoLabelError as error:
@@ -323,6 +377,11 @@ class RowReader:
         if isinstance(label, str) and not label.strip():
             raise NoLabelError(f"{self._label.text!r} is empty")
         return label
+
+
+def _bad_row(place: str, errors: Sequence[Exception]) -> BadRow:
+    remedies = [error.remedy for error in errors if isinstance(error, RowError) and error.remedy]
+    return BadRow(place, "; ".join(map(str, errors)), remedies[0] if remedies else "")
 
 
 def _first_of_its_kind(row: Row, place: str, seen: dict[int, str], reading: Reading) -> Row | BadRow | str:

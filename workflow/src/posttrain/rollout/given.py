@@ -59,7 +59,7 @@ class GivenResponses:
         return True
 
     def _answer(self, prompt: Prompt) -> dict[str, object]:
-        return answer_of(self._key.find(prompt.columns) if self._key else prompt.label)
+        return answer_of(self._key.find(prompt.columns) if self._key else prompt.answer or prompt.label)
 
     def _group(self, prompt: Prompt) -> SampleGroup:
         asked, response = self._tokenizer.render_answered(prompt.messages, self._answer(prompt), prompt.tools)
