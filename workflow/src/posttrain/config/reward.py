@@ -46,6 +46,14 @@ class Reward:
         maximum=1,
         unnamed=ANY,
     )
+    max_label_in_prompt: float = _doc(
+        "Share of prompts that may contain their own label, beyond those that contain another row's; 1 where the task "
+        "is to find the answer in the prompt",
+        0.5,
+        minimum=0,
+        maximum=1,
+        unnamed=ANY,
+    )
     format_pattern: str = _doc(
         "`format`: regular expression that a whole response must match",
         THINK_THEN_ANSWER,

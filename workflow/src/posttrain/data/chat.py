@@ -6,7 +6,9 @@ of its own is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +17,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from posttrain.data.messages import RowError
+from posttrain.data.tool_calls import forms_of, in_form
 from posttrain.errors import CheckpointError, ConfigError, Problem
 
 # What the workflow itself decides when it renders.
 DECIDED_VARIABLES = ("conversation", "tokenize", "add_generation_prompt")
+# A text that no template has.
+_PROBED = "probed text"
 # Of a template's refusal, as much as tells where it is.
 SHOWN_CHARACTERS = 40
 
@@ -114,14 +120,41 @@ class ChatTokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
     ) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                return_dict=False,
-                **{**self._template_kwargs, **options},
-            )
-        except TemplateError as error:
-            raise CheckpointError(f"{self._folder}: the chat template cannot be rendered: {error}") from error
+            shown = [in_form(message, self._forms_of_arguments) for message in messages]
+            return self._as_given(shown, tools, **options)
+        except Exception as error:  # a template is somebody's program: it raises what it likes
+            reason = str(error) if isinstance(error, TemplateError | RowError) else f"{type(error).__name__}: {error}"
+            place = self._place_of_error(messages, tools, options)
+            told = f"{self._folder}: the chat template cannot be rendered{place}: {reason}"
+            raise CheckpointError(told) from error
+
+    def _as_given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+    ) -> Any:
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            return_dict=False,
+            **{**self._template_kwargs, **options},
+        )
+
+    def _place_of_error(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return the message behind the longest beginning of a conversation that can be rendered."""
+        for count in range(len(messages) - 1, 0, -1):
+            with contextlib.suppress(Exception):
+                shown = [in_form(message, self._forms_of_arguments) for message in messages[:count]]
+                self._as_given(shown, tools, **options)
+                return f" with message {count + 1} ({messages[count].get('role')})"
+        return ""
+
+    @cached_property
+    def _forms_of_arguments(self) -> frozenset[str]:
+        return forms_of(lambda messages, tools: str(self._as_given(messages, tools, tokenize=False)))
 
     @cached_property
     def _stops(self) -> frozenset[int]:
@@ -141,6 +174,16 @@ class ChatTokenizer:
         found += [self.tokenizer.eos_token_id, *sorted(self._stops)]
         self._ends_of_turns[calls_tool] = next(token for token in found if token in self._stops)
         return self._ends_of_turns[calls_tool]
+
+    def end_of_answer(self) -> str | None:
+        """Return what the template puts between an answer and the next message, None where it shows neither."""
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (("user", "a"), ("assistant", _PROBED), ("user", _PROBED + "b"))
+        ]
+        text = str(self._apply(messages, None, add_generation_prompt=False, tokenize=False))
+        found = re.search(f"{_PROBED}(.*?){_PROBED}b", text, re.DOTALL)
+        return found[1] if found else None
 
     def _not_to_be_learned(self, prompt: str, whole: str) -> Problem:
         place = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
@@ -199,7 +242,8 @@ def stop_token_ids(folder: Path) -> frozenset[int]:
         for name in ("generation_config.json", "config.json")
         if (path := folder / name).exists()
     ]
-    ids = next((ids for ids in found if ids is not None), None)
+    # An empty list says as little as none, to SGLang too.
+    ids = next((ids for ids in found if ids not in (None, [])), None)
     if ids is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
     return frozenset(ids if isinstance(ids, list) else [ids])

@@ -11,15 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from posttrain.data.chat import ChatTokenizer, stop_token_ids
-from posttrain.errors import Problem
-from posttrain.types import Prompt, label_text
-
-# Above this share of prompts, that a label stands in its prompt is no coincidence of small numbers.
-MANY = 0.5
+from posttrain.errors import CheckpointError, Problem
+from posttrain.types import Prompt
 
 
 def check_rendered(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt]) -> list[Problem]:
-    """Return what is to be said about template, tokenizer and labels.
+    """Return what is to be said about template and tokenizer.
 
     Args:
         chat: Renders prompts.
@@ -30,7 +27,7 @@ def check_rendered(chat: ChatTokenizer, folder: Path, prompts: Sequence[Prompt])
         *_generation_prompt(chat, folder, prompts[:1]),
         *_doubled_tokens(chat, folder, prompts),
         *_stop_tokens(chat, folder),
-        *_labels_in_prompts(prompts),
+        *_end_of_turn(chat, folder),
     ]
 
 
@@ -72,11 +69,22 @@ def _stop_tokens(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
         yield Problem(f"{folder}: eos_token_id", value, "the tokens that end a response", remedy)
 
 
-def _labels_in_prompts(prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Labels of one or two characters stand in many prompts without a meaning; they are not counted."""
-    telling = [(prompt, text) for prompt in prompts if len(text := label_text(prompt.label)) > 2]
-    inside = [prompt.prompt_id for prompt, text in telling if text in prompt.messages[-1]["content"]]
-    if telling and len(inside) > MANY * len(telling):
-        value = f"stands in the prompt in {len(inside)} of {len(telling)} rows, first in row {inside[0] + 1}"
-        remedy = "take the answer out of the prompt, or check data.prompt_key and data.prompt_template"
-        yield Problem("data.label_key", value, f"labels in at most {MANY:.0%} of their prompts", remedy)
+def _end_of_turn(chat: ChatTokenizer, folder: Path) -> Iterator[Problem]:
+    """Yield that no token with which the template ends an answer ends a response."""
+    try:
+        end = chat.end_of_answer()
+    except CheckpointError:
+        return  # a template for single turns
+    if end is None:
+        return
+    stops = stop_token_ids(folder)
+    tokens = chat.tokenizer.encode(end, add_special_tokens=False)
+    if stops.isdisjoint(tokens):
+        names = ", ".join(f"{token} ({chat.tokenizer.decode([token])!r})" for token in sorted(stops))
+        value = f"{end.strip() or end!r} ends an answer in the chat template, and none of it is a stop token: {names}"
+        allowed = "a template that ends an answer with a stop token"
+        remedy = (
+            "a model that ends its answers so would fill the response limit: add the token to eos_token_id in the "
+            "checkpoint's generation_config.json, or set model.chat_template to one that ends with a stop token"
+        )
+        yield Problem(f"{folder}: chat template", value, allowed, remedy)

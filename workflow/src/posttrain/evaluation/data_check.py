@@ -27,8 +27,8 @@ from posttrain.data.rendered import check_rendered
 from posttrain.errors import Problem
 from posttrain.evaluation.heldout import Exam
 from posttrain.evaluation.label_check import NUM_ROWS_TOLD, LabelCheck, check_labels
+from posttrain.evaluation.prompt_check import check_prompts, render_all, render_answers
 from posttrain.evaluation.shown_verdicts import ShownVerdict, show_verdicts
-from posttrain.observability.progress import ProgressBar
 from posttrain.readable import counted
 from posttrain.reward.graders import GraderPool
 from posttrain.reward.scoring import Scorer
@@ -88,25 +88,24 @@ def check_data(
         suites: What else is measured on.
 
     Raises:
-        CheckpointError: The tokenizer or its template cannot be used.
-        ConfigError: A response that is given cannot be learned.
+        CheckpointError: The tokenizer cannot be used.
+        ConfigError: The template does not take a prompt, or a response that is given cannot be learned.
         RuntimeError: Graders failed more often than `reward.max_failure_share` allows.
     """
     chat = ChatTokenizer(folder, config.data.chat_template_kwargs)
     shown = _spread(train, NUM_EXAMPLES)
+    lengths = render_all(chat, train, heldout, suites)
     rendered = {prompt.prompt_id: chat.render(prompt.messages, prompt.tools) for prompt in shown}
-    lengths = []
-    with ProgressBar("prompts rendered", len(train), "prompts") as progress:
-        for prompt in train:
-            lengths.append(len(chat.render(prompt.messages, prompt.tools)))
-            progress.advance(1)
     prompt_lengths = PromptLengths(train, lengths, config.rollout.max_prompt_tokens)
     too_long, known = check_lengths(prompt_lengths, config.rollout)
     labels, verdicts = asyncio.run(_ask_graders(config, chat, train)) if uses_engines(config) else ([], [])
     labels += asyncio.run(_check_suites(suites))
+    given = None
     if not uses_engines(config) and not too_long:
         left_out = set(prompt_lengths.too_long)
-        GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
+        given = GivenResponses(config, [prompt for prompt in train if prompt.prompt_id not in left_out], chat)
+        render_answers(chat, train, given.answer)
+    leaks, seen = check_prompts(config, chat, train, heldout, suites, given.answer if given else None)
     examples = [
         {
             "text": chat.tokenizer.decode(list(rendered[prompt.prompt_id])),
@@ -119,12 +118,14 @@ def check_data(
     return DataCheck(
         problems=[
             *too_long,
+            *leaks,
             *(problem for check in labels for problem in _refusals(check, config)),
             *_failing_graders(config, verdicts),
         ],
         warnings=[
             *check_rendered(chat, folder, _spread(train, NUM_EXAMPLES * 10)),
             *known,
+            *seen,
             *_overlaps(train, heldout, suites),
             *_one_value([*labels, *verdicts]),
         ],
@@ -268,7 +269,7 @@ def print_check(found: DataCheck) -> None:
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if not found.problems and not found.warnings:
-        console.print("nothing speaks against training", style="green")
+        console.print("no problems found", style="green")
 
 
 def _print_verdict(console: Console, shown: ShownVerdict) -> None:

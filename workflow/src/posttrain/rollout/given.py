@@ -53,16 +53,22 @@ class GivenResponses:
 
     def _has_answer(self, prompt: Prompt) -> bool:
         try:
-            self._answer(prompt)
+            self.answer(prompt)
         except (RowError, LookupError):
             return False
         return True
 
-    def _answer(self, prompt: Prompt) -> dict[str, object]:
+    def answer(self, prompt: Prompt) -> dict[str, object]:
+        """Return the message to learn.
+
+        Raises:
+            RowError: It is none.
+            LookupError: The row has none.
+        """
         return answer_of(self._key.find(prompt.columns) if self._key else prompt.answer or prompt.label)
 
     def _group(self, prompt: Prompt) -> SampleGroup:
-        asked, response = self._tokenizer.render_answered(prompt.messages, self._answer(prompt), prompt.tools)
+        asked, response = self._tokenizer.render_answered(prompt.messages, self.answer(prompt), prompt.tools)
         longest = longest_response(self._config, prompt.prompt_id, len(asked))
         sample = Sample(
             prompt_id=prompt.prompt_id,

@@ -1,0 +1,75 @@
+"""Labels that stand in their own prompts: a model would learn to copy them.
+
+A short label stands in many prompts by chance, and that of a choice in all of them. Both are as true of another row's
+label, so what counts is how much more often a prompt has its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from posttrain.errors import Problem
+from posttrain.types import Prompt
+
+# Labels that are looked for; above this share, and from so many rows on, it is no coincidence.
+NUM_LOOKED_AT, SUSPICIOUS_SHARE, MIN_ROWS = 1000, 0.2, 8
+
+
+def check_leak(key: str, prompts: Sequence[Prompt], most: float) -> tuple[list[Problem], list[Problem]]:
+    """Return what a run is refused for, and what is to be known.
+
+    Args:
+        key: Where the labels' column is set, for the message.
+        prompts: Of one source.
+        most: `reward.max_label_in_prompt`.
+    """
+    labelled = [(prompt, texts) for prompt in prompts if (texts := list(_texts_of(prompt.label)))]
+    stride = max(1, len(labelled) // NUM_LOOKED_AT)
+    looked_at = labelled[::stride][:NUM_LOOKED_AT]
+    inside, other = [], 0
+    for place, (prompt, texts) in enumerate(looked_at):
+        asked = _squeezed(" ".join(str(m.get("content") or "") for m in prompt.messages if m["role"] != "system"))
+        if any(_is_in(text, asked) for text in texts):
+            inside.append(prompt)
+        # Where there is no other label, no label tells more of its own prompt.
+        others = (looked_at[(place + step) % len(looked_at)][1] for step in range(1, len(looked_at)))
+        other += any(_is_in(text, asked) for text in next((some for some in others if some != texts), texts))
+    excess = (len(inside) - other) / max(1, len(looked_at))
+    if excess <= min(SUSPICIOUS_SHARE, most):
+        return [], []
+    value = (
+        f"is in its own prompt in {len(inside)} of {len(looked_at)} rows that were looked at, first in row "
+        f"{inside[0].prompt_id + 1}, and another row's label in {other}"
+    )
+    remedy = (
+        "take the answer out of the prompt, such as by data.prompt_key=messages[:-1] where it is the last message; if "
+        "the task is to find it there, set reward.max_label_in_prompt=1"
+    )
+    allowed = f"at most {most:.0%} more often its own than another's (reward.max_label_in_prompt)"
+    problem = Problem(key, value, allowed, remedy)
+    return ([problem], []) if excess > most and len(inside) >= MIN_ROWS else ([], [problem])
+
+
+def _texts_of(label: Any) -> Iterator[str]:
+    """Yield the texts and numbers of a label, as they are written."""
+    if isinstance(label, dict):
+        # Of messages the content alone.
+        label = label.get("content") if "role" in label else list(label.values())
+    if isinstance(label, list):
+        for item in label:
+            yield from _texts_of(item)
+    elif isinstance(label, str | int | float) and not isinstance(label, bool) and (text := _squeezed(str(label))):
+        yield text
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _is_in(label: str, text: str) -> bool:
+    """Tell whether a label stands in a text, and not only as a part of a longer word or number."""
+    before = r"(?<!\w)(?<!\d[.,])" if label[0].isascii() and label[0].isalnum() else ""
+    after = r"(?!\w)(?![.,]\d)" if label[-1].isascii() and label[-1].isalnum() else ""
+    return label in text and re.search(before + re.escape(label) + after, text) is not None
