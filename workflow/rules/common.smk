@@ -27,6 +27,7 @@ from posttrain.planner.resolve import resolve
 from posttrain.planner.job_needs import RuleNeeds, job_needs
 from posttrain.errors import CheckpointError, ConfigError, Problem, explain, raise_if_any
 from posttrain.processes import name_driver
+from posttrain.data.local_check import check_data_files
 from posttrain.launch.container import make_shared_roots, prefix_of_jobs
 from posttrain.launch.driver import Ending, notify
 from posttrain.launch.slurm_job import resources_of_all_jobs, resources_of_serving, resources_of_training
@@ -112,6 +113,19 @@ def may_run():
             refuse_other_run(PATHS)
             refuse_unfit(PATHS)
     return []
+
+
+def may_read(files):
+    """Return the files that rows are read from, or refuse data whose keys or first rows are wrong."""
+    if workflow.is_main_process:
+        with told():
+            raise_if_any(data_file_problems())
+    return files
+
+
+@functools.cache
+def data_file_problems():
+    return check_data_files(CFG)
 
 
 def may_look_at_nodes():

@@ -137,7 +137,7 @@ rule finalize_hf_checkpoint:
 rule download_dataset:
     """Gets the prompts and checks every line."""
     input:
-        local_files(CFG.data),
+        lambda wildcards: may_read(local_files(CFG.data)),
     output:
         update(receipt_of(PATHS.dataset)),
     log:
@@ -174,7 +174,7 @@ ROWS = {
 rule download_rows:
     """Gets the prompts of an evaluation suite, or the conversations of a calibration pass, and checks every line."""
     input:
-        lambda wildcards: local_files(data_of(ROWS[wildcards.rows][2])),
+        lambda wildcards: may_read(local_files(data_of(ROWS[wildcards.rows][2]))),
     output:
         update(receipt_of(PATHS.store / "datasets" / "{rows}")),
     log:

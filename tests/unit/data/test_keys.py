@@ -21,6 +21,12 @@ ROW = {
         ("messages[0]", ("messages", 0), {"role": "user", "content": "a"}),
         ('extra_info["a.b"]', ("extra_info", "a.b"), 1),
         ("extra_info['a.b']", ("extra_info", "a.b"), 1),
+        ("messages[:-1]", ("messages", (None, -1)), [{"role": "user", "content": "a"}]),
+        ("messages[-1:]", ("messages", (-1, None)), [{"role": "assistant", "content": "b"}]),
+        ("messages[0:1]", ("messages", (0, 1)), [{"role": "user", "content": "a"}]),
+        ("messages[1:][0].content", ("messages", (1, None), 0, "content"), "b"),
+        ("messages[:]", ("messages", (None, None)), ROW["messages"]),
+        ("messages[5:]", ("messages", (5, None)), []),
         ("c.d", ("c", "d"), 2),
         ('["c.d"]', ("c.d",), 2),
     ],
@@ -33,7 +39,21 @@ def test_a_key_leads_to_a_value(text, parts, value):
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("", 1), (".a", 1), ("a.", 2), ("a..b", 2), ("a[", 2), ("a[x]", 2), ("a b", 2), ("[0]", 4), ('a["', 2), ("a]", 2)],
+    [
+        ("", 1),
+        (".a", 1),
+        ("a.", 2),
+        ("a..b", 2),
+        ("a[", 2),
+        ("a[x]", 2),
+        ("a b", 2),
+        ("[0]", 4),
+        ('a["', 2),
+        ("a]", 2),
+        ("a[::2]", 2),
+        ("a[1:x]", 2),
+        ("[:1]", 5),
+    ],
 )
 def test_what_is_no_key_is_told_by_its_place(text, place):
     with pytest.raises(ConfigError) as raised:
@@ -57,6 +77,9 @@ def test_what_is_no_key_is_told_by_its_place(text, place):
         ("reward_model.nothing.more", "'reward_model.nothing.more' is missing: 'reward_model.nothing' is null"),
         ("answer.text", "'answer.text' is missing: 'answer' is a str, not an object"),
         ("answer[0]", "'answer[0]' is missing: 'answer' is a str, not a list"),
+        ("answer[:-1]", "'answer[:-1]' is missing: 'answer' is a str, not a list"),
+        ("messages[:1].content", "'messages[:1].content' is missing: 'messages[:1]' is a list, not an object"),
+        ("messages[-1:][3]", "'messages[-1:][3]' is missing: 'messages[-1:]' has 1 elements"),
         ("messages[2].content", "'messages[2].content' is missing: 'messages' has 2 elements"),
         ("messages[-1].text", "'messages[-1].text' is missing: 'messages[-1]' has role, content"),
     ],

@@ -1,4 +1,4 @@
-"""Each mistake of template, tokenizer or labels, made on purpose."""
+"""Each mistake of template or tokenizer, made on purpose."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from posttrain.checkpoint.tiny.tokenizer import CHAT_TEMPLATE, make_tokenizer, stop_token_ids
 from posttrain.data.chat import ChatTokenizer
 from posttrain.data.rendered import check_rendered
+from posttrain.errors import CheckpointError
 from posttrain.types import Prompt
 
-PROMPTS = [Prompt(i, ({"role": "user", "content": f"sort {i + 100}4"},), f"{i + 100}") for i in range(4)]
 SOUND = [Prompt(i, ({"role": "user", "content": f"sort {i}"},), f"{i + 100}") for i in range(4)]
 
 
@@ -55,7 +55,48 @@ def test_stop_tokens(folder: Path, stops: list[int], words: str) -> None:
     assert words in "".join(found(folder))
 
 
-def _old(folder: Path) -> None:
-    (problem,) = found(folder, PROMPTS)
-    assert "4 of 4 rows, first in row 1" in problem
-    assert found(folder, [*SOUND, *PROMPTS[:1]]) == []
+CHATML = "{%- for m in messages %}<sop>{{ m.role }}\n{{ m.content }}<eop>\n{%- endfor %}"
+CHATML += "{%- if add_generation_prompt %}<sop>assistant\n{%- endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "words"),
+    [
+        (
+            CHATML,
+            stop_token_ids(),
+            "'<eop><sop>user' ends an answer in the chat template, and none of it is a stop token",
+        ),
+        (CHATML.replace("<eop>", " "), stop_token_ids(), "'<sop>user' ends an answer"),
+        (CHATML, [*stop_token_ids(), 57], ""),
+        (CHATML.replace("<eop>", "<|endoftext|>"), stop_token_ids(), ""),
+    ],
+)
+def test_a_template_that_ends_turns_by_a_token_that_ends_no_response(
+    folder: Path, template: str, stops: list[int], words: str
+) -> None:
+    """A base model with the template of a chat model: after "<eop>" it goes on until the limit."""
+    assert make_tokenizer(256).convert_tokens_to_ids("<eop>") == 57
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    told = found(folder)
+    assert len(told) == bool(words)
+    assert words in "".join(told)
+    assert all("52 ('<|endoftext|>')" in one and "generation_config.json" in one for one in told)
+
+
+def test_a_template_for_single_turns_says_nothing_of_their_end(folder: Path) -> None:
+    single = "{%- if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
+    (folder / "chat_template.jinja").write_text(single)
+    assert found(folder) == []
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% if add_generation_prompt %}={% endif %}")
+    assert found(folder) == []
+
+
+def test_stop_tokens_of_an_empty_list_are_those_of_the_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": []}')
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": stop_token_ids()}))
+    assert found(folder) == []
+    (folder / "config.json").write_text('{"eos_token_id": []}')
+    with pytest.raises(CheckpointError, match=r"neither generation_config\.json nor config\.json has an eos_token_id"):
+        found(folder)

@@ -285,3 +285,80 @@ def test_a_response_is_kept_where_rewards_do_not_read_it(tmp_path):
     path = _write(tmp_path / "train.jsonl", [row])
     assert "generations" not in _read(path).rows[0].columns
     assert _read(path, response_key="generations[0]").rows[0].columns["generations"] == ["<think>a</think>2"]
+
+
+# ---- answers in prompts ----
+
+DIALOGUE = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("role", ["assistant", "model", "gpt"])
+@pytest.mark.parametrize("key", ["conversation", "prompt"])
+def test_a_prompt_that_ends_with_an_answer_is_rejected_whatever_its_key(tmp_path, key, role):
+    """A model would be asked to answer once more what it has been shown the answer of."""
+    row = {key: [*DIALOGUE[:1], {"role": role, "content": "2"}], "label": "2"}
+    path = _write(tmp_path / "a.jsonl", [row])
+    problem = describe_bad_rows(_read(path, prompt_key=key))
+    assert f"line 1: '{key}' ends with a message of the {role}, which a prompt may not" in problem.value
+    assert f"set data.prompt_key={key}[:-1] and data.label_key={key}[-1].content" in problem.remedy
+    assert _read(path, prompt_key=key, needs_label=False).bad == [], "a conversation of a calibration pass"
+    followed = _read(path, prompt_key=f"{key}[:-1]", label_key=f"{key}[-1].content")
+    assert followed.rows == [Row(tuple(DIALOGUE[:1]), "2", {key: row[key]})]
+
+
+def test_the_remedy_for_a_column_of_dialogues_is_one_that_works(tmp_path):
+    path = _write(tmp_path / "a.jsonl", [{"conversation": DIALOGUE, "id": 1}])
+    with pytest.raises(ConfigError) as raised:
+        _read(path)
+    assert raised.value.problems[0].remedy == (
+        "set data.prompt_key=conversation[:-1] and data.label_key=conversation[-1].content"
+    )
+    unanswered = _write(tmp_path / "b.jsonl", [{"conversation": DIALOGUE[:1]}, {"conversation": DIALOGUE}])
+    with pytest.raises(ConfigError, match=r"set data\.prompt_key and data\.label_key$"):
+        _read(unanswered)
+
+
+def test_two_answers_at_the_end_of_a_dialogue(tmp_path):
+    path = _write(tmp_path / "a.jsonl", [{"messages": [*DIALOGUE, DIALOGUE[1]]}])
+    assert _reasons(_read(path)) == {
+        "line 1": "'messages' ends with a message of the assistant before the last one, which a prompt may not"
+    }
+    cut = _read(path, prompt_key="messages[:-1]", label_key="messages[-1].content")
+    assert [row.remedy for row in cut.bad] == [""]
+    assert "before the last one" in cut.bad[0].reason
+
+
+def test_the_message_of_an_answer_is_kept_where_it_has_more_than_text(tmp_path):
+    """Rewards compare with the text; fine-tuning learns the reasoning, too."""
+    thinking = {"role": "assistant", "reasoning_content": "one more", "content": "2"}
+    forms = [
+        {"messages": [*DIALOGUE[:1], thinking]},
+        {"prompt": DIALOGUE[:1], "completion": [thinking]},
+    ]
+    for number, row in enumerate(forms):
+        (read,) = _read(_write(tmp_path / f"{number}.jsonl", [row])).rows
+        assert (read.messages, read.label, read.answer) == (tuple(DIALOGUE[:1]), "2", thinking)
+    (plain,) = _read(_write(tmp_path / "plain.jsonl", [{"messages": DIALOGUE}])).rows
+    assert (plain.label, plain.answer) == ("2", None)
+    path = _write(tmp_path / "own.jsonl", [{"turns": [*DIALOGUE[:1], thinking]}])
+    (own,) = _read(path, prompt_key="turns[:-1]", label_key="turns[-1]").rows
+    assert (own.label, own.answer) == ("2", thinking)
+    (own,) = _read(path, prompt_key="turns[:-1]", label_key="turns[-1].content", response_key="turns[-1]").rows
+    assert (own.label, own.columns["turns"][-1]) == ("2", thinking)
+
+
+def test_only_the_first_rows_are_read_when_asked(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = _write(tmp_path / "a.jsonl", [*({"prompt": f"a{i}", "label": "1"} for i in range(5)), "no json"])
+    found = read_rows("a", [path], Reading(), most=5)
+    assert (len(found.rows), found.bad) == (5, [])
+    assert "prompts" not in caplog.text
+
+
+def test_variables_of_the_template_by_row_are_rejected_by_name(tmp_path):
+    """TRL renders each row with its own."""
+    rows = [
+        {"prompt": f"a{i}", "label": "1", "chat_template_kwargs": given} for i, given in enumerate(({"a": 1}, {}, None))
+    ]
+    (bad,) = _read(_write(tmp_path / "a.jsonl", rows)).bad
+    assert (bad.place, bad.remedy) == ("line 1", "remove it, and set data.chat_template_kwargs")

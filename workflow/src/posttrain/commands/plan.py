@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.artifacts import Paths, write_json, write_text
+from posttrain.data.local_check import check_data_files
 from posttrain.errors import Problem, raise_if_any
 from posttrain.forecast.plan import build_plan
 from posttrain.forecast.plan_page import judge_plan, render_plan
@@ -13,6 +14,7 @@ from posttrain.rehearsal.record import describe_rehearsal
 def main(paths: Paths, jobs_at_once: int | None) -> None:
     """Compute, write, show, and end with the problems."""
     plan, page = build_plan(paths.resolved, jobs_at_once), paths.plan.with_suffix(".html")
+    plan["problems"] += [problem.as_dict() for problem in check_data_files(paths.resolved.config, must_exist=False)]
     plan["rehearsal"] = describe_rehearsal(paths)
     write_text(page, render_plan(plan, paths.resolved))
     write_json(paths.plan, plan)

@@ -23,10 +23,10 @@ from posttrain.data.calibration_rows import make_conversations
 from posttrain.data.dataset import write_prompts
 from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
-from posttrain.data.messages import answer_of
+from posttrain.data.messages import answer_of, digest_of
 from posttrain.data.raw_rows import SUFFIXES, files_of
 from posttrain.data.reasoning_gym import generate_rows
-from posttrain.data.rows import MAX_REPORTED_LINES, Reading, ReadRows, Row, describe_bad_rows, digest_of, read_rows
+from posttrain.data.rows import MAX_REPORTED_LINES, Reading, ReadRows, Row, describe_bad_rows, read_rows
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.types import Prompt

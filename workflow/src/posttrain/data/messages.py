@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import xxhash
+
 from posttrain.artifacts import parse_json
 from posttrain.data.keys import Key, kind_of, parse_key
 from posttrain.errors import ConfigError, Problem
@@ -295,3 +297,8 @@ def _number_of(value: decimal.Decimal) -> int | float:
     if not value.is_finite() or decimal.Decimal(repr(float(value))) != value:
         raise RowError(f"holds the decimal {value}, which no JSON number says exactly: write it as text")
     return float(value)
+
+
+def digest_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """Return a number by which prompts are the same: texts of all of them would fill the memory once more."""
+    return xxhash.xxh3_128_intdigest(json.dumps([list(messages), tools], sort_keys=True).encode())

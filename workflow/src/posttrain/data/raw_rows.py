@@ -29,7 +29,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 # Taken of a folder that has none of those.
 TABLE_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 # Rows of a parquet file that exist at a time, and bytes; some rows have megabytes of solutions.
-BATCH_ROWS, BATCH_BYTES = 256, 256 << 20
+BATCH_ROWS, BATCH_BYTES = 256, 512 << 20
 # Of one row.
 MAX_ROW_BYTES = 32 << 20
 # All rows of a compressed file may have so many bytes, or so many times as many as the file.

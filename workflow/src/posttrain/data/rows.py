@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from posttrain.data.forms import FORMS, OWN, Form, NoLabelError, of_completion, recognise
 from posttrain.data.keys import AbsentError, Key, parse_key
 from posttrain.data.messages import (
@@ -21,6 +18,7 @@ from posttrain.data.messages import (
     PromptTemplate,
     RowError,
     answer_of,
+    digest_of,
     fuller_answer,
     is_answer,
     messages_of,
@@ -39,6 +37,8 @@ MAX_REPORTED_LINES = 50
 NUM_FIRST_ROWS = 100
 # Why a row without fault may be dropped, as it is counted.
 DUPLICATE, UNLABELED = "repeated", "without a label"
+# A column of TRL's.
+TEMPLATE_KWARGS = "chat_template_kwargs"
 # Columns that a prompt would be asked with; no model here is shown any.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -237,16 +237,17 @@ def _mostly(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
     return bool(rows) and 2 * sum(column in row for row in rows) >= len(rows)
 
 
-def describe_bad_rows(found: ReadRows, report: Path | None = None) -> Problem:
-    """Return one problem that lists the bad rows, the first `MAX_REPORTED_LINES` of them in full.
+def describe_bad_rows(found: ReadRows, report: Path | None = None, most_told: int = MAX_REPORTED_LINES) -> Problem:
+    """Return one problem that lists the bad rows, the first of them in full.
 
     Args:
         found: What was read.
         report: A file that lists all of them.
+        most_told: How many are listed.
     """
     bad, form = found.bad, found.form
-    listed = "".join(f"\n        {row.place}: {row.reason}" for row in bad[:MAX_REPORTED_LINES])
-    num_more = len(bad) - MAX_REPORTED_LINES
+    listed = "".join(f"\n        {row.place}: {row.reason}" for row in bad[:most_told])
+    num_more = len(bad) - most_told
     more = f"\n        and {num_more} more{f', all of them in {report}' if report else ''}" if num_more > 0 else ""
     dropped = "".join(f", {count} {reason} left out" for reason, count in found.dropped.items())
     num_lines = len(found.rows) + len(bad) + sum(found.dropped.values())
@@ -329,6 +330,8 @@ class RowReader:
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         columns: dict[str, Any] = {}
+        if row.get(TEMPLATE_KWARGS):
+            raise RowError(f"{TEMPLATE_KWARGS!r} is not read by row", f"remove it, and set data.{TEMPLATE_KWARGS}")
         for name in row.keys() - self._taken:
             try:
                 columns[name] = plain(row[name])
@@ -391,8 +394,3 @@ def _first_of_its_kind(row: Row, place: str, seen: dict[int, str], reading: Read
     if reading.duplicates == "drop":
         return DUPLICATE
     return BadRow(place, f"the same prompt as {earlier}", "set data.duplicates=drop or keep")
-
-
-def digest_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
-    """Return a number by which prompts are the same: texts of all of them would fill the memory once more."""
-    return xxhash.xxh3_128_intdigest(json.dumps([list(messages), tools], sort_keys=True).encode())
