@@ -39,7 +39,8 @@ def _answer(**more):
 
 
 def test_all_that_is_shown_is_not_named(chat_of):
-    prompts = [_prompt(0, _answer(reasoning_content="b"), {"role": "tool", "content": "c"}, tools=[{"name": "t"}])]
+    turns = [_answer(reasoning_content="b", thoughts=""), {"role": "tool", "content": "c"}]
+    prompts = [_prompt(0, *turns, tools=[{"name": "t"}])]
     assert find_unread(chat_of(SHOWS), prompts) == []
 
 

@@ -69,7 +69,9 @@ def find_unread(
     owners: dict[tuple[str, str], list[Prompt]] = {}
     for prompt in prompts:
         answer = [{**answer_of(prompt), _ROLE: _ANSWER}] if answer_of else []
-        fields = {(str(m[_ROLE]), name) for m in [*prompt.messages, *answer] for name in m.keys() - {_ROLE}}
+        turns = [*prompt.messages, *answer]
+        # An empty value is as good as none.
+        fields = {(str(m[_ROLE]), name) for m in turns for name, value in m.items() if name != _ROLE and value != ""}
         for field in sorted(fields | ({("", TOOLS)} if prompt.tools else set())):
             if field in owners or len(owners) < NUM_FIELDS:
                 owners.setdefault(field, []).append(prompt)
@@ -101,7 +103,7 @@ def _tries(
     elif not owner:
         yield _is_same(partial(chat.render, prompt.messages, prompt.tools), partial(chat.render, prompt.messages))
     else:
-        places = [place for place, m in enumerate(prompt.messages) if m[_ROLE] == owner and name in m]
+        places = [place for place, m in enumerate(prompt.messages) if m[_ROLE] == owner and m.get(name, "") != ""]
         for place in places[:NUM_MESSAGES]:
             less = [_without(m, name) if at == place else m for at, m in enumerate(prompt.messages)]
             yield _is_same(*(partial(chat.render, some, prompt.tools) for some in (prompt.messages, less)))
