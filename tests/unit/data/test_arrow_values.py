@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.data.arrow_values import decoder_of
-from posttrain.data.rows import Reading, read_rows
+from posttrain.data.reading import Reading
+from posttrain.data.rows import read_rows
 
 WEATHER, SUM = (
     {

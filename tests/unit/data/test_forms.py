@@ -12,7 +12,8 @@ import pytest
 
 from posttrain.data.forms import FORMS, NoLabelError, after_hashes, last_boxed, recognise
 from posttrain.data.raw_rows import read_raw
-from posttrain.data.rows import Reading, describe_bad_rows, read_rows
+from posttrain.data.reading import Reading
+from posttrain.data.rows import describe_bad_rows, read_rows
 
 FOLDER = Path(__file__).parent / "forms"
 # File -> form, and where its prompt and label lie, said once more in the dataset's own terms.

@@ -7,7 +7,8 @@ import pytest
 
 from posttrain.data.messages import PromptTemplate
 from posttrain.data.raw_rows import BATCH_ROWS, files_of
-from posttrain.data.rows import Reading, Row, describe_bad_rows, read_rows
+from posttrain.data.reading import Reading
+from posttrain.data.rows import Row, describe_bad_rows, read_rows
 from posttrain.errors import ConfigError
 
 

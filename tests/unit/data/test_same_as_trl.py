@@ -10,7 +10,8 @@ from trl.data_utils import apply_chat_template
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer
 from posttrain.data.chat import ChatTokenizer
-from posttrain.data.rows import Reading, read_rows
+from posttrain.data.reading import Reading
+from posttrain.data.rows import read_rows
 
 # As Qwen3's and GLM's, reduced: tools, reasoning, calls, results, and an end of turn that ends a response.
 TEMPLATE = """{%- if tools %}<|system|>

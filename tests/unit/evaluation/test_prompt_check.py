@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpoint.tiny.tokenizer import make_tokenizer, stop_token_ids
-from posttrain.data.rows import Reading, read_rows
+from posttrain.data.reading import Reading
+from posttrain.data.rows import read_rows
 from posttrain.errors import ConfigError
 from posttrain.evaluation.data_check import DataCheck, check_data
 from posttrain.planner.resolve import resolve
@@ -61,7 +62,7 @@ def _calling(arguments: object) -> list[dict]:
 def test_arguments_as_text_and_reasoning_of_earlier_turns_reach_the_prompt(check, arguments: object) -> None:
     found = check([{"prompt": _calling(arguments), "label": f"{i}"} for i in range(12)])
     assert found.problems == found.warnings == []
-    assert "<think>i ask</think>\nw town=a<|observation|>\nno<|assistant|>\n<think>" in found.examples[0]["text"]
+    assert "<think>i ask</think>w town=a<|observation|>\nno<|assistant|>\n<think>" in found.examples[0]["text"]
 
 
 def test_rows_that_the_template_does_not_take_are_named_with_message_and_reason(check) -> None:

@@ -21,12 +21,12 @@ from posttrain.config.evaluation import Suite
 from posttrain.config.suites import data_of
 from posttrain.data.calibration_rows import make_conversations
 from posttrain.data.dataset import write_prompts
-from posttrain.data.forms import OWN
 from posttrain.data.hub_splits import CARD, files_of_split, matching
 from posttrain.data.messages import answer_of, digest_of
 from posttrain.data.raw_rows import SUFFIXES, files_of
+from posttrain.data.reading import Reading, reading_of
 from posttrain.data.reasoning_gym import generate_rows
-from posttrain.data.rows import MAX_REPORTED_LINES, Reading, ReadRows, Row, describe_bad_rows, read_rows
+from posttrain.data.rows import MAX_REPORTED_LINES, ReadRows, Row, describe_bad_rows, read_rows
 from posttrain.data.sort_digits import generate_prompts
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.types import Prompt
@@ -272,20 +272,6 @@ def split_rows(data: Data, train_side: Side, heldout_side: Side, report: Path) -
         return train[: len(train) - count], train[len(train) - count :]
     _require_rows(heldout_side.name, len(heldout), data)
     return train, heldout[:count]
-
-
-def reading_of(data: Data) -> Reading:
-    """Return how a configuration wants rows to be read."""
-    return Reading(
-        # The defaults stand for what is recognised, where a file has no such columns.
-        prompt_key="" if data.prompt_key == OWN.prompt else data.prompt_key,
-        label_key="" if data.label_key == OWN.label else data.label_key,
-        response_key=data.response_key,
-        system_prompt=data.system_prompt,
-        prompt_template=data.prompt_template,
-        duplicates=data.duplicates,
-        unlabeled=data.unlabeled,
-    )
 
 
 def _read_sides(sides: Sequence[Side], reading: Reading, report: Path) -> list[ReadRows]:

@@ -14,11 +14,11 @@ from posttrain.config.data import LOCAL_DATA, Data, sources_of
 from posttrain.config.derived import calibration_passes
 from posttrain.config.schema import Config
 from posttrain.config.suites import data_of
-from posttrain.data.dataset_files import reading_of
 from posttrain.data.keys import parse_key
 from posttrain.data.messages import PromptTemplate
 from posttrain.data.raw_rows import files_of
-from posttrain.data.rows import Reading, describe_bad_rows, read_rows
+from posttrain.data.reading import Reading, reading_of
+from posttrain.data.rows import describe_bad_rows, read_rows
 from posttrain.errors import ConfigError, Problem
 
 # Rows of each file, and files of each pattern, that are looked at; of a larger JSON array none, which is one text.

@@ -18,7 +18,8 @@ from posttrain.config.data import Data
 from posttrain.config.tasks import PACKAGE, load_task
 from posttrain.data.forms import OWN
 from posttrain.data.raw_rows import RawRow
-from posttrain.data.rows import Reading, Row, RowReader
+from posttrain.data.reading import Reading
+from posttrain.data.rows import Row, RowReader
 from posttrain.errors import ConfigError, Problem
 
 HELDOUT_SHARE = 0.2

@@ -28,6 +28,7 @@ from posttrain.data.messages import (
     with_system_prompt,
 )
 from posttrain.data.raw_rows import RawRow, first_rows, read_raw
+from posttrain.data.reading import Reading
 from posttrain.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
@@ -41,32 +42,6 @@ DUPLICATE, UNLABELED = "repeated", "without a label"
 TEMPLATE_KWARGS = "chat_template_kwargs"
 # Columns that a prompt would be asked with; no model here is shown any.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How rows are read.
-
-    Args:
-        prompt_key: Key of the prompt; empty: column `prompt`, or else where the recognised form has it.
-        label_key: Key of the label; empty: column `label`, or else where the recognised form has it.
-        response_key: Key of a response to learn, which is a column beside the label; empty: there is none.
-        system_prompt: Put before the messages, in the place of a system message that a row has.
-        prompt_template: Put around the last user message, see `PromptTemplate`.
-        duplicates: What happens to a row with messages and tools of an earlier one: "refuse", "keep" or "drop".
-        unlabeled: What happens to a row without a label that could be compared with: "refuse" or "drop".
-        needs_label: Whether prompts are asked and responses compared, so that a form has labels and no prompt ends with
-            an answer; conversations of a calibration pass do.
-    """
-
-    prompt_key: str = ""
-    label_key: str = ""
-    response_key: str = ""
-    system_prompt: str = ""
-    prompt_template: str = ""
-    duplicates: str = "refuse"
-    unlabeled: str = "refuse"
-    needs_label: bool = True
 
 
 @dataclass(frozen=True)
