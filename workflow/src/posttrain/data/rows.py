@@ -230,7 +230,8 @@ def describe_bad_rows(found: ReadRows, report: Path | None = None, most_told: in
     label = f", {form.label!r}" if form.label else ""
     allowed = f"one JSON object a line: {form.prompt!r} (messages or text){label}, no prompt twice"
     other = sorted({row.remedy for row in bad} - {""})
-    remedy = ", or ".join(["correct these lines", *other, "set data.prompt_key and data.label_key"])
+    general = [] if any("prompt_key" in one for one in other) else ["set data.prompt_key and data.label_key"]
+    remedy = ", or ".join(["correct these lines", *other, *general])
     return Problem(found.name, value, allowed, remedy)
 
 
