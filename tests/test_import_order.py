@@ -15,7 +15,18 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "workflow" / "src" / "posttrain"
 ORDER = (
     *("document", "types", "readable", "algorithm", "config", "artifacts", "planner", "foreign", "observability"),
-    *("forecast", "rendezvous", "processes", "preflight", "checkpoint", "data", "reward", "batching", "engines"),
+    *(
+        "forecast",
+        "rendezvous",
+        "processes",
+        "http_answers",
+        "preflight",
+        "checkpoint",
+        "data",
+        "reward",
+        "batching",
+        "engines",
+    ),
     *("serving", "rollout", "evaluation", "megatron_backend", "weight_sync", "training", "launch", "rehearsal"),
     "commands",
 )

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import aiohttp
-
 from posttrain.artifacts import hash_file, write_text
 from posttrain.config.command_line import CONFIG_DIR
+from posttrain.engines.calls import EngineError
 from posttrain.engines.secret import SECRET_VARIABLE
-from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, served_models
+from posttrain.engines.streaming import CHAT, COMPLETIONS, Endpoint, open_session, served_models
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.evaluation.serving import Load, PromptOf
 from posttrain.evaluation.serving_page import render_serving
@@ -26,6 +25,7 @@ from posttrain.serving.checkpoint import find_checkpoint
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 30.0
+MAX_NAMES, MAX_NAME_CHARACTERS = 20, 100
 
 
 def main(
@@ -84,10 +84,15 @@ def _refuse_nonsense(url: str, chat: bool, dataset: Path | None, smallest: int) 
 
 async def _find_problems(endpoint: Endpoint, length: int) -> list[Problem]:
     """Return what the endpoint itself says against the question."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_SECONDS)) as session:
-        models = await served_models(session, endpoint)
+    try:
+        async with open_session(PROBE_SECONDS) as session:
+            models = await served_models(session, endpoint)
+    except EngineError as error:
+        allowed = "the address of a server that speaks OpenAI's interface, without /v1"
+        return [Problem("URL", str(error), allowed, "start it, or give its own address")]
     if endpoint.model not in models:
-        known = ", ".join(models) or "none"
+        shown = [name[:MAX_NAME_CHARACTERS] for name in list(models)[:MAX_NAMES]]
+        known = ", ".join([*shown, *["..."] * (len(models) > MAX_NAMES)]) or "none"
         return [Problem("--model", endpoint.model, f"a model of {endpoint.url}: {known}", "name one of these")]
     room = models[endpoint.model]
     if room is not None and length > room:

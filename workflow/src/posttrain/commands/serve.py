@@ -16,6 +16,7 @@ from posttrain.config.command_line import CONFIG_DIR, read_request
 from posttrain.config.load import Resolved, merge
 from posttrain.config.request import parse_request
 from posttrain.config.schema import Config, Hardware
+from posttrain.engines.calls import EngineError
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import ConfigError, Problem, raise_if_any
 from posttrain.launch.served import job_of_this_process, place_in_job, stop, submit
@@ -130,8 +131,7 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
     """Hold a server against a checkpoint's canary, and say how near it is.
 
     Raises:
-        ConfigError: The checkpoint has none, or the server serves something else.
-        RuntimeError: It cannot be asked.
+        ConfigError: The checkpoint has none, or the server serves something else or cannot be asked.
     """
     canary = read_canary(Path(checkpoint.place)) if checkpoint.is_folder else None
     if canary is None:
@@ -140,7 +140,12 @@ def _check(address: str, checkpoint: Checkpoint) -> None:
         raise ConfigError([Problem(CANARY_NAME, f"not in {checkpoint.place}", allowed, remedy)])
     url = address if "://" in address else f"http://{address}"
     secret = os.environ.get(SECRET_VARIABLE, "")
-    held = asyncio.run(hold(url, secret, canary, checkpoint.precision, CHECK_SECONDS))
+    try:
+        held = asyncio.run(hold(url, secret, canary, checkpoint.precision, CHECK_SECONDS))
+    except EngineError as error:
+        allowed = "a server that is healthy and computes log-probabilities of a prompt"
+        remedy = f"start it, or correct the address; where it wants a secret, export {SECRET_VARIABLE}"
+        raise ConfigError([Problem("--check", f"{url}: {error}", allowed, remedy)]) from error
     print(f"{url} serves {checkpoint.place}: {told(held)}")
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import struct
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from posttrain.engines.routes import BINARY, read_behind_json
 from posttrain.engines.secret import authorization
+from posttrain.http_answers import MALFORMED, MAX_ANSWER_BYTES, PLAIN, parse_json, read_bounded, read_refusal
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +30,8 @@ PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_INTERVAL_SECONDS = 0.1
 # SGLang answers as soon as it has computed one token more, whatever it is busy with. What takes longest is one batch.
 SILENCE_SECONDS = 60.0
-# Of an answer that is an error: a page of HTML fits into no log.
-MAX_ERROR_CHARACTERS = 1000
+# A line that is too long is none of aiohttp's errors of clients.
+BAD_HTTP = (aiohttp.ClientError, HttpProcessingError)
 
 
 class EngineError(RuntimeError):
@@ -52,11 +56,16 @@ class Engine:
 class EngineCalls:
     """An async context manager, open for as long as calls are made.
 
+    Of an engine that was not started for the run subclasses lower `_max_answer_bytes`.
+
     Args:
         urls: Of the engines, "http://host:port".
         secret: What the engines want to be shown.
         request_timeout_seconds: Every answer must come within this.
     """
+
+    # Of answers with tokens, log-probabilities and routes of many samples.
+    _max_answer_bytes = 16 << 30
 
     def __init__(self, urls: Sequence[str], secret: str, request_timeout_seconds: float):
         assert urls, "a client needs at least one engine"
@@ -69,7 +78,8 @@ class EngineCalls:
         # No connection is kept: the server drops an idle one after seconds, a training step takes longer, and
         # a weight update that meets a dropped connection must not be repeated.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        headers = {**PLAIN, **self._headers}
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
         return self
 
     async def __aexit__(
@@ -142,20 +152,31 @@ class EngineCalls:
 
     async def _call_once(self, engine: Engine, method: str, path: str, body: dict[str, Any] | None) -> Any:
         assert self._session is not None, "use the client as an async context manager"
-        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        timeout = aiohttp.ClientTimeout(total=self._seconds_of(method))
         try:
-            async with self._session.request(method, engine.url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, engine.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                chunks = response.content.iter_any()
                 if response.status != 200:
-                    text = (await response.text())[:MAX_ERROR_CHARACTERS]
-                    raise EngineError(f"{engine}: {method} {path}: HTTP {response.status}: {text}")
+                    refusal = await read_refusal(response.status, response.headers, chunks)
+                    raise EngineError(f"{engine}: {method} {path}: {refusal}")
+                most = MAX_ANSWER_BYTES if method == "GET" else self._max_answer_bytes
+                content = await read_bounded(chunks, most)
                 if response.content_type == BINARY:
-                    return read_behind_json(await response.read())
-                is_json = response.content_type == "application/json"
-                return await response.json() if is_json else await response.text()
+                    return read_behind_json(content)
+                return parse_json(content) if response.content_type == "application/json" else content.decode()
         except TimeoutError as error:
-            raise NoAnswerError(f"{engine}: {method} {path}: no answer within {self._timeout_seconds:g} s") from error
-        except ValueError as error:
-            raise EngineError(f"{engine}: {method} {path}: the answer is not JSON: {error}") from error
+            raise NoAnswerError(f"{engine}: {method} {path}: no answer within {timeout.total:g} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+            raise
+        except (*BAD_HTTP, struct.error, *MALFORMED) as error:
+            what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            raise EngineError(f"{engine}: {method} {path}: the answer {what}: {error}") from error
+
+    def _seconds_of(self, method: str) -> float:
+        """Return within what time a request has to be answered."""
+        return self._timeout_seconds
 
     @property
     def _silence_seconds(self) -> float:
@@ -168,11 +189,11 @@ class EngineCalls:
         longest = min(PROBE_TIMEOUT_SECONDS, self._silence_seconds, within_seconds)
         timeout = aiohttp.ClientTimeout(total=max(PROBE_INTERVAL_SECONDS, longest))
         try:
-            async with self._session.get(f"{engine.url}/health", timeout=timeout) as response:
+            async with self._session.get(f"{engine.url}/health", timeout=timeout, allow_redirects=False) as response:
                 if response.status == 401:
                     raise EngineError(f"{engine} obeys somebody else: it was started with another secret")
                 return response.status == 200
         except TimeoutError:
             return None
-        except aiohttp.ClientConnectionError:
+        except BAD_HTTP:
             return False

@@ -169,7 +169,7 @@ class SharedEngines(EngineClient):
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{engine.url}/get_model_info") as response,
+                session.get(f"{engine.url}/get_model_info", allow_redirects=False) as response,
             ):
                 status = response.status
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -15,13 +15,27 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.engines.calls import MAX_ERROR_CHARACTERS, NUM_CONNECTION_RETRIES, RETRY_SECONDS, EngineError
+from posttrain.engines.calls import BAD_HTTP, NUM_CONNECTION_RETRIES, RETRY_SECONDS, EngineError
 from posttrain.engines.secret import authorization
+from posttrain.errors import one_line
+from posttrain.http_answers import (
+    MALFORMED,
+    MAX_ERROR_CHARACTERS,
+    PLAIN,
+    OversizedAnswerError,
+    parse_json,
+    read_bounded,
+    read_refusal,
+)
 
 COMPLETIONS, CHAT, GENERATE = "completions", "chat", "generate"
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", GENERATE: "/generate"}
 # Too many requests, and no room for one now.
 TURNED_AWAY = (429, 503)
+# A context has fewer tokens.
+MAX_COUNT = 1 << 40
+# A stream may have so many bytes, and so many more for each token: names, counts and pauses come with it.
+STREAM_BYTES, STREAM_BYTES_OF_A_TOKEN = 1 << 20, 1 << 14
 # What a chunk of a conversation may hold of an answer.
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
@@ -94,13 +108,29 @@ async def served_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> d
     """
     path = f"{endpoint.url}/v1/models"
     try:
-        async with session.get(path, headers=endpoint.headers) as response:
-            text = await response.text()
+        async with session.get(path, headers=endpoint.headers, allow_redirects=False) as response:
             if response.status != 200:
-                raise EngineError(f"{path}: HTTP {response.status}: {text[:MAX_ERROR_CHARACTERS]}")
-        return {model["id"]: model.get("max_model_len") for model in json.loads(text)["data"]}
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{path} does not list models: {error!r}") from error
+                refusal = await read_refusal(response.status, response.headers, response.content.iter_any())
+                raise EngineError(f"{path}: {refusal}")
+            answer = parse_json(await read_bounded(response.content.iter_any()))
+        return {str(model["id"]): _count(model.get("max_model_len")) for model in answer["data"]}
+    except (*BAD_HTTP, TimeoutError, *MALFORMED) as error:
+        raise EngineError(f"{path} does not list models: {one_line(repr(error))[:MAX_ERROR_CHARACTERS]}") from error
+
+
+def _count(value: Any) -> int | None:
+    """Return a count that an endpoint gives; None where it gives none."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise TypeError(f"{value!r:.80} is no count of tokens")
+    return value
+
+
+def open_session(total_seconds: float, **options: Any) -> aiohttp.ClientSession:
+    """Return a session that reads no compressed answers, and gives up a request after some time."""
+    timeout = aiohttp.ClientTimeout(total=total_seconds)
+    return aiohttp.ClientSession(timeout=timeout, headers=PLAIN, auto_decompress=False, **options)
 
 
 async def stream(session: aiohttp.ClientSession, endpoint: Endpoint, request: StreamedRequest) -> Timeline:
@@ -111,36 +141,44 @@ async def stream(session: aiohttp.ClientSession, endpoint: Endpoint, request: St
     """
     data = json.dumps(_body(endpoint, request)).encode()
     timeline = Timeline(time.perf_counter())
-    while (wait := await _try(session, endpoint, data, timeline)) is not None:
+    most_bytes = STREAM_BYTES + request.output_tokens * STREAM_BYTES_OF_A_TOKEN
+    while (wait := await _try(session, endpoint, data, timeline, most_bytes)) is not None:
         timeline.retries += 1
         await asyncio.sleep(wait)
-    if timeline.output_tokens != request.output_tokens:
+    if timeline.output_tokens != request.output_tokens or not timeline.chunks:
         count = f"{timeline.output_tokens} of {request.output_tokens} tokens"
         raise EngineError(f"{endpoint.url} answered with {count}: does it know ignore_eos, and has its context room?")
     return timeline
 
 
-async def _try(session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, timeline: Timeline) -> float | None:
+async def _try(
+    session: aiohttp.ClientSession, endpoint: Endpoint, data: bytes, timeline: Timeline, most_bytes: int
+) -> float | None:
     """Send once and read the answer; seconds to wait where the request was turned away."""
     path = PATHS[endpoint.api]
     wait = RETRY_SECONDS * 2**timeline.retries if timeline.retries < NUM_CONNECTION_RETRIES else None
     headers = {"Content-Type": "application/json", **endpoint.headers}
     try:
-        async with session.post(endpoint.url + path, data=data, headers=headers) as response:
+        async with session.post(endpoint.url + path, data=data, headers=headers, allow_redirects=False) as response:
             if response.status in TURNED_AWAY and wait is not None:
                 return wait
             if response.status != 200:
-                text = (await response.text())[:MAX_ERROR_CHARACTERS]
-                raise EngineError(f"{endpoint.url}{path}: HTTP {response.status}: {text}")
+                refusal = await read_refusal(response.status, response.headers, response.content.iter_any())
+                raise EngineError(f"{endpoint.url}{path}: {refusal}")
+            left = most_bytes
             async for line in response.content:
+                left -= len(line)
+                if left < 0:
+                    raise OversizedAnswerError(f"an answer of more than {most_bytes} bytes")
                 if line.startswith(b"data: {"):
-                    _take(timeline, time.perf_counter(), json.loads(line[6:]), endpoint)
+                    _take(timeline, time.perf_counter(), parse_json(line[6:]), endpoint)
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
         if timeline.chunks or wait is None or isinstance(error, TimeoutError):
             raise EngineError(f"{endpoint.url}{path}: the stream broke off: {error!r}") from error
         return wait
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{endpoint.url}{path} answers in another way than it should: {error!r}") from error
+    except (*BAD_HTTP, *MALFORMED) as error:
+        said = one_line(repr(error))[:MAX_ERROR_CHARACTERS]
+        raise EngineError(f"{endpoint.url}{path} answers in another way than it should: {said}") from error
     return None
 
 
@@ -150,11 +188,11 @@ def _take(timeline: Timeline, now: float, chunk: Mapping[str, Any], endpoint: En
         raise EngineError(f"{endpoint.url} tells within its answer: {str(chunk['error'])[:MAX_ERROR_CHARACTERS]}")
     if endpoint.api == GENERATE:
         meta = chunk.get("meta_info", {})
-        count = meta.get("completion_tokens") or len(chunk["output_ids"])
-        timeline.input_tokens = meta.get("prompt_tokens", timeline.input_tokens)
+        count = _count(meta.get("completion_tokens")) or len(chunk["output_ids"])
+        timeline.input_tokens = _count(meta.get("prompt_tokens")) or timeline.input_tokens
     elif usage := chunk.get("usage"):
-        count = usage["completion_tokens"]
-        timeline.input_tokens = usage["prompt_tokens"]
+        count = _count(usage["completion_tokens"]) or 0
+        timeline.input_tokens = _count(usage["prompt_tokens"]) or 0
     else:
         # Who counts nothing is taken to send a token with every text, until the last chunk says how many there were.
         count = timeline.output_tokens + any(map(_has_text, chunk.get("choices", ())))

@@ -11,9 +11,11 @@ from typing import Any
 
 from posttrain.engines.calls import EngineError
 from posttrain.engines.client import EngineClient
+from posttrain.http_answers import MALFORMED
 
 # Tokens of one place with their log-probabilities.
 Likeliest = list[tuple[int, float]]
+ABOUT_SECONDS = 60.0
 # One token has to be asked for, since not every server takes none. It is not looked at but for how likely it is.
 ONE_TOKEN = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0}
 
@@ -27,10 +29,17 @@ class ForcedTokens(EngineClient):
         request_timeout_seconds: Every answer must come within this.
     """
 
+    # Of log-probabilities of four prompts.
+    _max_answer_bytes = 64 << 20
+
     def __init__(self, url: str, secret: str, request_timeout_seconds: float):
         super().__init__([url], secret, request_timeout_seconds)
         if not secret:
             self._headers = {}
+
+    def _seconds_of(self, method: str) -> float:
+        # A server that computes nothing has nothing to wait for.
+        return min(ABOUT_SECONDS, self._timeout_seconds) if method == "GET" else self._timeout_seconds
 
     async def interface(self) -> str:
         """Return "sglang" where the server has SGLang's own interface for prompts, else "openai"."""
@@ -49,7 +58,7 @@ class ForcedTokens(EngineClient):
         answer = await self._ask("GET", "/v1/models")
         try:
             return str(answer["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
+        except MALFORMED as error:
             raise EngineError(f"{self._engines[0]}: /v1/models names no model") from error
 
     async def logprobs(
@@ -89,7 +98,7 @@ class ForcedTokens(EngineClient):
         try:
             found = meta["input_top_logprobs"][-len(response) :]
             places = [[(int(entry[1]), float(entry[0])) for entry in place] for place in found]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise EngineError(f"{self._engines[0]}: /generate does not tell the likeliest tokens") from error
         if [len(place) for place in places] != [count] * len(response):
             raise EngineError(f"{self._engines[0]}: /generate does not tell {count} tokens of each place")
@@ -97,7 +106,10 @@ class ForcedTokens(EngineClient):
 
     async def _by_generate(self, prompt: Sequence[int], response: Sequence[int], _: str) -> list[float | None]:
         meta = await self._forced(prompt, response, {})
-        return [None if entry[0] is None else float(entry[0]) for entry in meta["input_token_logprobs"]]
+        try:
+            return [None if entry[0] is None else float(entry[0]) for entry in meta["input_token_logprobs"]]
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self._engines[0]}: /generate has log-probabilities that are no numbers") from error
 
     async def _forced(self, prompt: Sequence[int], response: Sequence[int], more: Mapping[str, Any]) -> dict[str, Any]:
         """Return what /generate tells of a continuation that is given to it, without what stands before."""
@@ -114,7 +126,7 @@ class ForcedTokens(EngineClient):
             meta = dict(answer["meta_info"])
             meta["input_token_logprobs"] = found = meta["input_token_logprobs"][-len(response) :]
             tokens = [int(entry[1]) for entry in found]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise EngineError(f"{self._engines[0]}: /generate has no log-probabilities of a prompt") from error
         if tokens != list(response):
             raise EngineError(f"{self._engines[0]}: /generate answers of other tokens than it was asked")
@@ -126,7 +138,7 @@ class ForcedTokens(EngineClient):
         try:
             found = answer["choices"][0]["logprobs"]["token_logprobs"]
             values = [None if value is None else float(value) for value in found]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             told = "it does not echo a prompt with log-probabilities"
             raise EngineError(f"{self._engines[0]}: /v1/completions: {told}") from error
         if len(values) not in (count := len(prompt) + len(response), count + 1):
@@ -140,7 +152,7 @@ class ForcedTokens(EngineClient):
         answer = await self._ask("POST", "/v1/completions", body)
         try:
             return max(float(value) for value in answer["choices"][0]["logprobs"]["top_logprobs"][0].values())
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             raise EngineError(f"{self._engines[0]}: /v1/completions has no log-probabilities") from error
 
     async def first_of_chat(
@@ -165,7 +177,7 @@ class ForcedTokens(EngineClient):
             (first,) = answer["choices"][0]["logprobs"]["content"][:1]
             likeliest = max(float(entry["logprob"]) for entry in first["top_logprobs"])
             return int(answer["usage"]["prompt_tokens"]), likeliest
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise EngineError(f"{self._engines[0]}: /v1/chat/completions has no log-probabilities") from error
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -26,8 +26,9 @@ import numpy as np
 
 from posttrain.engines.calls import EngineError
 from posttrain.engines.sampling_seed import sampling_seed
-from posttrain.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, stream
+from posttrain.engines.streaming import Endpoint, Prompt, StreamedRequest, Timeline, open_session, stream
 from posttrain.errors import ConfigError, Problem
+from posttrain.http_answers import read_bounded
 from posttrain.observability.progress import ProgressBar
 
 SEED_TAG = "serving"
@@ -132,9 +133,8 @@ async def measure_level(endpoints: Sequence[Endpoint], prompt_of: PromptOf, conc
         StreamedRequest(prompt_of(concurrency, number), load.output_tokens, seed, load.temperature)
         for number, seed in enumerate(seeds)
     ]
-    timeout = aiohttp.ClientTimeout(total=load.timeout_seconds)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as session:
+    async with open_session(load.timeout_seconds, connector=connector, read_bufsize=READ_BYTES) as session:
 
         async def send(number: int) -> Timeline:
             return await stream(session, endpoints[number % len(endpoints)], requests[number])
@@ -153,8 +153,9 @@ async def _open_connections(session: aiohttp.ClientSession, endpoints: Sequence[
 
     async def touch(number: int) -> None:
         endpoint = endpoints[number % len(endpoints)]
-        async with session.get(f"{endpoint.url}/v1/models", headers=endpoint.headers) as answer:
-            await answer.read()
+        path = f"{endpoint.url}/v1/models"
+        async with session.get(path, headers=endpoint.headers, allow_redirects=False) as answer:
+            await read_bounded(answer.content.iter_any())
 
     await asyncio.gather(*map(touch, range(count)), return_exceptions=True)
 

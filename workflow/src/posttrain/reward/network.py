@@ -24,11 +24,10 @@ from httpx2 import AsyncClient, HTTPError, Limits
 from posttrain.checkpoint.hub.retries import CUT, BadStatus, GaveUp, Retries, RetryRule
 from posttrain.config.services import Address
 from posttrain.errors import one_line
+from posttrain.http_answers import PLAIN, parse_json, read_bounded, read_error, redirect_of
 from posttrain.preflight.reward_tokens import token_of
 from posttrain.reward.answer import Failure
 
-# A grader says some numbers about some answers.
-MAX_ANSWER_BYTES = 16 << 20
 # Of what an address says when it is not what was asked for.
 MAX_TOLD_CHARACTERS = 300
 RETRIED_STATUSES = (429, *range(500, 600))
@@ -61,7 +60,7 @@ class AddressClient:
         Returns:
             What came back for each, JSON types or a `Failure`, in the order of the bodies.
         """
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", **PLAIN}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         limits = Limits(max_connections=self._settings.max_requests)
@@ -87,7 +86,7 @@ class AddressClient:
                 return Failure("deadline", f"no answer within {deadline:g} s{why}")
             except GaveUp as error:
                 return Failure("connection", f"{self._reason(error.__cause__)}; {error}")
-            except (BadStatus, HTTPError, ValueError, RecursionError) as error:
+            except (BadStatus, HTTPError, ValueError) as error:
                 return Failure("error", self._reason(error))
 
     async def _ask_until(self, client: AsyncClient, content: bytes, limit: asyncio.Timeout) -> Any:
@@ -106,17 +105,14 @@ class AddressClient:
             await asyncio.sleep(seconds)
 
     async def _ask_once(self, client: AsyncClient, content: bytes) -> Any:
-        headers, answer = {"Idempotency-Key": hashlib.sha256(content).hexdigest()}, bytearray()
+        headers = {"Idempotency-Key": hashlib.sha256(content).hexdigest()}
         async with client.stream("POST", self._url, content=content, headers=headers) as response:
-            async for chunk in response.aiter_bytes():
-                answer += chunk
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-        if not response.is_success:
-            error = BadStatus(response.status_code, response.headers.get("Retry-After", ""))
-            error.add_note(answer.decode(errors="replace"))
-            raise error
-        return json.loads(answer)
+            if response.is_success:
+                return parse_json(await read_bounded(response.aiter_raw()))
+            said = await read_error(response.aiter_raw())
+        error = BadStatus(response.status_code, response.headers.get("Retry-After", ""))
+        error.add_note(redirect_of(response.status_code, response.headers) or said)
+        raise error
 
     def _reason(self, error: BaseException | None) -> str:
         said = "".join(getattr(error, "__notes__", ()))
