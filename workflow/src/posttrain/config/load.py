@@ -166,6 +166,7 @@ def experiment_of(config: schema.Config) -> dict[str, Any]:
     """
     sections = {name: _named(name, getattr(config, name)) for name in schema.EXPERIMENT_SECTIONS}
     sections["model"]["source"] = _named("source", config.model.source)
+    sections["model"]["patch"] = _named("patch", config.model.patch)
     sections["model"]["architecture"] = dimensions(config.model.architecture)
     return {name: section for name, section in sections.items() if section}
 
