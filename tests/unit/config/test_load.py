@@ -22,6 +22,11 @@ def problems_of(**workflow):
     ("settings", "key", "remedy"),
     [
         ("optmizer.lr=1e-6", "optmizer.lr", "did you mean 'optimizer.lr'?"),
+        # Names of other trainers.
+        ("optimizer.learning_rate=1e-6", "optimizer.learning_rate", "did you mean 'optimizer.lr'?"),
+        ("rollout.num_generations=8", "rollout.num_generations", "did you mean 'rollout.num_samples_per_prompt'?"),
+        ("trainer.save_freq=8", "trainer.save_freq", "did you mean 'trainer.save_interval'?"),
+        ("algorithm.epsilon_high=0.3", "algorithm.epsilon_high", "did you mean 'algorithm.clip_ratio_high'?"),
         ("optimizer.lr.x=3", "optimizer.lr.x", "did you mean 'optimizer.lr'?"),
         ("training.num_steps=many", "training.num_steps", "give a whole number"),
         ("training.num_steps=1.5", "training.num_steps", "give a whole number"),

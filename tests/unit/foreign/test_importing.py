@@ -99,6 +99,21 @@ def test_a_flag_that_is_not_given_means_something_too() -> None:
         ("--kl-loss-coef 0.001", "--kl-loss-coef", "only 0 can be left out"),
         ("--rollout-top-p 0.9", "--rollout-top-p", "only 1 can be left out"),
         ("--partial-rollout", "--partial-rollout", "rollouts are synchronous"),
+        ("--loss-type sft_loss", "--loss-type", "known here: policy_loss; stays training.objective=rl"),
+        ("--use-tis --tis-level geometric", "--use-tis", "--tis-level changes what it means"),
+        ("--use-tis --tis-level sequence", "--use-tis", "--tis-level changes what it means"),
+        ("--use-tis --tis-mode clip", "--use-tis", "--tis-mode changes what it means"),
+        ("--use-tis --tis-clip-low 0.5", "--use-tis", "a lower bound of the factor other than 0"),
+        ("--use-tis --custom-tis-function-path a.b", "--use-tis", "--custom-tis-function-path changes what it means"),
+        ("--use-kl-loss --kl-loss-coef 0.1", "--use-kl-loss", "there is no reference model here"),
+        ("--position-embedding-type learned_absolute", "--position-embedding-type", "only rope can be left out"),
+        ("--hf-checkpoint /x/Qwen3-4B-INT4", "--hf-checkpoint", "serve BF16 or FP8 here, not INT4"),
+        ("--hf-checkpoint /x/Qwen3-4B-NVFP4/", "--hf-checkpoint", "not NVFP4"),
+        ("--hf-checkpoint /x/Qwen3-4B-AWQ", "--hf-checkpoint", "not AWQ"),
+        ("--hf-checkpoint /x/Qwen3-4B-w4a16", "--hf-checkpoint", "not W4A16"),
+        ("--optimizer sgd", "--optimizer", "optimizer is adam here"),
+        ("--sglang-kv-cache-dtype fp8_e4m3", "--sglang-kv-cache-dtype", "--kv-cache-dtype is"),
+        ("--calculate-per-token-loss maybe", "--calculate-per-token-loss", "a switch that has a value"),
         ("--custom-rm-path a.b", "--custom-rm-path", "path.py:function"),
         ("--num-layers 40", "--num-layers", "num_hidden_layers is 36 here"),
         ("--sequence-parallel --tensor-model-parallel-size 1", "--sequence-parallel", "parallel is False here"),
@@ -113,6 +128,32 @@ def test_a_flag_that_is_not_given_means_something_too() -> None:
 def test_what_cannot_be_taken_over_is_told_with_the_reason(text: str, flag: str, about: str) -> None:
     told = {item.flag: item.about for item in imported(PLAIN + text).missed}
     assert about in told[flag]
+
+
+REJECTED = "--tensor-model-parallel-size 3 "
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("--sglang-kv-cache-dtype fp8_e4m3", "--kv-cache-dtype is"),
+        ("--optimizer sgd", "optimizer is adam here"),
+        ("--hidden-dropout 0.1", "hidden_dropout is 0.0 here"),
+        ("--sequence-parallel", "not checked, because the configuration is rejected"),
+        ("--swiglu", "not checked, because the configuration is rejected"),
+    ],
+)
+def test_nothing_is_called_our_default_that_was_not_checked(text: str, about: str) -> None:
+    found = imported(PLAIN.replace("--tensor-model-parallel-size 2 ", REJECTED) + text)
+    assert found.problems
+    name = text.split()[0]
+    assert name not in [told.flag for told in (*found.same, *found.taken)]
+    assert any(about in told.about for told in found.missed if told.flag == name)
+
+
+def test_warmup_counts_the_updates_that_the_script_asks_for() -> None:
+    text = PLAIN.replace("--global-batch-size 64 ", "") + "--num-steps-per-rollout 4 --lr-warmup-iters 40"
+    assert imported(text).values["optimizer.lr_warmup_steps"] == 10
 
 
 def test_layouts_and_engines_of_the_recipe_are_found_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,17 @@ from posttrain.errors import ConfigError, Problem, one_line, raise_if_any
 from posttrain.foreign.importing import Told, import_flags
 from posttrain.foreign.launcher import read_launcher
 from posttrain.foreign.model_names import model_of
-from posttrain.foreign.script import Script
+from posttrain.foreign.script import Script, read_text
 from posttrain.foreign.shell import read_shell
 from posttrain.foreign.table import ROWS
 from posttrain.foreign.written import render
 
+# How scripts of trainers that are not read are recognised.
+_OTHERS = {
+    "verl": re.compile(r"^[^#\n]*(\bverl\.(trainer|recipe)|\bactor_rollout_ref\.|(from|import) verl\b)", re.MULTILINE),
+    "TRL": re.compile(r"^[^#\n]*(\btrl (grpo|rloo|sft|dpo)\b|\b(from|import) trl\b|\bGRPOConfig\()", re.MULTILINE),
+    "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|trainer)\b"),
+}
 WIDTH = 140
 TITLES = {
     "taken": "taken over",
@@ -59,7 +66,9 @@ def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any
     """Return the script's flags, and the names that choose files."""
     # A launcher asks for the nodes on its own command line.
     known = {"num_nodes": names["nodes"]} if "nodes" in names else {}
+    _refuse_others(script)
     found = read_launcher(script, known) if script.suffix == ".py" else read_shell(script)
+    _refuse_fine_tuning(found)
     if not any(name in ROWS for name in found.flags):
         allowed = "a launch script with flags of slime's or miles' train.py"
         remedy = "give the script that starts the training (docs/coming-from.md says which layouts are read)"
@@ -68,6 +77,26 @@ def _read(script: Path, names: Mapping[str, Any]) -> tuple[Script, dict[str, Any
         return found, dict(names)
     own = [Path(str(names["configs"])).expanduser()] if names.get("configs") else []
     return found, {"model": model_of(found, [CONFIG_DIR, *own]), **names}
+
+
+def _refuse_others(script: Path) -> None:
+    """Reject a script of another trainer than those that are read."""
+    text = read_text(script)
+    for name, mark in _OTHERS.items():
+        if mark.search(text):
+            allowed = "a launch script of slime or miles"
+            remedy = f"{name}'s settings are not read; docs/coming-from.md has them beside our keys"
+            raise ConfigError([Problem(str(script), f"a script of {name}", allowed, remedy)])
+
+
+def _refuse_fine_tuning(found: Script) -> None:
+    """Reject supervised fine-tuning: its other flags do not mean what they mean for RL."""
+    for name, mark in (("--loss-type", "sft_loss"), ("--rollout-function-path", "sft_rollout")):
+        given = found.flags.get(name)
+        if given and mark in " ".join(given.values):
+            allowed = "the flags of a training with rewards"
+            remedy = "begin with recipe=sft and set its keys (docs/sft.md)"
+            raise ConfigError([Problem(name, f"{' '.join(given.values)} ({given.place})", allowed, remedy)])
 
 
 def _table(title: str, rows: Sequence[Told]) -> Table:

@@ -15,6 +15,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import ValidationError
 
 from posttrain.config import schema
+from posttrain.config.other_names import key_of
 from posttrain.errors import Problem
 
 TYPE_NAMES = {
@@ -183,7 +184,8 @@ def unknown_key(key: str, value: Any, origin: str, types: Mapping[str, Any]) -> 
         types = {known.replace(f"{table}{ANY_NAME}", f"{table}{name or 'NAME'}"): kind for known, kind in types.items()}
     parent = key.rpartition(".")[0]
     siblings = [known for known in types if known.rpartition(".")[0] == parent]
-    remedy = did_you_mean(key, types) or (
+    other = key_of(key)
+    remedy = (f"did you mean {other!r}?" if other in types else did_you_mean(key, types)) or (
         "allowed here: " + ", ".join(sorted(k.rpartition(".")[2] for k in siblings))
         if siblings
         else "see config/README.md"

@@ -7,6 +7,7 @@ docs/coming-from.md).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,10 @@ _REWARDS = {"deepscaler": "math_deepscaler", "dapo": "math_dapo", "math": "math"
 # Estimators of theirs that are a line of config/algorithms.yaml.
 _PRESETS = {name: name for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")}
 _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+# What the name of a folder says of weights that are neither BF16 nor FP8.
+_OTHER_FORMATS = re.compile(
+    r"[-_.]((?:nv|mx)?fp4|mxfp[68]|w\d+a\d+\w*|int[48]|[48]-?bits?|awq|gptq|gguf|bnb)(?![a-z0-9])"
+)
 _ON = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -52,9 +57,9 @@ def always(**settings: Any) -> Convert:
     named = {name.replace("__", "."): value for name, value in settings.items()}
 
     def convert(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
-        if given and not _ON.get(given[0].lower(), True):
-            return {}
-        return named
+        if given and (len(given) > 1 or given[0].lower() not in _ON):
+            raise NotHere("a switch that has a value")
+        return {} if given and not _ON[given[0].lower()] else named
 
     return convert
 
@@ -70,6 +75,13 @@ def clip(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
     return {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": number(values, "--eps-clip-high", low)}
 
 
+def no_reference(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
+    """Nothing is left out only where the bonus has no weight."""
+    if number(values, "--kl-loss-coef", 0):
+        raise NotHere("there is no reference model here")
+    return {}
+
+
 def dual_clip(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
     """A third bound, where the advantage is negative."""
     return {"algorithm.clip": "dual", "algorithm.clip_ratio_dual": number(values, "--eps-clip-c")}
@@ -77,6 +89,10 @@ def dual_clip(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 def truncation(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
     """Truncated importance sampling between trainer and engine."""
+    ours = {"--tis-level": "token", "--tis-mode": "truncate"}
+    for name in sorted(name for name in values if name.startswith(("--tis-", "--custom-tis-"))):
+        if name not in _TRUNCATION and values[name] != (ours.get(name),):
+            raise NotHere(f"{name} changes what it means; only each token's factor is truncated here")
     if number(values, "--tis-clip-low", 0):
         raise NotHere("a lower bound of the factor other than 0")
     return {
@@ -84,6 +100,9 @@ def truncation(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
         "algorithm.correction_level": "token",
         "algorithm.correction_high": number(values, "--tis-clip", 2.0),
     }
+
+
+_TRUNCATION = ("--tis-clip", "--tis-clip-low")
 
 
 def engines(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
@@ -120,8 +139,15 @@ def moe_runner(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
 
 
 def serves_fp8(values: Values) -> bool:
-    """Tell whether the folder that engines load says that its weights are FP8."""
-    return "fp8" in values.get("--hf-checkpoint", ("",))[0].rstrip("/").rpartition("/")[2].lower()
+    """Tell whether the folder that engines load says that its weights are FP8.
+
+    Raises:
+        NotHere: It says that they are quantised in another way.
+    """
+    name = "".join(values.get("--hf-checkpoint", ())[:1]).rstrip("/").rpartition("/")[2].lower()
+    if match := _OTHER_FORMATS.search(name):
+        raise NotHere(f"engines of a training serve BF16 or FP8 here, not {match[1].upper()}")
+    return "fp8" in name
 
 
 def checkpoint(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
@@ -141,7 +167,7 @@ def updates_per_rollout(given: tuple[str, ...], values: Values) -> Mapping[str, 
 def warmup(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
     """Theirs counts updates, ours rollouts."""
     samples = number(values, "--rollout-batch-size") * number(values, "--n-samples-per-prompt", 1)
-    updates = samples / number(values, "--global-batch-size", samples)
+    updates = number(values, "--num-steps-per-rollout", samples / number(values, "--global-batch-size", samples))
     iterations = number(values, "--lr-warmup-iters")
     if iterations % updates:
         raise NotHere(f"{iterations:g} updates are no whole number of rollouts with {updates:g} updates each")
@@ -213,6 +239,13 @@ schedule = choice("optimizer.lr_schedule", _SCHEDULES)
 recompute = choice("trainer.recompute_granularity", {"full": "full", "none": "none"})
 dispatcher = choice("trainer.deepep", {"flex": True, "alltoall": False})
 all_to_all = choice("engine.deepep", {"deepep": True, "none": False})
+
+
+def objective(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:
+    """Only RL's loss is taken over: the other flags of a fine-tuning mean other things."""
+    if given != ("policy_loss",):
+        raise NotHere("known here: policy_loss")
+    return {"training.objective": "rl"}
 
 
 def wandb_mode(given: tuple[str, ...], values: Values) -> Mapping[str, Any]:

@@ -314,7 +314,12 @@ class _Import:
     def _mismatch(self, row: Row, given: Given) -> str:
         """Return where the resolved configuration does not say what the script does."""
         if self.found.resolved is None:
-            return ""
+            if any(key in self.found.values for key in self._keys_of(row, given.name)):
+                return ""
+            # What follows from other keys is not known without a configuration; what is constant is.
+            is_checked = not row.setting_of(given.name) and not row.late
+            reason = disagreement(row, given, emitted(self._bare))
+            return reason or ("" if is_checked else "not checked, because the configuration is rejected")
         config = self.found.resolved.config
         for key in self._keys_of(row, given.name):
             value = self._wanted[key]
