@@ -1,5 +1,6 @@
 """The converted checkpoint in the hands of Megatron itself, and Megatron's own in the hands of our reader."""
 
+import shutil
 import warnings
 
 import pytest
@@ -10,10 +11,12 @@ from tests.support.folders_in_parts import make_folder
 from tests.support.tiny_checkpoint import TINY, make_random_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from posttrain.checkpoint.formats.adopted_torch_dist import check_adoptable, place_torch_dist
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.formats.torch_dist import Conversion
+from posttrain.checkpoint.formats.torch_dist import Conversion, verify_torch_dist
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.param_names import by_key
+from posttrain.errors import CheckpointError
 
 EXPERTS_FC1 = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
 DENSE_FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -141,3 +144,47 @@ def test_a_training_checkpoint_of_megatron_is_exported(megatron, converted, sour
         before, after = origin.tensor(name), exported.tensor(name)
         trained_value = (before.float() * 1.25).to(before.dtype)
         assert torch.equal(after, before if name.startswith("model.layers.3.") else trained_value), name
+
+
+@pytest.fixture(scope="module")
+def of_megatron(tmp_path_factory, megatron, converted):
+    """The converted weights as Megatron's own `save` writes them: what is no tensor is among the shards."""
+    reader, folder = TorchDistReader(converted), tmp_path_factory.mktemp("megatron")
+    state = {key: megatron.ShardedTensor.from_rank_offsets(key, reader.read(key).clone()) for key in reader.keys}
+    megatron.save({**state, "iteration": 7, "args": {"lr": 1e-6}}, str(folder))
+    return folder
+
+
+def test_both_layouts_of_megatron_are_adopted(converted, of_megatron, source, tmp_path):
+    """0.19 has `common_state/shard_0_1`, older versions `common.pt`."""
+    assert not (of_megatron / "common.pt").exists()
+    assert (converted / "common.pt").exists()
+    for folder in (converted, of_megatron):
+        names = check_adoptable(folder, TINY)
+        assert set(names) == {path.name for path in folder.iterdir()}
+        placed = tmp_path / folder.name
+        placed.mkdir()
+        place_torch_dist(folder, placed, names, 1)
+        verify_torch_dist(source, placed, TINY, 1)
+
+
+def test_an_adopted_folder_of_megatron_loads_and_exports(megatron, of_megatron, converted, source, tmp_path):
+    reader = TorchDistReader(converted)
+    wanted = {key: megatron.ShardedTensor.from_rank_offsets(key, torch.empty(reader.shape(key))) for key in reader.keys}
+    loaded = megatron.load(wanted, str(of_megatron))
+    assert loaded["iteration"] == 7
+    assert all(torch.equal(loaded[key], reader.read(key).float()) for key in reader.keys)
+    folder = export_in_parts(of_megatron, source, TINY, tmp_path / "hf")
+    exported, origin = CheckpointReader(folder), CheckpointReader(source)
+    assert all(torch.equal(exported.tensor(name), origin.tensor(name)) for name in origin)
+
+
+def test_a_folder_without_any_common_state_is_refused(of_megatron, converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "old")
+    (tmp_path / "old" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"common\.pt missing"):
+        check_adoptable(tmp_path / "old", TINY)
+    shutil.copytree(of_megatron, tmp_path / "new")
+    (tmp_path / "new" / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"metadata\.json missing"):
+        check_adoptable(tmp_path / "new", TINY)

@@ -7,6 +7,7 @@ from pathlib import Path
 from posttrain.artifacts import FileRecord, RelativeName
 from posttrain.checkpoint.formats.shard_writer import TORCH_DTYPES
 from posttrain.checkpoint.formats.torch_dist import FORMAT_FILES
+from posttrain.checkpoint.formats.torch_dist_format import COMMON_NAME
 from posttrain.checkpoint.formats.torch_dist_reader import TorchDistReader
 from posttrain.checkpoint.hub.listed_files import ListedFile
 from posttrain.checkpoint.hub.local_folder import place_files
@@ -39,7 +40,8 @@ def check_adoptable(folder: Path, arch: Architecture) -> list[str]:
         raise ConfigError([Problem("download.torch_dist_folder", str(folder), "a torch_dist checkpoint", remedy)])
     reader = TorchDistReader(folder)
     reader.check_files()
-    if lacking := [name for name in FORMAT_FILES if not (folder / name).is_file()]:
+    needed = [name for name in FORMAT_FILES if name != COMMON_NAME or not reader.holds_common_state]
+    if lacking := [name for name in needed if not (folder / name).is_file()]:
         raise CheckpointError(f"{folder}: {', '.join(lacking)} missing; not a torch_dist checkpoint of Megatron")
     if wrong := _differences(reader, arch):
         raise CheckpointError(

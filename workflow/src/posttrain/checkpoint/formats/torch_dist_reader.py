@@ -1,9 +1,10 @@
 """Reads Megatron's distributed checkpoints (`torch_dist`) without Megatron, a model or a process group.
 
 The folder holds `.metadata` (which chunk of which tensor lies where), `*.distcp` (the chunks, each as
-torch.save writes it) and `common.pt` (everything that is not a tensor). It may be a converted checkpoint or
-one that a training run wrote in any layout. A tensor, or any box of it, is put together from the chunks
-that it meets; no other chunk is read. Chunks are mapped, not loaded: what is read of one costs page cache.
+torch.save writes it) and, before Megatron 0.19, `common.pt` (everything that is not a tensor). It may be a
+converted checkpoint or one that a training run wrote in any layout. A tensor, or any box of it, is put
+together from the chunks that it meets; no other chunk is read. Chunks are mapped, not loaded: what is read
+of one costs page cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from posttrain.checkpoint.formats.torch_dist_format import METADATA_NAME, WRONG_PICKLE, read_metadata
+from posttrain.checkpoint.formats.torch_dist_format import COMMON_KEY, METADATA_NAME, WRONG_PICKLE, read_metadata
 from posttrain.checkpoint.quantization.tiling import Box, Shape, intersect, slices_within
 from posttrain.errors import CheckpointError, reason_of
 
@@ -64,6 +65,11 @@ class TorchDistReader:
     def keys(self) -> list[str]:
         """All tensors, sorted; objects that are no tensors are not among them."""
         return sorted(self._tensors)
+
+    @property
+    def holds_common_state(self) -> bool:
+        """Whether what is no tensor lies among the shards, as Megatron writes it from 0.19 on, not in `common.pt`."""
+        return any(key == COMMON_KEY for key, _ in self._places)
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
