@@ -105,7 +105,7 @@ def test_an_empty_file_has_no_keys_and_json_may_have_tabs(tmp_path: Path) -> Non
     assert read_mapping(path) == {"a": {"b": 1}}
 
 
-@pytest.mark.parametrize("text", ["model: {name: a, name: b}\n", "1: 2\n", "model: [\n", "- model\n"])
+@pytest.mark.parametrize("text", ["model: {name: a, name: b}\n", "1: 2\n", "model: [\n", "- model\n", "model\n"])
 def test_every_way_in_is_strict(text: str, tmp_path: Path) -> None:
     """A file for --configfile, and every layer of a folder of one's own."""
     path = tmp_path / "mine.yaml"

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, Event, MappingStartEvent, ScalarEvent
-from yaml.nodes import ScalarNode
+from yaml.nodes import MappingNode, ScalarNode
 from yaml.resolver import Resolver
 
 from posttrain.errors import ConfigError, Problem, raise_if_any
@@ -48,7 +48,8 @@ def read_mapping(path: Path, name: str = "", load: Callable[[str], Any] = yaml.s
     try:
         text = _read(path)
         raise_if_any([Problem(name, *fault) for fault in faults_of(text)])
-        content = load(text)
+        top = yaml.compose(text, Loader=_PARSER)
+        content = load(text) if isinstance(top, MappingNode) else yaml.safe_load(text)
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
