@@ -12,7 +12,6 @@ from typing import Any
 
 from posttrain.reward.notation import MAX_LENGTH, number
 
-MAX_DEPTH = 12
 _MAX_COMMANDS = 60
 _MAX_CELLS = 64
 _REFUSED = re.compile(
@@ -37,19 +36,13 @@ _TOLERANCE = 1e-22
 
 
 def same_value(left: str, right: str) -> bool:
-    """Tell whether two expressions have the same value, for all values of their letters.
+    """Tell whether two expressions from `notation.clean` have the same value, for all values of their letters.
 
     Numbers in them are exact (0.5 is 1/2, 0.333 is not 1/3). Both are computed to 30 digits, for letters at five
-    points: where either is not real it does not count, as long as two points are left.
-
-    Args:
-        left: LaTeX from `notation.clean`.
-        right: The same.
-
-    Returns:
-        False too where either cannot be read, or would cost too much.
+    points: where either is not real it does not count, as long as two points are left. False too where either cannot
+    be read, or would cost too much.
     """
-    first, second = _read(left), _read(right)
+    first, second = read_expression(left), read_expression(right)
     if first is None or second is None:
         return False
     if hasattr(first, "shape") or hasattr(second, "shape"):
@@ -61,7 +54,7 @@ def same_value(left: str, right: str) -> bool:
 
 def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
     """Tell whether two equations, each a pair of sides, say the same: their differences are multiples of each other."""
-    sides = [_read(side) for side in (*left, *right)]
+    sides = [read_expression(side) for side in (*left, *right)]
     if any(side is None or hasattr(side, "shape") for side in sides):
         return False
     first, second = sides[0] - sides[1], sides[2] - sides[3]
@@ -72,13 +65,13 @@ def is_proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
 
 
 def real_value(text: str) -> Any:
-    """Return a real number, rounded to 20 digits, or an infinity; None for anything else."""
+    """Return a real number, exact or rounded to 20 digits, or an infinity; None for anything else."""
     import sympy
 
-    value = {r"\infty": sympy.oo, r"-\infty": -sympy.oo}.get(text.replace(" ", "")) or _read(text)
+    value = {r"\infty": sympy.oo, r"-\infty": -sympy.oo}.get(text.replace(" ", "")) or read_expression(text)
     if value is None or hasattr(value, "shape") or not value.is_extended_real or value.free_symbols:
         return None
-    return value if value.is_infinite else sympy.Rational(str(value.evalf(_DIGITS).round(20)))
+    return value if value.is_infinite or value.is_Rational else sympy.Rational(str(value.evalf(_DIGITS).round(20)))
 
 
 def is_costly(text: str) -> bool:
@@ -92,31 +85,17 @@ def is_costly(text: str) -> bool:
         total *= max(1, int(found[1] or found[2]))
         if total > _MAX_POWER:
             return True
-    return _depth(text) > MAX_DEPTH
-
-
-def _depth(text: str) -> int:
-    """Return how deep brackets are nested; without bound where they do not fit together."""
-    closing = {")": "(", "]": "[", "}": "{"}
-    open_ones: list[str] = []
-    deepest = 0
-    for letter in re.sub(r"\\[{}]", "", text):
-        if letter in "([{":
-            open_ones.append(letter)
-            deepest = max(deepest, len(open_ones))
-        elif letter in closing and (not open_ones or open_ones.pop() != closing[letter]):
-            return MAX_LENGTH
-    return MAX_LENGTH if open_ones else deepest
+    return False
 
 
 def warm_up() -> None:
     """Import what reads expressions, and let it read some: the first ones take seconds."""
     for text in (r"\frac{\sqrt{2}}{3}-x^2", r"2\pi+\sin x"):
-        _read(text)
+        read_expression(text)
 
 
 @functools.lru_cache(maxsize=256)
-def _read(text: str) -> Any:
+def read_expression(text: str) -> Any:
     """Return a SymPy expression or matrix; None for anything else, and for what would cost too much."""
     # Imported here: it takes a second, which answers that are plain numbers or words do not need.
     import sympy
@@ -152,16 +131,12 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 
 
 def _same_at_points(left: Any, right: Any) -> bool:
-    if left == right:
-        return not left.has(*_undefined())
-    values = _values(left, right)
-    return bool(values) and all(_is_close(a, b) for a, b in values)
-
-
-def _undefined() -> tuple[Any, ...]:
     import sympy
 
-    return sympy.nan, sympy.zoo, sympy.oo, -sympy.oo
+    if left == right:
+        return not left.has(sympy.nan, sympy.zoo, sympy.oo)
+    values = _values(left, right)
+    return bool(values) and all(_is_close(a, b) for a, b in values)
 
 
 def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
@@ -175,7 +150,7 @@ def _values(left: Any, right: Any) -> list[tuple[Any, Any]]:
     ]
     # Not `subs`: exact numbers in nested roots take exponential time.
     pairs = [tuple(side.evalf(_DIGITS, subs=point) for side in (left, right)) for point in points]
-    finite = [pair for pair in pairs if all(value.is_number and not value.has(*_undefined()) for value in pair)]
+    finite = [pair for pair in pairs if all(value.is_number and value.is_finite for value in pair)]
     real = [pair for pair in finite if all(value.is_real for value in pair)]
     return real if len(real) > 1 else finite
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from posttrain.reward import mathematics, shape, task, text
 from posttrain.reward.answer import Answer, Grade
@@ -33,10 +34,7 @@ GRADERS: Mapping[str, Grader] = {
     "exact_match": Grader(_plain(text.exact_match), is_instant=True),
     "choice": Grader(_plain(text.choice), is_instant=True),
     "f1": Grader(_plain(text.f1), is_instant=True),
-    "math": Grader(_plain(mathematics.math_boxed)),
-    "math_answer": Grader(_plain(mathematics.math_answer)),
-    "math_dapo": Grader(_plain(mathematics.math_dapo)),
-    "math_deepscaler": Grader(_plain(mathematics.math_deepscaler)),
+    **{name: Grader(_plain(partial(mathematics.score, name))) for name in mathematics.CONVENTIONS},
     "format": Grader(shape.format_tags, needs_label=False),
     "length": Grader(shape.length, needs_label=False, is_instant=True),
     "overlong": Grader(shape.overlong, needs_label=False, is_instant=True),

@@ -1,13 +1,10 @@
-"""Graders of mathematics: each name is a convention of where the answer stands; what counts as equal is one for all.
-
-The conventions and the rules of equality are described in docs/rewards.md.
-"""
+"""Graders of mathematics: each name is a convention of where the answer stands; what counts as equal is one for all."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -24,19 +21,20 @@ _TAIL = 10_000
 _MARKUP = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|_{1,3}|`{1,3})(?=[^\s*_`])([^\n]{0,300}?[^\s*_`])\1(?![\w*({\[])")
 # Tags of HTML, and what is struck out.
 _TAG = re.compile(r"</?(?:b|i|em|strong|u|code|answer|p|br)\s*/?>|~~[^~\n]{1,80}~~")
+_COUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _VERB = (
     r"(?:is|are|was|equals|becomes|(?:should|must|would|will|can only|has to) be|"
     r"(?:comes|works|turns) out (?:to be|to|as|at)|comes to|[:=\u2192]|[-\u2013\u2014](?= ))"
 )
+# Statements of an answer: "42 is the answer" (group 1 has it), "the answer is 42", a heading, and GSM8K's "#### 72",
+# which a heading of words such as "#### Step 1" is not.
 _STATED = re.compile(
-    r"\banswers?\b(?:\s+(?:to|of|for)\b[^\n.:,=]{0,80}?|\s*,[^\n.:,=]{0,40},|\s+(?:we|I|you)\b[^\n.:,=]{0,40}?"
-    rf"|\s*\([^\n()]{{0,40}}\))?\s*{_VERB}(?!\w|n't)[ :]*"
-    r"|^[# ]*(?:the |my |our )?(?:final |correct )?answer[ .:]*$",
-    re.IGNORECASE | re.MULTILINE,
-)
-_IS_THE_ANSWER = re.compile(
     r"(?:^|[.!?:,;]\s|\b(?:so|thus|hence|therefore|that))\s*([^\n.!?:;]{1,80}?) (?:is|must be) (?:the|our|my) "
-    r"(?:final |correct |right )?answer\b(?! to (?:a|another)\b)",
+    r"(?:final |correct |right )?answer\b"
+    r"|\banswers?\b(?:\s+(?:to|of|for)\b[^\n.:,=]{0,80}?|\s*,[^\n.:,=]{0,40},|\s+(?:we|I|you)\b[^\n.:,=]{0,40}?)?"
+    rf"\s*{_VERB}(?!\w|n't)[ :]*"
+    r"|^[# ]*(?:the |my |our )?(?:final |correct )?answer[ .:]*$"
+    r"|####(?! *(?:[A-Za-z]{2}|\n)|[^\n]*\banswer)|####(?=[^\n]*\s*\Z)(?![^\n]*\banswer)",
     re.IGNORECASE | re.MULTILINE,
 )
 _FILLERS = re.compile(
@@ -55,35 +53,13 @@ _REST = re.compile(
     r"(?: +[A-Za-z][^\d\\$]*)?$"
 )
 _NUMBER = re.compile(
-    r"(?<![\w.,/^])[-+\u2212]?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
-    r"(?: ?/ ?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)?(?!\w)",
-    re.ASCII,
+    rf"(?<![\w.,/^])[-+\u2212]?\$?(?:{_COUNT}|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\d))?(?: ?/ ?{_COUNT})?(?!\w)", re.ASCII
 )
 _NEGATED = re.compile(
     r"(?:\bnot|n't|\bnever|\bcannot)(?: \w+){0,3} *$|^ *(?:is|was|are) +not\b|^ *(?:isn|wasn)", re.IGNORECASE
 )
 _SPAN = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*[^\s\\])\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BRACE = re.compile(r"(?<!\\)[{}]")
-
-
-def math_boxed(answer: Answer) -> float:
-    """Grade strictly: the answer is the content of the last complete \\boxed{...}, and nothing else."""
-    return _score(answer, last_boxed)
-
-
-def math_answer(answer: Answer) -> float:
-    """Grade leniently: the last complete box, else the last of "#### ..." and "the answer is", else the last number."""
-    return _score(answer, _lenient)
-
-
-def math_dapo(answer: Answer) -> float:
-    """Grade as DAPO: the last line "Answer: ..." within the last 300 characters."""
-    return _score(answer, _dapo)
-
-
-def math_deepscaler(answer: Answer) -> float:
-    """Grade as DeepScaleR: the last complete box after </think>."""
-    return _score(answer, _after_thinking)
 
 
 def last_boxed(text: str) -> str | None:
@@ -123,23 +99,13 @@ def _lenient(text: str) -> str | None:
     if boxed is not None or _BOXED in text:
         return boxed
     tail = without_markup(text)
-    stated = max((found.end() for found in _STATED.finditer(tail)), default=-1)
-    named = max(_IS_THE_ANSWER.finditer(tail), key=re.Match.end, default=None)
-    marked = _marked(tail)
-    last = max(stated, named.end() if named else -1, marked)
-    if last < 0:
-        return _last_value(tail)
-    if last == marked:
-        return tail[last:].partition("\n")[0]
-    return _clause(named[1] if named and last == named.end() else tail[last:])
+    stated = last_match(_STATED, tail)
+    return _clause(stated[1] or tail[stated.end() :]) if stated else _last_value(tail)
 
 
-def _marked(text: str) -> int:
-    """Return where GSM8K's "#### 72" begins; -1 for none, and for a heading of words such as "#### Step 1"."""
-    place = text.rfind("####")
-    begin = place + 4
-    is_last = place >= 0 and not text[begin:].strip().partition("\n")[2]
-    return begin if place >= 0 and (is_last or not re.match(r" *(?:[A-Za-z]{2}|\n)", text[begin:])) else -1
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the match that ends last; None for no match."""
+    return max(pattern.finditer(text), key=re.Match.end, default=None)
 
 
 def _clause(text: str) -> str:
@@ -155,20 +121,15 @@ def _clause(text: str) -> str:
 
 def _is_outside(text: str) -> bool:
     """Tell whether what follows a text is neither inside of mathematics nor of brackets."""
-    return (
-        bool(text.strip())
-        and text.count("$") % 2 == 0
-        and all(
-            text.count(opening) <= text.count(closing)
-            for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
-        )
-    )
+    pairs = (("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"))
+    is_open = text.count("$") % 2 or any(text.count(opening) > text.count(closing) for opening, closing in pairs)
+    return bool(text.strip()) and not is_open
 
 
 def _last_value(text: str) -> str | None:
     """Return the last number, or the formula that stands behind it or around it; None where it is negated."""
-    number = max(_NUMBER.finditer(text), key=re.Match.end, default=None)
-    span = max(_SPAN.finditer(text), key=re.Match.end, default=None)
+    number = last_match(_NUMBER, text)
+    span = last_match(_SPAN, text)
     last = span if span and (number is None or span.end() > number.end()) else number
     if last is None or any(map(_NEGATED.search, (text[max(0, last.start() - 60) : last.start()], text[last.end() :]))):
         return None
@@ -188,13 +149,19 @@ def _after_thinking(text: str) -> str | None:
     return last_boxed(said) if end else None
 
 
-def _score(answer: Answer, find: Callable[[str], str | None]) -> float:
-    if answer.is_truncated:
-        return 0.0
-    found = find(answer.text)
-    if found is None or not found.strip():
-        return 0.0
-    return float(any(are_equal(found, label) for label in labels_of(answer.label)))
+# Where each grader finds the answer of a response; docs/rewards.md describes them.
+CONVENTIONS: Mapping[str, Callable[[str], str | None]] = {
+    "math": last_boxed,
+    "math_answer": _lenient,
+    "math_dapo": _dapo,
+    "math_deepscaler": _after_thinking,
+}
+
+
+def score(name: str, answer: Answer) -> float:
+    """Return 1.0 where the answer that a convention finds is the label, or one of its labels."""
+    found = None if answer.is_truncated else CONVENTIONS[name](answer.text)
+    return float(bool(found) and any(are_equal(found or "", label) for label in labels_of(answer.label)))
 
 
 def labels_of(label: Any) -> list[str]:
@@ -209,8 +176,6 @@ def labels_of(label: Any) -> list[str]:
     """
     if isinstance(label, (list, tuple)):
         return [answer for one in label for answer in labels_of(one)]
-    if isinstance(label, bool):
-        return [str(label)]
     if isinstance(label, int):
         return [str(label)]
     if isinstance(label, float) and math.isfinite(label):

@@ -7,7 +7,7 @@ import string
 from collections import Counter
 
 from posttrain.reward.answer import Answer
-from posttrain.reward.mathematics import last_boxed, without_markup
+from posttrain.reward.mathematics import last_boxed, last_match, without_markup
 
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}|\$|\\[()\[\] ,]")
 # A letter by itself, the only one: "a" and "I" are words where another word follows that explains nothing.
@@ -75,13 +75,9 @@ def _stated_letter(text: str) -> str | None:
     else:
         plain = without_markup(_STYLE.sub(r"\1", text[-_TAIL:])).strip()
         patterns = (_STATED, _BRACKETED, _CHOSEN)
-        found = next((last for pattern in patterns if (last := _last(pattern, plain))), None)
+        found = next((last for pattern in patterns if (last := last_match(pattern, plain))), None)
         found = found or _ALONE.fullmatch(plain.rpartition("\n")[2]) or _LABELLED.match(plain)
     return next(filter(None, found.groups())).upper() if found else None
-
-
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return max(pattern.finditer(text), key=re.Match.end, default=None)
 
 
 def _words(text: str) -> list[str]:
