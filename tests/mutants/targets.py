@@ -44,6 +44,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/overlap": (f"{UNIT}/data/test_overlap.py",),
     "data/prompt_lengths": (f"{UNIT}/data/test_prompt_lengths.py",),
     "reward/shape": (f"{UNIT}/reward/test_shape.py",),
+    "reward/equality": (f"{UNIT}/reward/test_verdicts.py", f"{UNIT}/reward/test_pairs.py"),
+    "reward/mathematics": tuple(f"{UNIT}/reward/test_{name}.py" for name in ("verdicts", "pairs", "mathematics")),
+    "reward/text": (f"{UNIT}/reward/test_text.py", f"{UNIT}/reward/test_verdicts.py"),
     "reward/scoring": (f"{UNIT}/reward/test_scoring.py",),
     "training/lessons": (f"{UNIT}/training/test_lessons.py",),
     # What stays on disk.
