@@ -34,7 +34,7 @@ _STATED = re.compile(
     r"|\banswers?\b(?:\s+(?:to|of|for)\b[^\n.:,=]{0,80}?|\s*,[^\n.:,=]{0,40},|\s+(?:we|I|you)\b[^\n.:,=]{0,40}?)?"
     rf"\s*{_VERB}(?!\w|n't)[ :]*"
     r"|^[# ]*(?:the |my |our )?(?:final |correct )?answer[ .:]*$"
-    r"|####(?! *(?:[A-Za-z]{2}|\n)|[^\n]*\banswer)|####(?=[^\n]*\s*\Z)(?![^\n]*\banswer)",
+    r"|(?<!#)####(?!#)(?![^\n]*\banswer)(?:(?! *(?:[A-Za-z]{2}|\n))|(?=[^\n]*\s*\Z))",
     re.IGNORECASE | re.MULTILINE,
 )
 _FILLERS = re.compile(
