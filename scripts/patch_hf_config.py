@@ -1,7 +1,7 @@
 """Check a checkpoint against the configured architecture and make the copy that everything later reads.
 
-The copy's weights are links; `config.json` and `tokenizer_config.json` change where the target asks for it. Tensors
-that repeat others are compared with those.
+The copy's weights are links, but for shards in another form than published; `config.json` and the tokenizer change
+where the configuration or the checkpoint asks for it. Tensors that repeat others are compared with those.
 """
 
 from __future__ import annotations
@@ -9,40 +9,42 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.artifacts import FileRecord, Receipt, require_files
-from posttrain.checkpoint.formats.hf_config import CONFIG, check_config, patch_folder
+from posttrain.checkpoint.formats.hf_config import CONFIG, check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
+from posttrain.checkpoint.formats.patched_copy import patch_folder
+from posttrain.checkpoint.formats.resaved_weights import published_specs
 from posttrain.checkpoint.formats.tied_copies import DROP, check_copies, differing_copies, read_as
 from posttrain.checkpoint.parts.steps import FOLDER, SOURCE, make_folder
 from posttrain.cli import RESOLVED, command_line, run
-from posttrain.errors import raise_if_any
+from posttrain.config.model_files import model_digests
+from posttrain.data.tokenizer_check import check_tokenizer
+from posttrain.errors import CheckpointError, raise_if_any
 
 
 def main() -> None:
     """Compare, patch, write the receipt."""
-    args = command_line(
-        __doc__,
-        **SOURCE,
-        **FOLDER,
-        resolved=RESOLVED,
-        target={"required": True, "choices": ("native", "deepseek_v32")},
-        trust_remote_code={"action": "store_true", "help": "accept a checkpoint with `auto_map`"},
-    )
-    architecture = args.resolved.config.model.architecture
+    args = command_line(__doc__, **SOURCE, **FOLDER, resolved=RESOLVED)
+    model = args.resolved.config.model
     source = require_files(args.source, args.source_receipt)
     reader, config = check_layout(args.source), read_object(args.source / CONFIG)
-    choice = args.resolved.config.model.patch.copies
-    differing = differing_copies(config, architecture, reader)
-    read = read_as(config, differing, choice)
-    problems = check_config(read, architecture, reader.infos, args.trust_remote_code)
-    raise_if_any([*problems, *check_copies(config, architecture, reader, differing, choice)])
-    dropped = sorted(differing) if choice == DROP else []
+    differing = differing_copies(config, model.architecture, reader)
+    read = read_as(config, differing, model.patch.copies)
+    problems = check_config(read, model.architecture, published_specs(reader.infos, model.architecture))
+    raise_if_any([*problems, *check_copies(config, model.architecture, reader, differing, model.patch.copies)])
+    dropped = sorted(differing) if model.patch.copies == DROP else []
+    digests, missing = model_digests(model)
+    raise_if_any(missing)
+    if digests != model.own_digests:
+        raise CheckpointError("the files that model.tokenizer and model.chat_template name have changed; plan again")
 
     def patch(partial: Path) -> tuple[FileRecord, ...]:
-        files = patch_folder(args.source, partial, args.target, source, dropped, unties=read != config)
+        files = patch_folder(args.source, partial, model, source, dropped, unties=read != config)
         check_layout(partial)
+        raise_if_any(list(check_tokenizer(partial, model.architecture.vocab_size)))
         return files
 
-    settings = {"target": args.target, **({"dropped": dropped} if dropped else {})}
+    kept = {"dropped": dropped, "own_digests": digests}
+    settings = {"target": model.patch.target, **{key: value for key, value in kept.items() if value}}
     make_folder(args, Receipt("patch_hf_config", (), {"hf": source.digest}, settings), patch)
 
 

@@ -10,6 +10,7 @@ from tests.support.resolved_words import words_with
 from tests.support.small_checkpoint import ARCHITECTURE, make_small_checkpoint
 
 from posttrain.artifacts import Receipt, read_receipt, receipt_of, record_files, require_files, write_receipt
+from posttrain.config.schema import Patch
 
 
 @pytest.fixture
@@ -29,9 +30,7 @@ def _arguments(source: Path, target: str, destination: Path, **dimensions: int) 
         destination,
         "--receipt",
         receipt_of(destination),
-        *words_with(dataclasses.replace(ARCHITECTURE, **dimensions)),
-        "--target",
-        target,
+        *words_with(dataclasses.replace(ARCHITECTURE, **dimensions), model={"patch": Patch(target)}),
     ]
 
 

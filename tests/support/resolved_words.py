@@ -38,6 +38,7 @@ def words_with(architecture: Architecture | None = None, **changes: Mapping[str,
     resolved = resolve({"model": "tiny", "site": "local"}, CONFIG_DIR)
     config = resolved.config
     sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
-    model = dataclasses.replace(config.model, architecture=architecture or config.model.architecture)
+    model = sections.pop("model", config.model)
+    model = dataclasses.replace(model, architecture=architecture or config.model.architecture)
     config = dataclasses.replace(config, model=model, **sections)
     return ["--resolved", str(write_resolved(dataclasses.replace(resolved, config=config), FOLDER))]

@@ -15,6 +15,7 @@ rule patch_hf_config:
         format_version=FORMAT_VERSIONS["patch_hf_config"],
         architecture=ARCHITECTURE,
         target=CFG.model.patch.target,
+        own_digests=CFG.model.own_digests,
         source=PATHS.hf,
         destination=PATHS.hf_patched,
     message:
@@ -24,7 +25,6 @@ rule patch_hf_config:
             "patch_hf_config",
             FROM_CONFIG,
             "--source {params.source:q} --source-receipt {input:q}",
-            "--folder {params.destination:q} --target {params.target}",
-            "--receipt {output:q}",
+            "--folder {params.destination:q} --receipt {output:q}",
             where=IN_IMAGE,
         )

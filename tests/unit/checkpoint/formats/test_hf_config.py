@@ -4,11 +4,7 @@ import json
 import pytest
 from tests.support.small_checkpoint import (
     ARCHITECTURE,
-    SPECIAL_TOKENS,
     config_of,
-    make_small_checkpoint,
-    tokenizer_config,
-    write_object,
 )
 from tests.support.tiny_checkpoint import (
     ALL,
@@ -19,18 +15,13 @@ from tests.support.tiny_checkpoint import (
     TINY_YARN,
     make_random_checkpoint,
 )
-from transformers import AutoTokenizer, DeepseekV3Config, GlmMoeDsaConfig
+from transformers import DeepseekV3Config, GlmMoeDsaConfig
 
-from posttrain.artifacts import Receipt, hash_file, record_files
-from posttrain.checkpoint.formats import hf_config
-from posttrain.checkpoint.formats.config_patch import PATCH_FILE, undo_patch
-from posttrain.checkpoint.formats.hf_config import check_config, patch_folder
+from posttrain.checkpoint.formats.hf_config import check_config
 from posttrain.checkpoint.formats.hf_layout import check_layout, read_object
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo
 from posttrain.checkpoint.param_names import expected_tensors
-from posttrain.checkpoint.staging import file_placement
 from posttrain.config.families import dimensions
-from posttrain.errors import CheckpointError
 
 CONFIG = config_of(ARCHITECTURE)
 TENSORS = {
@@ -111,7 +102,6 @@ def test_another_rope_is_found(rope, key):
         ({"architectures": ["GlmMoeDsaModel"]}, "architectures", "GlmMoeDsaForCausalLM"),
         ({"model_type": "deepseek_v32"}, "model_type", "patched already"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "model_type", "patched already"),
-        ({"auto_map": {"AutoModel": "custom.Model"}}, "auto_map", "allow its code explicitly"),
         ({"dtype": "float32"}, "dtype", "'bfloat16'"),
         ({"dtype": None}, "dtype", "'bfloat16'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "quantised already"),
@@ -152,10 +142,6 @@ def test_layers_that_share_their_choice_are_refused_however_it_is_said(freq, off
 )
 def test_null_is_what_the_family_does_by_itself(key):
     assert _check(CONFIG | {key: None}) == {}
-
-
-def test_code_of_the_checkpoint_can_be_allowed():
-    assert _check(CONFIG | {"auto_map": {"AutoModel": "custom.Model"}}, trust_remote_code=True) == {}
 
 
 def test_the_older_name_of_dtype():
@@ -292,107 +278,3 @@ def test_which_layers_share_their_choice_is_compared_however_it_is_said(tmp_path
     without = {key: value for key, value in config.items() if key not in ("index_topk_freq", "index_skip_topk_offset")}
     found = _check(without | said, tensors, TINY_SHARING)
     assert list(found) == [f"config.json: {key}" for key in keys]
-
-
-# ---- the patched copy ----
-
-
-@pytest.fixture
-def source(tmp_path):
-    return make_small_checkpoint(tmp_path / "hf")
-
-
-@pytest.fixture
-def receipt(source):
-    return Receipt("download_hf_checkpoint", record_files(source), {}, {})
-
-
-def _state(folder):
-    return {p.name: (hash_file(p), p.stat().st_mtime_ns, p.stat().st_ino) for p in sorted(folder.iterdir())}
-
-
-def test_native_links_everything(source, receipt, tmp_path):
-    files = patch_folder(source, tmp_path / "patched", "native", receipt)
-    assert files == receipt.files
-    assert all((tmp_path / "patched" / f.path).samefile(source / f.path) for f in files)
-
-
-def test_the_alias_changes_two_files_of_a_copy(source, receipt, tmp_path):
-    before, patched = _state(source), tmp_path / "patched"
-    files = patch_folder(source, patched, "deepseek_v32", receipt)
-    assert _state(source) == before
-    assert record_files(patched) == tuple(dataclasses.replace(f, sha256="") for f in files)
-    changed = {f.path for f in files} - {f.path for f in files if f in receipt.files}
-    assert changed == {"config.json", "tokenizer_config.json", PATCH_FILE}
-    assert all((patched / f.path).samefile(source / f.path) for f in files if f.path not in changed)
-    config, tokenizer = read_object(patched / "config.json"), read_object(patched / "tokenizer_config.json")
-    assert config == CONFIG | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
-    assert list(config) == list(read_object(source / "config.json"))
-    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert tokenizer["additional_special_tokens"] == SPECIAL_TOKENS
-    assert "extra_special_tokens" not in tokenizer
-    assert set(check_layout(patched).infos) == set(TENSORS)
-
-
-def test_the_patched_tokenizer_gives_the_same_tokens(source, receipt, tmp_path):
-    patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    original = AutoTokenizer.from_pretrained(source)
-    patched = AutoTokenizer.from_pretrained(tmp_path / "patched")
-    text = "sort the digits<|user|>abc<|end|>"
-    assert patched(text).input_ids == original(text).input_ids
-    assert patched.all_special_tokens == original.all_special_tokens
-    assert patched.eos_token_id == original.eos_token_id
-
-
-def test_patched_twice_holds_the_same_bytes(source, receipt, tmp_path):
-    first = patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    inodes = {p.name: p.stat().st_ino for p in (tmp_path / "patched").iterdir() if p.name.endswith(".safetensors")}
-    assert patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt) == first
-    assert patch_folder(source, tmp_path / "other", "deepseek_v32", receipt) == first
-    assert all((tmp_path / "patched" / name).stat().st_ino == inode for name, inode in inodes.items())
-
-
-def test_the_patch_can_be_taken_back(source, receipt, tmp_path):
-    patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    undo_patch(tmp_path / "patched")
-    assert record_files(tmp_path / "patched") == record_files(source)
-
-
-def test_a_patched_folder_is_found_to_be_one(source, receipt, tmp_path):
-    patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    found = _check(read_object(tmp_path / "patched" / "config.json"))
-    assert list(found) == ["config.json: model_type"]
-    assert PATCH_FILE in found["config.json: model_type"].remedy
-
-
-def test_relative_symlinks_where_hard_links_are_not_possible(source, receipt, tmp_path, monkeypatch):
-    """The second name is refused by an error of the system here, as between two file systems."""
-
-    def refuse(*_, **__):
-        raise OSError(file_placement.errno.EXDEV, "another file system")
-
-    monkeypatch.setattr(file_placement.os, "link", refuse)
-    files = patch_folder(source, tmp_path / "store" / "patched.partial", "deepseek_v32", receipt)
-    (tmp_path / "store" / "patched.partial").rename(tmp_path / "store" / "patched")
-    link = tmp_path / "store" / "patched" / "model-00001-of-00003.safetensors"
-    assert link.readlink().as_posix() == "../../hf/model-00001-of-00003.safetensors"
-    assert record_files(tmp_path / "store" / "patched") == tuple(dataclasses.replace(f, sha256="") for f in files)
-    assert patch_folder(source, tmp_path / "store" / "patched", "deepseek_v32", receipt) == files
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [{"extra_special_tokens": {"image": "<i>"}}, {"additional_special_tokens": ["<i>"]}],
-)
-def test_special_tokens_that_cannot_be_renamed(source, receipt, tmp_path, tokens):
-    write_object(source / "tokenizer_config.json", tokenizer_config() | tokens)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: extra_special_tokens must be a list"):
-        patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-
-
-def test_a_tokenizer_of_transformers_4_needs_no_change(source, tmp_path):
-    write_object(source / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    receipt = Receipt("download_hf_checkpoint", record_files(source), {}, {})
-    patch_folder(source, tmp_path / "patched", "deepseek_v32", receipt)
-    assert list(hf_config.changes_for("deepseek_v32", source)) == ["config.json"]
-    assert (tmp_path / "patched" / "tokenizer_config.json").samefile(source / "tokenizer_config.json")

@@ -346,10 +346,12 @@ class Paths:
         }
 
     def _patch_settings(self) -> dict[str, Any]:
-        patch = dataclasses.asdict(self.resolved.config.model.patch)
+        model = self.resolved.config.model
+        patch = dataclasses.asdict(model.patch)
         if patch["copies"] == "reject":  # as before there was a choice: folders keep their names
             del patch["copies"]
-        return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch}
+        own = {"own": model.own_digests} if model.own_digests else {}
+        return {"format": FORMAT_VERSIONS["patch_hf_config"], "patch": patch, **own}
 
     def _convert_settings(self) -> dict[str, Any]:
         versions = [FORMAT_VERSIONS[step] for step in ("convert_hf_to_torch_dist", "finalize_torch_dist")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from posttrain.config.model_files import model_digests
 from posttrain.config.own_reward import own_digests, trained_rewards
 from posttrain.config.schema import Config
 from posttrain.config.suites import suite_rewards
@@ -11,7 +12,7 @@ from posttrain.config.tasks import installed_version
 from posttrain.errors import raise_if_any
 
 # Origins of what follows from the content of files, and from packages.
-FILES, INSTALLED = "the files that rewards name", "the installed package"
+FILES, MODEL_FILES, INSTALLED = "the files that rewards name", "the files that model names", "the installed package"
 
 
 def filled_in(config: Config, origins: dict[str, str]) -> Config:
@@ -20,7 +21,7 @@ def filled_in(config: Config, origins: dict[str, str]) -> Config:
     Raises:
         ConfigError: A file or a package is missing, or is not what it should be.
     """
-    return _with_installed(_with_own_digests(config, origins), origins)
+    return _with_installed(_with_model_digests(_with_own_digests(config, origins), origins), origins)
 
 
 def _with_own_digests(config: Config, origins: dict[str, str]) -> Config:
@@ -33,6 +34,16 @@ def _with_own_digests(config: Config, origins: dict[str, str]) -> Config:
             config = dataclasses.replace(config, **{section: named})
             origins[f"{section}.own_digests"] = FILES
     return config
+
+
+def _with_model_digests(config: Config, origins: dict[str, str]) -> Config:
+    """Return the configuration with the digests of the user's tokenizer and chat template."""
+    digests, problems = model_digests(config.model)
+    raise_if_any(problems)
+    if not digests:
+        return config
+    origins["model.own_digests"] = MODEL_FILES
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, own_digests=digests))
 
 
 def _with_installed(config: Config, origins: dict[str, str]) -> Config:

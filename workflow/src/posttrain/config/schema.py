@@ -140,6 +140,18 @@ class Model:
     source: Source = field(default_factory=Source, metadata={"doc": "Where its files come from"})
     architecture: Architecture = field(default_factory=Architecture, metadata={"doc": "Its dimensions"})
     patch: Patch = field(default_factory=Patch, metadata={"doc": "Change of its config"})
+    tokenizer: str = _doc(
+        "Folder with a `tokenizer.json` that replaces the checkpoint's tokenizer, where that needs own code. The "
+        "folder's `tokenizer_config.json` and `chat_template.jinja` are taken too, if it has them",
+        "",
+        unnamed="",
+    )
+    chat_template: str = _doc(
+        "File with a Jinja chat template that replaces the checkpoint's, or adds the one it lacks", "", unnamed=""
+    )
+    own_digests: list[str] = _doc(
+        "Digests of the files that `tokenizer` and `chat_template` name, computed for you", [], unnamed=[]
+    )
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from posttrain.checkpoint.formats.config_patch import apply_changes
-from posttrain.checkpoint.formats.hf_config import ALIAS_TYPE, changes_for
 from posttrain.checkpoint.formats.hf_layout import read_object
+from posttrain.checkpoint.formats.patched_copy import alias_changes
 from posttrain.engines.secret import SECRET_VARIABLE
 from posttrain.errors import one_line
 from posttrain.planner.flags.flag import Flag
@@ -56,7 +56,7 @@ def patch_of(checkpoint: Checkpoint) -> str:
     """Return the changes of config and tokenizer that older stacks need, as a patch where the files are here.
 
     Raises:
-        CheckpointError: A file is not one that can be changed so; see `changes_for`.
+        CheckpointError: A file is not one that can be changed so; see `alias_changes`.
     """
     folder = Path(checkpoint.place)
     if not (checkpoint.is_folder and folder.is_dir()):
@@ -64,7 +64,7 @@ def patch_of(checkpoint: Checkpoint) -> str:
         lines = [f"In the folder of {checkpoint.place}, for transformers 4 ({made}):", *GUIDE_CHANGES]
         return "\n".join([_comment(lines[0]), *(f"#   {line}" for line in lines[1:])])
     diffs: list[str] = []
-    for name, changes in changes_for(ALIAS_TYPE, folder).items():
+    for name, changes in alias_changes(folder).items():
         changed = apply_changes(read_object(folder / name), changes, name)
         old, new = (folder / name).read_text(encoding="utf-8"), json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         found = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")

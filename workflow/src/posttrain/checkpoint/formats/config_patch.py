@@ -1,9 +1,12 @@
 """Changes of JSON files that are recorded and can be taken back.
 
 `posttrain_patch.json` lies beside the files it changed: {file: [{op, path, old, new}]}. `path` is a JSON
-pointer to a top-level key; "replace" changes its value, "rename" its name, at the same place in the file. A
-change is applied once: where it already is, nothing happens, and a value that is neither the old nor the
-new one is refused.
+pointer to a top-level key; "replace" changes its value, "rename" its name, at the same place in the file,
+"remove" drops it. A change is applied once: where it already is, nothing happens, and a value that is
+neither the old nor the new one is rejected.
+
+"write" records a whole file that was added or replaced (SHA-256 before and after), "split" a tensor that
+was stored in another form (before and after). They are only taken back where there was nothing before.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from posttrain.checkpoint.formats.hf_layout import read_object
 from posttrain.errors import CheckpointError
 
 PATCH_FILE = "posttrain_patch.json"
+# Changes of files that are no JSON objects.
+WHOLE_FILES = ("write", "split")
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,10 @@ class Change:
     """One change of one key.
 
     Args:
-        op: "replace" or "rename".
+        op: "replace", "rename" or "remove" of a key, or "add", which takes that back; "write" of a file, "split" of a
+            tensor.
         path: "/" and the key, as it is before the change.
-        old: The value before (replace) or the key before (rename).
+        old: The value before, or the key before (rename).
         new: The value after, or the key after.
     """
 
@@ -42,7 +48,8 @@ class Change:
     def reverse(self) -> Change:
         """The change that takes this one back."""
         path = f"/{self.new}" if self.op == "rename" else self.path
-        return Change(self.op, path, self.new, self.old)
+        opposite = {"remove": "add", "add": "remove"}
+        return Change(opposite.get(self.op, self.op), path, self.new, self.old)
 
 
 def apply_changes(content: Mapping[str, Any], changes: Sequence[Change], file: str) -> dict[str, Any]:
@@ -96,9 +103,16 @@ def undo_patch(folder: Path) -> None:
     """Take back the recorded changes of a folder's files, then delete the record.
 
     Raises:
-        CheckpointError: A file was changed since.
+        CheckpointError: A file was changed since, or the patch does not hold what was there before.
     """
-    for name, changes in read_patch(folder).items():
+    patch = read_patch(folder)
+    whole = {name: changes for name, changes in patch.items() if changes[0].op in WHOLE_FILES}
+    if lost := [name for name, changes in whole.items() if changes[0].old is not None]:
+        raise CheckpointError(f"{folder}: {', '.join(lost)} replaced the origin's; take them from there")
+    for name, changes in patch.items():
+        if name in whole:
+            (folder / name).unlink(missing_ok=True)
+            continue
         restored = apply_changes(read_object(folder / name), [c.reverse for c in reversed(changes)], name)
         _write_object(folder / name, restored)
     (folder / PATCH_FILE).unlink(missing_ok=True)
@@ -113,6 +127,12 @@ def _apply(content: dict[str, Any], change: Change, file: str) -> dict[str, Any]
         if key in content and change.new not in content:
             return {change.new if name == key else name: value for name, value in content.items()}
         raise CheckpointError(f"{file}: expected one of the keys {key!r} and {change.new!r}, found {sorted(content)}")
+    if change.op in ("remove", "add"):
+        present, absent = (change.old, False) if change.op == "remove" else (change.new, True)
+        if key in content and content[key] != present:
+            raise CheckpointError(f"{file}: {key} is {content[key]!r}, expected {present!r} or none")
+        rest = {name: value for name, value in content.items() if name != key}
+        return {**rest, key: present} if absent else rest
     assert change.op == "replace", f"unknown change {change}"
     if content.get(key) not in (change.old, change.new):
         raise CheckpointError(f"{file}: {key} is {content.get(key)!r}, neither {change.old!r} nor {change.new!r}")

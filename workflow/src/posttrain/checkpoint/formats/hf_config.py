@@ -1,34 +1,22 @@
-"""Is a checkpoint the model that the configuration describes, and the copy of it whose config engines load.
+"""Is a checkpoint the model that the configuration describes?
 
 A wrong dimension found here costs a second; found by an engine or the trainer it costs the start of a whole
 job. So `check_config` compares everything that `model.architecture` says with `config.json` and with the
 shards' headers, and reports all differences at once.
-
-`patch_folder` never touches its source: it makes a folder whose weights are links, but for shards with copies that are
-left out (`tied_copies.py`). "native" leaves
-`config.json` as it is. "deepseek_v32" renames the architecture to the alias under which stacks without
-`glm_moe_dsa` load the same weights and gives the tokenizer the class and key names of transformers 4.
-Source: TensorRT-LLM's guide to GLM-5, section "Config modifications".
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from posttrain.artifacts import FileRecord, Receipt, place_atomic, record_file
-from posttrain.checkpoint.formats.config_patch import PATCH_FILE, Change, apply_changes, write_patched
-from posttrain.checkpoint.formats.hf_layout import read_object
-from posttrain.checkpoint.formats.safetensors_io import CheckpointReader, TensorInfo, TensorSpec
-from posttrain.checkpoint.formats.tied_copies import TIED, write_without
-from posttrain.checkpoint.param_names import compare_tensors
-from posttrain.checkpoint.staging.file_placement import hard_link, remove_half_written
+from posttrain.checkpoint.formats.config_patch import PATCH_FILE
+from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
+from posttrain.checkpoint.param_names import compare_tensors, mtp_layer_of
 from posttrain.config.families import chooses_keys, dimensions, family_of
 from posttrain.config.schema import Architecture, RopeScaling
-from posttrain.errors import CheckpointError, Problem
+from posttrain.errors import Problem
 
 ALIAS_TYPE, ALIAS_CLASS = "deepseek_v32", "DeepseekV32ForCausalLM"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
@@ -39,8 +27,9 @@ _SPELLED_APART = (
     *("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"),
     *("index_topk_freq", "index_skip_topk_offset"),
 )
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 # What some families call our dimensions: on the Hub, and as transformers 5 writes it.
-OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
+OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts"), MTP_COUNTS[0]: MTP_COUNTS[1:]}
 
 
 # ---- the check ----
@@ -49,24 +38,22 @@ OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts")}
 def check_config(
     config: Mapping[str, Any],
     architecture: Architecture,
-    tensors: Mapping[str, TensorInfo],
-    trust_remote_code: bool = False,
+    tensors: Mapping[str, TensorSpec | TensorInfo],
 ) -> list[Problem]:
     """Compare a checkpoint with the architecture that the configuration gives.
 
     Args:
         config: Content of `config.json`.
         architecture: What the configuration says.
-        tensors: Name -> dtype and shape, from the shards' headers.
-        trust_remote_code: Accept a checkpoint that brings its own code (`auto_map`).
+        tensors: Name -> dtype and shape, as `resaved_weights.published_specs` reads them from the shards' headers.
 
     Returns:
         Every difference; empty when the checkpoint is the model described, unquantised and unpatched.
     """
     return [
-        *_check_kind(config, architecture, trust_remote_code),
+        *_check_kind(config, architecture),
         *_check_precision(config),
-        *_check_dimensions(config, architecture),
+        *_check_dimensions(config, architecture, tensors),
         *_check_rope(config, architecture),
         *_check_fixed(config, architecture),
         *_check_indexers(config, architecture),
@@ -74,7 +61,7 @@ def check_config(
     ]
 
 
-def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_remote_code: bool) -> Iterator[Problem]:
+def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
     model_type, classes = config.get("model_type"), config.get("architectures")
     is_alias = architecture.model_type != ALIAS_TYPE
     if is_alias and (model_type == ALIAS_TYPE or classes == [ALIAS_CLASS]):
@@ -84,9 +71,6 @@ def _check_kind(config: Mapping[str, Any], architecture: Architecture, trust_rem
     else:
         yield from _compare("model_type", model_type, architecture.model_type)
         yield from _compare("architectures", classes, [family_of(architecture).hub_class])
-    if config.get("auto_map") and not trust_remote_code:
-        remedy = "use a checkpoint of a built-in architecture, or allow its code explicitly"
-        yield Problem(f"{CONFIG}: auto_map", repr(config["auto_map"]), "no code of its own", remedy)
 
 
 def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -95,15 +79,33 @@ def _check_precision(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(f"{CONFIG}: dtype", repr(dtype), "'bfloat16'", "give the BF16 checkpoint")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        remedy = "it is quantised already: give the BF16 checkpoint, the workflow quantises it"
+        remedy = (
+            "it is quantised already: give the BF16 checkpoint, or make it (`snakemake finalize_bf16`, "
+            "docs/quantisation.md) and name its folder with model.source.kind=folder and model.source.folder"
+        )
         yield Problem(f"{CONFIG}: quantization_config", f"quant_method {method!r}", "none", remedy)
 
 
-def _check_dimensions(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
+def lost_mtp_layers(
+    config: Mapping[str, Any], architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]
+) -> list[str]:
+    """Return the keys by which config.json counts MTP layers that the weights do not have.
+
+    Some trainers drop the layers and keep the number. With `num_nextn_predict_layers: 0` in the model's file such a
+    checkpoint is accepted, and its patched copy says 0 as well.
+    """
+    is_lost = not architecture.num_nextn_predict_layers and not any(mtp_layer_of(architecture, n) for n in tensors)
+    return [key for key in MTP_COUNTS if is_lost and config.get(key)]
+
+
+def _check_dimensions(
+    config: Mapping[str, Any], architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]
+) -> Iterator[Problem]:
+    lost = lost_mtp_layers(config, architecture, tensors)
     for name, expected in dimensions(architecture).items():
         key = next((spelling for spelling in (name, *OTHER_SPELLINGS.get(name, ())) if spelling in config), name)
         # A part that the model does not have (no indexer, no MTP layer) need not be mentioned.
-        if name not in _SPELLED_APART and not (expected == 0 and config.get(key) is None):
+        if name not in _SPELLED_APART and key not in lost and not (expected == 0 and config.get(key) is None):
             yield from _compare(key, config.get(key), expected)
 
 
@@ -114,7 +116,7 @@ def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     expected_kind = "yarn" if architecture.rope_scaling.factor > 1 else "default"
     if kind != expected_kind:
-        remedy = "mend model.architecture.rope_scaling in the model's file; no scaling but YaRN is supported"
+        remedy = "correct model.architecture.rope_scaling in the model's file; no scaling but YaRN is supported"
         yield Problem(f"{CONFIG}: rope_type", repr(kind), repr(expected_kind), remedy)
     elif kind == "yarn":
         yield from _check_yarn(parameters, architecture.rope_scaling)
@@ -155,7 +157,7 @@ def _check_indexers(config: Mapping[str, Any], architecture: Architecture) -> It
     types, letters = (["full" if own else "shared" for own in chooses], "".join("SF"[own] for own in chooses))
     for key, allowed in (("indexer_types", [types]), ("index_topk_pattern", [letters, types])):
         if (found := config.get(key)) is not None and found not in allowed:
-            remedy = "mend index_topk_freq and index_skip_topk_offset of model.architecture in the model's file"
+            remedy = "correct index_topk_freq and index_skip_topk_offset of model.architecture in the model's file"
             yield Problem(f"{CONFIG}: {key}", repr(found), f"{allowed[0]!r} (model.architecture)", remedy)
     if all(config.get(key) is None for key in ("indexer_types", "index_topk_pattern")) or "index_topk_freq" in config:
         yield from _compare("index_topk_freq", config.get("index_topk_freq") or 1, architecture.index_topk_freq)
@@ -196,113 +198,24 @@ def fixed_values(architecture: Architecture) -> dict[str, Any]:
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
 
 
-def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
-    found = {name: TensorSpec(tuple(info.shape), info.dtype) for name, info in tensors.items()}
+def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]) -> Iterator[Problem]:
+    found = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if not (lines := compare_tensors(architecture, found)):
         return
+    remedy = "give a complete checkpoint, or correct model.architecture"
+    if architecture.num_nextn_predict_layers and all(mtp_layer_of(architecture, line) for line in lines):
+        remedy = (
+            "if they were dropped on purpose, set model.architecture.num_nextn_predict_layers to 0; nothing drafts then"
+        )
     shown = "\n        ".join(lines[:MAX_TENSOR_LINES])
     more = f"\n        and {len(lines) - MAX_TENSOR_LINES} more" if len(lines) > MAX_TENSOR_LINES else ""
     value = f"{len(lines)} are not as model.architecture says:\n        {shown}{more}"
     allowed = "every tensor of the architecture, in its shape and dtype"
-    yield Problem("tensors", value, allowed, "give a complete checkpoint, or mend model.architecture")
+    yield Problem("tensors", value, allowed, remedy)
 
 
 def _compare(key: str, found: Any, expected: Any) -> Iterator[Problem]:
     if found != expected or isinstance(found, bool) != isinstance(expected, bool):
         value = "(missing)" if found is None else repr(found)
-        remedy = "mend model.architecture in the model's file, or give the checkpoint it describes"
+        remedy = "correct model.architecture in the model's file, or give the checkpoint it describes"
         yield Problem(f"{CONFIG}: {key}", value, f"{expected!r} (model.architecture)", remedy)
-
-
-# ---- the patched copy ----
-
-
-def changes_for(target: str, source: Path) -> dict[str, list[Change]]:
-    """Return the changes that a patch target makes: file name -> changes; empty for "native".
-
-    Args:
-        target: "native" or "deepseek_v32".
-        source: The checkpoint's folder.
-
-    Raises:
-        CheckpointError: The tokenizer's special tokens are in a form that has no counterpart.
-    """
-    if target == "native":
-        return {}
-    assert target == ALIAS_TYPE, f"unknown patch target {target}"
-    config = read_object(source / CONFIG)
-    patch = {
-        CONFIG: [
-            Change("replace", "/model_type", config.get("model_type"), ALIAS_TYPE),
-            Change("replace", "/architectures", config.get("architectures"), [ALIAS_CLASS]),
-        ]
-    }
-    if (source / TOKENIZER_CONFIG).exists():
-        patch[TOKENIZER_CONFIG] = _tokenizer_changes(read_object(source / TOKENIZER_CONFIG), source)
-    return {name: changes for name, changes in patch.items() if changes}
-
-
-def _tokenizer_changes(tokenizer: Mapping[str, Any], source: Path) -> list[Change]:
-    changes = []
-    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
-        changes.append(Change("replace", "/tokenizer_class", "TokenizersBackend", "PreTrainedTokenizerFast"))
-    if "extra_special_tokens" in tokenizer:
-        old, new = "extra_special_tokens", "additional_special_tokens"
-        if not isinstance(tokenizer[old], list) or new in tokenizer:
-            raise CheckpointError(
-                f"{source / TOKENIZER_CONFIG}: {old} must be a list, and {new} absent, to be renamed; found "
-                f"{type(tokenizer[old]).__name__}{' and both keys' if new in tokenizer else ''}"
-            )
-        changes.append(Change("rename", f"/{old}", old, new))
-    return changes
-
-
-def patch_folder(
-    source: Path,
-    destination: Path,
-    target: str,
-    source_receipt: Receipt,
-    dropped: Collection[str] = (),
-    unties: bool = False,
-) -> tuple[FileRecord, ...]:
-    """Make a folder with the patched config, whose other files are links to the source's.
-
-    Args:
-        source: The checkpoint; not changed.
-        destination: The partial folder. Made twice, it holds the same bytes.
-        target: See `changes_for`.
-        source_receipt: What the source holds; linked files keep their records.
-        dropped: Tensors that are left out; the shards that hold them are written again.
-        unties: `config.json` says that the output matrix is not the embedding.
-
-    Returns:
-        One record per file, sorted by path.
-
-    Raises:
-        CheckpointError: See `changes_for`.
-    """
-    destination.mkdir(parents=True, exist_ok=True)
-    remove_half_written(destination)
-    patch = changes_for(target, source)
-    if unties:
-        patch.setdefault(CONFIG, []).append(Change("replace", f"/{TIED}", True, False))
-    shards = write_without(CheckpointReader(source), dropped, destination) if dropped else {}
-    linked = [record for record in source_receipt.files if record.path not in {*patch, *shards}]
-    for record in linked:
-        _link(source / record.path, record.path.below(destination))
-    written = [name for name, is_there in shards.items() if is_there]
-    if patch:
-        patched = {name: apply_changes(read_object(source / name), patch[name], name) for name in patch}
-        write_patched(destination, patched, patch)
-        written += [*patch, PATCH_FILE]
-    records = [*linked, *(record_file(destination, name) for name in written)]
-    return tuple(sorted(records, key=lambda record: record.path))
-
-
-def _link(source: Path, target: Path) -> None:
-    """Link a file: a second name for it, or a relative symlink where the file systems do not allow that."""
-    if hard_link(source, target):
-        return
-    where = os.path.relpath(source.resolve(strict=True), target.parent.resolve())
-    if not (target.is_symlink() and os.readlink(target) == where):
-        place_atomic(target, lambda temporary: os.symlink(where, temporary))

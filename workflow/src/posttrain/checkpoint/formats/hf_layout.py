@@ -9,8 +9,8 @@ from posttrain.artifacts import read_json
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.errors import CheckpointError, one_line
 
-# One of them: the tokenizers library's own file, SentencePiece's, or a vocabulary.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# One of them: the tokenizers library's own file, SentencePiece's, tiktoken's, or a vocabulary.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
 def check_layout(folder: Path) -> CheckpointReader:
@@ -45,7 +45,7 @@ def check_source(folder: Path) -> None:
         except ValueError as error:
             wrong.append(f"{one_line(path)}: not JSON ({error}), {path.stat().st_size} bytes")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        wrong.append(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); put one of them there")
     if wrong:
         raise CheckpointError(f"{folder}: not a whole checkpoint:\n  " + "\n  ".join(wrong))
     check_layout(folder)

@@ -45,6 +45,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
+_BUFFER = ".rotary_emb.inv_freq"
 # A file begins with the length of its header, 64 bits.
 _LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
@@ -235,13 +236,22 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{path}: not an index of safetensors shards ({error!r})") from error
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: `weight_map` must map each tensor's name to a file's name")
-    return Index({tensor: RelativeName(name, path) for tensor, name in weight_map.items()}, metadata)
+    files = {tensor: RelativeName(name, path) for tensor, name in weight_map.items() if not is_buffer(tensor)}
+    return Index(files, metadata)
+
+
+def is_buffer(name: str) -> bool:
+    """Tell whether a tensor is a buffer that old versions of transformers saved; models compute it from config.json.
+
+    Readers skip it, as transformers and SGLang do.
+    """
+    return name.endswith(_BUFFER)
 
 
 def _index_of_single_file(folder: Path) -> Index:
     if not (folder / SINGLE_NAME).exists():
         raise CheckpointError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; not a checkpoint")
-    header = read_header(folder / SINGLE_NAME)
+    header = {name: info for name, info in read_header(folder / SINGLE_NAME).items() if not is_buffer(name)}
     total = sum(info.size_bytes for info in header.values())
     return Index(dict.fromkeys(header, RelativeName(SINGLE_NAME)), {"total_size": total})
 
@@ -269,7 +279,8 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: the index is wrong:\n  " + "\n  ".join(_shorten(absent)))
         self._infos = {name: headers[file][name] for name, file in places}
         named = self.index.weight_map
-        self._strays = [f"{name} in {file}" for file in headers for name in headers[file] if named.get(name) != file]
+        held = [(name, file) for file in headers for name in headers[file] if not is_buffer(name)]
+        self._strays = [f"{name} in {file}" for name, file in held if named.get(name) != file]
         self._local = threading.local()
 
     def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:

@@ -9,24 +9,13 @@ Source: transformers 5.23, `PreTrainedModel.tie_weights`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from posttrain.artifacts import write_atomic
-from posttrain.checkpoint.formats.safetensors_io import (
-    INDEX_NAME,
-    CheckpointReader,
-    TensorSpec,
-    read_header,
-    read_metadata,
-)
-from posttrain.checkpoint.formats.shard_writer import write_index, write_shard
+from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
 from posttrain.checkpoint.param_names import optional_copies
-from posttrain.checkpoint.staging.file_placement import HashingFile
 from posttrain.config.schema import Architecture
-from posttrain.errors import CheckpointError, Problem
+from posttrain.errors import Problem
 
 HEAD, EMBEDDING, TIED = "lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"
 # The ways to read a checkpoint whose copies differ (`model.patch.copies`).
@@ -114,38 +103,3 @@ def _at(reader: CheckpointReader, name: str) -> BinaryIO:
     file = open(reader.folder / reader.file_of(name), "rb")  # noqa: SIM115, the caller closes it
     file.seek(reader.info(name).start)
     return file
-
-
-def write_without(reader: CheckpointReader, dropped: Collection[str], destination: Path) -> dict[str, bool]:
-    """Write the shards that hold tensors to be left out again, without them, and the index where there is one.
-
-    Args:
-        reader: The checkpoint; not changed.
-        dropped: Tensors that are left out.
-        destination: Where the files go, under the same names. Made twice, they are the same bytes.
-
-    Returns:
-        Every file that must not be linked -> whether it was written; a shard of which nothing is left is not.
-
-    Raises:
-        CheckpointError: Nothing would be left.
-    """
-    weight_map = {name: file for name, file in reader.index.weight_map.items() if name not in dropped}
-    if not weight_map:
-        raise CheckpointError(f"{reader.folder}: nothing but copies in it")
-    made = {}
-    for file in dict.fromkeys(reader.file_of(name) for name in dropped):
-        specs = {
-            name: info.spec for name, info in read_header(reader.folder / file).items() if weight_map.get(name) == file
-        }
-        made[file] = bool(specs)
-        if specs:
-            write_atomic(destination / file, functools.partial(_write, reader, file, specs))
-    if made and (reader.folder / INDEX_NAME).exists():
-        write_index(destination, weight_map, {name: reader.info(name).spec for name in weight_map})
-        made[INDEX_NAME] = True
-    return made
-
-
-def _write(reader: CheckpointReader, name: str, specs: Mapping[str, TensorSpec], file: BinaryIO) -> None:
-    write_shard(HashingFile(file), specs, reader.tensor, read_metadata(reader.folder / name))

@@ -6,6 +6,7 @@ counts a norm to the linear map behind it, whether or not both are computed by o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 
@@ -72,6 +73,13 @@ def optional_copies(arch: Architecture) -> dict[str, str]:
         copies[f"{prefix}embed_tokens.weight"] = embedding
         copies[f"{prefix}shared_head.head.weight"] = head
     return copies
+
+
+def mtp_layer_of(arch: Architecture, name: str) -> int:
+    """Return the number of the layer that a tensor's name begins with, if it lies behind the decoder's; else 0."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = int(match[1]) if match else 0
+    return layer if layer >= arch.num_hidden_layers else 0
 
 
 def compare_tensors(arch: Architecture, found: Mapping[str, TensorSpec]) -> list[str]:

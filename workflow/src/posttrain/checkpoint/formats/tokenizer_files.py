@@ -1,0 +1,133 @@
+"""The tokenizer of a patched copy: one that loads without code of the checkpoint's, as its files say, and can chat.
+
+Some repositories bring a `tiktoken.model` and a class of their own. What such a class does beside byte-level BPE, its
+pattern and its reserved tokens, is known for the classes in `TIKTOKEN_CLASSES`; their files are converted. Others need
+`model.tokenizer`, a folder with a `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from posttrain.checkpoint.formats.config_patch import Change
+from posttrain.config.model_files import TOKENIZER, TOKENIZER_CONFIG
+from posttrain.errors import CheckpointError
+
+TIKTOKEN = "tiktoken.model"
+GENERIC_CLASS = "PreTrainedTokenizerFast"
+
+
+@dataclass(frozen=True)
+class TikTokenClass:
+    """A tokenizer class of a repository's own code, described.
+
+    Args:
+        pattern: Splits a text before byte pairs are merged.
+        num_reserved: Token ids behind the vocabulary's; those without a name are called `<|reserved_token_{id}|>`.
+    """
+
+    pattern: str
+    num_reserved: int
+
+
+# Moonlight, Kimi: `tokenization_moonshot.py` of moonshotai/Moonlight-16B-A3B-Instruct.
+_UPPER, _LOWER = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
+_WORD, _SHORT_FORM = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_MOONSHOT = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_WORD}{_UPPER}*{_LOWER}+{_SHORT_FORM}",
+        f"{_WORD}{_UPPER}+{_LOWER}*{_SHORT_FORM}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+TIKTOKEN_CLASSES = {"TikTokenTokenizer": TikTokenClass(_MOONSHOT, 258)}
+
+
+class _Converter(TikTokenConverter):  # type: ignore[misc]
+    """Reads the file without the package `tiktoken`."""
+
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+        lines = Path(tiktoken_url).read_bytes().splitlines()
+        return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+
+
+def converted_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> bytes | None:
+    """Return the `tokenizer.json` of a checkpoint with a tiktoken.model of a known class; None for any other.
+
+    Args:
+        folder: The checkpoint.
+        config: Its tokenizer_config.json.
+        vocab_size: Ids from here on belong to no token.
+
+    Raises:
+        CheckpointError: The file is no vocabulary of tiktoken.
+    """
+    known = TIKTOKEN_CLASSES.get(str(config.get("tokenizer_class")))
+    if known is None or (folder / TOKENIZER).exists() or not (folder / TIKTOKEN).exists():
+        return None
+    try:
+        first = len(_Converter.load_tiktoken_bpe(str(folder / TIKTOKEN)))
+        named = {int(id): token["content"] for id, token in config.get("added_tokens_decoder", {}).items()}
+        ids = range(first, min(first + known.num_reserved, vocab_size))
+        special = [named.get(id, f"<|reserved_token_{id}|>") for id in ids]
+        tokenizer = _Converter(str(folder / TIKTOKEN), pattern=known.pattern, extra_special_tokens=special).converted()
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / TIKTOKEN}: not a vocabulary of tiktoken ({error!r})") from error
+    return tokenizer.to_str().encode()
+
+
+def tokenizer_changes(config: Mapping[str, Any], tokenizer: bytes | None, has_template: bool) -> list[Change]:
+    """Return the changes of tokenizer_config.json after which it loads without code, as its tokenizer.json says.
+
+    Args:
+        config: Its content.
+        tokenizer: The tokenizer.json beside it, if there is one.
+        has_template: A chat_template.jinja replaces the template that it may hold.
+    """
+    dropped = ["auto_map", *(["chat_template"] if has_template else [])]
+    changes = [Change("remove", f"/{key}", config[key], None) for key in dropped if key in config]
+    named = config.get("tokenizer_class")
+    if tokenizer and named and not _obeys(str(named), tokenizer):
+        changes.append(Change("replace", "/tokenizer_class", named, GENERIC_CLASS))
+    return changes
+
+
+def _obeys(name: str, tokenizer: bytes) -> bool:
+    """Tell whether a class is known and takes a tokenizer.json as it is.
+
+    In transformers 5, LlamaTokenizer installs a pre-tokenizer of its own over the byte-level one of DeepSeek's file.
+    Version 5.23 falls back to the generic class by itself; engines may have another version.
+    """
+    is_rebuilt = name.startswith("LlamaTokenizer") and b'"ByteLevel"' in tokenizer
+    return tokenizer_class_from_name(name) is not None and not is_rebuilt
+
+
+def read_config(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return tokenizer_config.json, the one that replaces the checkpoint's if there is one; {} without either.
+
+    Raises:
+        CheckpointError: It is no JSON object.
+    """
+    if TOKENIZER_CONFIG not in files and not (folder / TOKENIZER_CONFIG).exists():
+        return {}
+    try:
+        content = json.loads(files.get(TOKENIZER_CONFIG) or (folder / TOKENIZER_CONFIG).read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{TOKENIZER_CONFIG}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{TOKENIZER_CONFIG}: holds a {type(content).__name__}, expected an object")
+    return content
