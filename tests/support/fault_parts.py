@@ -35,6 +35,7 @@ PARTS = {
     "lm-eval": "lm-eval's answers compared with our own evaluation's (`make env-lm-eval`)",
     "python312": "parity and the demo on Python 3.12 (`make env-python312`)",
     "imports": "300 generated launch scripts and every case, held against bash itself",
+    "configs": "every key of every family's config.json changed; what changes transformers' outputs is rejected",
     "graders": "10,000 hostile responses and a bystander",
     "slow": "whole runs that take too long for every change",
     "mutants": "edits of the modules that decide, which the unit tests have to notice",

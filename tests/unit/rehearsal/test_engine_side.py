@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.support.requirements import require
 
-from posttrain.checkpoint.formats.hf_config import check_config
+from posttrain.checkpoint.formats.as_transformers import hub_config
+from posttrain.checkpoint.formats.hf_config import check_config, fixed_values
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.config.load import Resolved
 from posttrain.planner.flags.sglang_flags import sglang_flags
@@ -16,7 +17,6 @@ from posttrain.rehearsal.engine_side import (
     VARIABLE,
     find_engine_problems,
     home,
-    hub_config,
     rehearse_engines,
     sent_tensors,
 )
@@ -76,7 +76,7 @@ def test_a_class_that_cannot_be_built_here_is_no_problem_and_one_that_is_refused
 @pytest.mark.parametrize("model", MODELS)
 def test_its_config_is_one_that_the_check_of_checkpoints_takes(resolved: Resolve, model: str) -> None:
     arch = resolved(model).config.model.architecture
-    problems = check_config(hub_config(arch), arch, {})
+    problems = check_config(hub_config(arch, fixed_values(arch)), arch, {})
     assert [problem for problem in problems if problem.key.startswith("config.json")] == []
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from posttrain.artifacts import read_json, write_json
+from posttrain.checkpoint.formats.as_transformers import hub_config
 from posttrain.checkpoint.formats.hf_config import fixed_values
 from posttrain.checkpoint.formats.safetensors_io import TensorSpec
 from posttrain.checkpoint.param_names import expected_tensors
 from posttrain.checkpoint.quantization.quantized_names import layer_of
 from posttrain.config.command_line import CONFIG_DIR
-from posttrain.config.families import dimensions, family_of
-from posttrain.config.schema import Architecture, Config
+from posttrain.config.schema import Config
 from posttrain.engines import in_sglang
 from posttrain.engines.buckets import make_buckets
 from posttrain.engines.in_sglang.posttrain_plugin.followed import DTYPES
@@ -109,30 +109,12 @@ def sent_tensors(config: Config) -> Iterator[Sent]:
             yield name, spec
 
 
-def hub_config(arch: Architecture) -> dict[str, Any]:
-    """Return a config.json that says what the architecture does and what is taken for granted."""
-    content = {
-        "architectures": [family_of(arch).hub_class],
-        "dtype": "bfloat16",
-        **fixed_values(arch),
-        **dimensions(arch),
-    }
-    scaling = content.pop("rope_scaling", {})
-    rope = {**scaling, "rope_type": "yarn"} if arch.rope_scaling.factor > 1 else {"rope_type": "default"}
-    content["rope_parameters"] = {"rope_theta": content.pop("rope_theta"), **rope}
-    if arch.n_routed_experts:
-        content["num_experts"] = arch.n_routed_experts  # what some families call it
-    if arch.kv_lora_rank and not arch.q_lora_rank:
-        content["q_lora_rank"] = None
-    return content
-
-
 def _given(
     config: Config, rehearsed: Config, sent: Sequence[Sent], more: Sequence[str], folder: Path
 ) -> dict[str, Any]:
     arch, hardware, served = rehearsed.model.architecture, config.hardware, served_format(rehearsed)
     quantization = {"quantization_config": served.quantization_config(expected_tensors(arch))} if served else {}
-    write_json(folder / "model" / "config.json", hub_config(arch) | quantization)
+    write_json(folder / "model" / "config.json", hub_config(arch, fixed_values(arch)) | quantization)
     tensors = ((name, torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")) for name, spec in sent)
     dtypes = {name: spec.dtype for name, spec in sent}
     engines = []

@@ -78,7 +78,7 @@ def precision_of(content: Mapping[str, Any], where: str) -> str:
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is said of positions: transformers 5 writes `rope_parameters`, older versions two keys."""
-    parameters = content.get("rope_parameters") or content.get("rope_scaling")
+    parameters = content.get("rope_scaling") or content.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     found: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", content.get("rope_theta", 0.0))}
     if "partial_rotary_factor" in FAMILIES[content["model_type"]].needs:

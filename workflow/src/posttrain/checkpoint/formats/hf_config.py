@@ -8,9 +8,10 @@ shards' headers, and reports all differences at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from posttrain.checkpoint.formats.as_transformers import check_meaning, hub_config
 from posttrain.checkpoint.formats.config_patch import PATCH_FILE
 from posttrain.checkpoint.formats.safetensors_io import TensorInfo, TensorSpec
 from posttrain.checkpoint.param_names import compare_tensors, mtp_layer_of
@@ -28,6 +29,8 @@ _SPELLED_APART = (
     *("index_topk_freq", "index_skip_topk_offset"),
 )
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Values that transformers computes from others, unless the file has them.
+_CONSEQUENCES = ("qk_head_dim", "head_dim", "mlp_layer_types", "layer_types", "indexer_types")
 # What some families call our dimensions: on the Hub, and as transformers 5 writes it.
 OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts"), MTP_COUNTS[0]: MTP_COUNTS[1:]}
 
@@ -50,15 +53,15 @@ def check_config(
     Returns:
         Every difference; empty when the checkpoint is the model described, unquantised and unpatched.
     """
-    return [
+    problems = [
         *_check_kind(config, architecture),
         *_check_precision(config),
         *_check_dimensions(config, architecture, tensors),
         *_check_rope(config, architecture),
         *_check_fixed(config, architecture),
         *_check_indexers(config, architecture),
-        *_check_tensors(architecture, tensors),
     ]
+    return [*problems, *_check_meaning(config, architecture, problems), *_check_tensors(architecture, tensors)]
 
 
 def _check_kind(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
@@ -110,8 +113,8 @@ def _check_dimensions(
 
 
 def _check_rope(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Problem]:
-    """Transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    """Transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`; that has precedence."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     expected_kind = "yarn" if architecture.rope_scaling.factor > 1 else "default"
@@ -196,6 +199,25 @@ def fixed_values(architecture: Architecture) -> dict[str, Any]:
     if architecture.index_n_heads:
         fixed["indexer_rope_interleave"] = family_of(architecture).indexer_interleaved
     return {key: value for key, value in fixed.items() if key not in dimensions(architecture)}
+
+
+def _check_meaning(
+    config: Mapping[str, Any], architecture: Architecture, known: Sequence[Problem]
+) -> Iterator[Problem]:
+    """Yield what only transformers' own reading of the file shows, but no consequence of a known problem."""
+    named = {_last_word(problem.key) for problem in known}
+    if named & {"model_type", "architectures"}:
+        return
+    consequences = {*named, *_CONSEQUENCES} if named else set()
+    if named & {name for spellings in OTHER_SPELLINGS.items() for name in (spellings[0], *spellings[1])}:
+        consequences |= {*OTHER_SPELLINGS, *(name for names in OTHER_SPELLINGS.values() for name in names)}
+    for problem in check_meaning(config, hub_config(architecture, fixed_values(architecture)), architecture):
+        if _last_word(problem.key) not in consequences:
+            yield problem
+
+
+def _last_word(key: str) -> str:
+    return key.replace(":", ".").split(".")[-1].strip()
 
 
 def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]) -> Iterator[Problem]:

@@ -1,0 +1,107 @@
+"""What transformers takes a `config.json` for: the values that its model computes with.
+
+A key that is left out has the default of the family's configuration class, which is not always that of the published
+models; a key may be said twice, or under another name. So both sides are read by that class: the checkpoint's file, and
+a file that says what `model.architecture` does. Whatever then differs would change the model's outputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.config.families import dimensions, family_of, modelling_module
+from posttrain.config.schema import Architecture
+from posttrain.errors import Problem, one_line
+
+# Of the class's values, those that change no output of a forward pass.
+_WITHOUT_EFFECT = {
+    *("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "initializer_range"),
+    *("use_cache", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"),
+    "_name_or_path",
+    *("router_aux_loss_coef", "pretraining_tp", "max_window_layers", "num_mtp_layers", "num_nextn_predict_layers"),
+    *("output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("id2label", "label2id", "problem_type", "max_position_embeddings", "auto_map", "quantization_config"),
+}
+# Read by transformers although no configuration class declares them.
+_UNDECLARED = ("is_causal", "attention_chunk_size", "sliding_window", "head_dim", "original_max_position_embeddings")
+# A configuration inside the configuration, which transformers would take instead of it.
+_NESTED = ("text_config", "decoder", "generator", "text_encoder", "encoder", "per_layer_config")
+_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
+
+
+def check_meaning(config: Mapping[str, Any], written: Mapping[str, Any], arch: Architecture) -> Iterator[Problem]:
+    """Yield each value that transformers would compute with and the architecture does not describe.
+
+    Args:
+        config: The checkpoint's `config.json`.
+        written: A `config.json` that says what the architecture does; see `hub_config`.
+        arch: The architecture.
+    """
+    for key in _NESTED:
+        if config.get(key) is not None:
+            value = one_line(repr(config[key]))
+            yield Problem(f"config.json: {key}", value, "none", "give the configuration of the language model alone")
+            return
+    try:
+        found = _values(config, arch)
+    # Whatever the library makes of somebody else's file is a problem of the file.
+    except Exception as error:
+        value = one_line(f"{type(error).__name__}: {error}")
+        yield Problem("config.json", value, "what transformers can read", "correct it, or fetch the file again")
+        return
+    expected = _values(written, arch)
+    for key in sorted(found.keys() | expected.keys()):
+        if found.get(key) != expected.get(key):
+            said = f"{found.get(key)!r} to transformers" + ("" if key in config else ", being left out")
+            yield Problem(f"config.json: {key}", one_line(said), f"{expected.get(key)!r} (model.architecture)", _REMEDY)
+
+
+_REMEDY = "this variant is not supported: correct the file, or give the checkpoint that model.architecture describes"
+
+
+def hub_config(arch: Architecture, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that says what the architecture does and what is taken for granted (`fixed`)."""
+    content = {"architectures": [family_of(arch).hub_class], "dtype": "bfloat16", **fixed, **dimensions(arch)}
+    scaling = content.pop("rope_scaling", {})
+    rope = {**scaling, "rope_type": "yarn"} if arch.rope_scaling.factor > 1 else {"rope_type": "default"}
+    content["rope_parameters"] = {"rope_theta": content.pop("rope_theta"), **rope}
+    if arch.n_routed_experts:
+        content["num_experts"] = arch.n_routed_experts  # what some families call it
+    if arch.kv_lora_rank and not arch.q_lora_rank:
+        content["q_lora_rank"] = None
+    return content
+
+
+def _values(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Return what the family's class makes of a file: its values that have an effect, those of positions apart."""
+    module = importlib.import_module(modelling_module(arch.model_type).replace("modeling", "configuration"))
+    config_class = getattr(module, family_of(arch).hub_class.replace("ForCausalLM", "Config"))
+    read = {*config_class().to_dict(), *_UNDECLARED} - _WITHOUT_EFFECT - {"rope_parameters"}
+    values: dict[str, Any] = config_class.from_dict(_copied(config)).to_dict()
+    rope = values.get("rope_parameters") or {}
+    positions = {f"rope_parameters.{key}": value for key, value in _rope_meaning(rope).items()}
+    return {key: value for key, value in values.items() if key in read} | positions
+
+
+def _copied(value: Any) -> Any:
+    """Copy nested values: the class changes the dictionaries that it is given."""
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _rope_meaning(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers that positions are computed from, each with its default, and none that is not read."""
+    said = {key: value for key, value in rope.items() if value is not None and key != "type"}
+    kind = said.get("rope_type", "default")
+    read = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    if kind == "yarn":
+        read |= {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"}
+        # `mscale` counts only together with `mscale_all_dim`; without both, the factor's logarithm does.
+        read |= {"mscale_all_dim", *(["mscale"] if said.get("mscale") and said.get("mscale_all_dim") else [])}
+    elif kind != "default":
+        read |= said.keys()
+    values = {**_ROPE_DEFAULTS, **said}
+    return {key: value for key, value in values.items() if key in read and not (key == "mscale_all_dim" and not value)}
