@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
-import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.support.tiny_checkpoint import TINY, TINY_QWEN3, make_random_checkpoint, write_shards
 
+from posttrain.artifacts import Receipt, record_files
+from posttrain.checkpoint.formats.config_patch import PATCH_FILE, read_patch
 from posttrain.checkpoint.formats.hf_layout import check_layout
+from posttrain.checkpoint.formats.patched_copy import patch_folder
 from posttrain.checkpoint.formats.safetensors_io import CheckpointReader
-from posttrain.checkpoint.formats.tied_copies import check_copies, differing_copies, read_as, write_without
+from posttrain.checkpoint.formats.tied_copies import check_copies, differing_copies, read_as
 from posttrain.checkpoint.param_names import optional_copies
+from posttrain.config.schema import Model, Patch
 from posttrain.errors import CheckpointError
 
 UNTIED = dataclasses.replace(TINY_QWEN3, tie_word_embeddings=False)
@@ -94,33 +98,39 @@ def test_what_is_kept_is_not_tied(tmp_path):
     assert problems(reader, config, UNTIED, "keep") == []
 
 
+def drop(source, destination, names):
+    """Make the patched copy without some tensors; returns the files that are not linked."""
+    model = Model("small", architecture=TINY_QWEN3, patch=Patch("native"))
+    files = patch_folder(source, destination, model, Receipt("", record_files(source), {}, {}), dropped=names)
+    linked = [f.path for f in files if (source / f.path).exists() and (source / f.path).samefile(destination / f.path)]
+    return {str(file.path) for file in files} - {*linked}
+
+
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_shards_are_written_without_what_is_dropped(tmp_path, num_shards):
     reader = make(tmp_path / "hf", changes=[HEAD], num_shards=num_shards)
-    shutil.copytree(tmp_path / "hf", tmp_path / "other")
-    made = write_without(reader, [HEAD], tmp_path / "other")
-    assert made.keys() - {"model.safetensors.index.json"} == {reader.file_of(HEAD)}
+    written = drop(tmp_path / "hf", tmp_path / "other", [HEAD])
+    assert written - {"model.safetensors.index.json", PATCH_FILE} == {reader.file_of(HEAD)}
     left = check_layout(tmp_path / "other")
     assert left.names == [name for name in reader.names if name != HEAD]
     assert all(torch.equal(left.tensor(name), reader.tensor(name)) for name in left)
+    (change,) = read_patch(tmp_path / "other")[reader.file_of(HEAD)]
+    assert (change.path, change.new) == (HEAD, "left out")
     if num_shards > 1:
         size = json.loads((tmp_path / "other/model.safetensors.index.json").read_text())["metadata"]["total_size"]
         assert size == reader.total_bytes - reader.info(HEAD).size_bytes
 
 
 def test_a_shard_of_nothing_but_copies_is_left_out(tmp_path):
-    tensors = make_random_checkpoint(tmp_path, TINY_QWEN3)
+    tensors = make_random_checkpoint(tmp_path / "hf", TINY_QWEN3)
     shards = {"a.safetensors": tensors, "b.safetensors": {HEAD: tensors[EMBEDDING] + 1}}
-    for path in tmp_path.glob("model*.safetensors*"):
+    for path in (tmp_path / "hf").glob("model*.safetensors*"):
         path.unlink()
-    from safetensors.torch import save_file
-
     for name, held in shards.items():
-        save_file(held, tmp_path / name)
+        save_file(held, tmp_path / "hf" / name)
     weight_map = {tensor: name for name, held in shards.items() for tensor in held}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (tmp_path / "out").mkdir()
-    made = write_without(CheckpointReader(tmp_path), [HEAD], tmp_path / "out")
-    assert made == {"b.safetensors": False, "model.safetensors.index.json": True}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert drop(tmp_path / "hf", tmp_path / "out", [HEAD]) == {"model.safetensors.index.json", PATCH_FILE}
+    assert not (tmp_path / "out/b.safetensors").exists()
     with pytest.raises(CheckpointError, match="nothing but copies"):
-        write_without(CheckpointReader(tmp_path), list(weight_map), tmp_path / "out")
+        drop(tmp_path / "hf", tmp_path / "none", list(weight_map))

@@ -62,7 +62,7 @@ def write_shard_again(source: Path, target: Path, forms_of: Forms) -> FileRecord
     Args:
         source: The shard.
         target: The new one.
-        forms_of: Name and form of a stored tensor -> the tensors that it holds, one below the other; none: it is left out.
+        forms_of: Name and form of a stored tensor -> what it holds, one below the other; nothing: it is left out.
     """
     forms = {name: forms_of(name, info.spec) for name, info in read_header(source).items()}
     specs = {name: spec for form in forms.values() for name, spec in form.items()}
