@@ -36,13 +36,14 @@ COMMANDS = {
     "gc": "what of the store no run needs",
     "serve": "how a run's export, or any checkpoint, is served on a machine; or serve it here",
     "benchmark": "how fast an endpoint answers, by requests in flight; `snakemake benchmark_serving` measures a run",
+    "model": "a model's file from a checkpoint's config.json",
     "import-flags": "a configuration from a launch script of slime or miles, and what of it has no key here",
 }
 # Who asks for these knows a run by its name, and need not say what it learns.
 LOOKS = ("status", "snapshot", "attach", "gc", "replay")
-# One makes a configuration, one serves whatever checkpoint, one measures whatever answers; they begin with none.
-MAKES, SERVES, MEASURES = "import-flags", "serve", "benchmark"
-ALONE = (MAKES, SERVES, MEASURES)
+# Two write a part of a configuration, one serves any checkpoint, one measures any endpoint; they begin with none.
+MAKES, DESCRIBES, SERVES, MEASURES = "import-flags", "model", "serve", "benchmark"
+ALONE = (MAKES, DESCRIBES, SERVES, MEASURES)
 _SIZES_ONLY: dict[str, dict[str, Any]] = {
     "--sizes-only": {"action": "store_true", "help": "compare names and sizes, read no content"},
 }
@@ -54,6 +55,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "verify-store": _SIZES_ONLY,
     "replay": {"--step": {"type": int, "help": "its number, from 1; by default the newest"}},
     "gc": {"--delete": {"action": "store_true", "help": "delete what is unused, as gc=delete does"}},
+    DESCRIBES: {
+        "folder": {"type": Path, "metavar": "FOLDER", "help": "a checkpoint in Hub layout, or its config.json alone"},
+        "name": {"nargs": "?", "metavar": "NAME", "help": "of the model; by default the folder's"},
+        "--output": {"type": Path, "help": "configs/models/NAME.yaml, for example; by default it is printed"},
+    },
     MAKES: {
         "script": {"type": Path, "metavar": "SCRIPT", "help": "a launch script in bash or Python; it is never run"},
         "--output": {"type": Path, "help": "YAML that --configfile reads; by default it is printed"},
@@ -105,6 +111,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--output": {"type": Path, "default": Path("serving.json"), "help": "JSON; CSV and page lie beside it"},
     },
 }
+SUBJECTS = {
+    MAKES: "SCRIPT ",
+    DESCRIBES: "FOLDER [NAME] ",
+    SERVES: "[CHECKPOINT] ",
+    MEASURES: "URL --model NAME ",
+}
 DESCRIPTION = "Looks at runs and plans; what is to be made, `snakemake` makes (`snakemake --list`)."
 KEYS = """\
 KEY=VALUE, the words that follow `snakemake --config`:
@@ -127,6 +139,9 @@ def _answer() -> None:
     if options["command"] == MAKES:
         make = importlib.import_module("posttrain.commands.import_flags").main
         make(options["config"], options["script"], options["output"])
+        return
+    if options["command"] == DESCRIBES:
+        importlib.import_module("posttrain.commands.model").main(options["folder"], options["name"], options["output"])
         return
     if options["command"] == MEASURES:
         del options["command"], options["config"]
@@ -164,14 +179,14 @@ def _parse_arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        subject = {MAKES: "SCRIPT ", SERVES: "[CHECKPOINT] ", MEASURES: "URL --model NAME "}.get(name, "")
+        subject = SUBJECTS.get(name, "")
         usage = f"posttrain {name} {subject}[OPTION ...] [KEY=VALUE ...]"
         rule = [name.replace("-", "_")] if "-" in name else []
         command = commands.add_parser(
             name, help=line, description=line, usage=usage, epilog=KEYS, formatter_class=_Raw, aliases=rule
         )
         command.add_argument("--config", nargs="*", action="extend", default=[], help=argparse.SUPPRESS)
-        if name not in (MAKES, MEASURES):
+        if name not in (MAKES, DESCRIBES, MEASURES):
             command.add_argument("--configfile", type=Path, action="append", default=[], help="a YAML file of these")
             command.add_argument("-d", "--directory", type=Path, default=Path(), help="working folder, as Snakemake's")
         if name not in ALONE:

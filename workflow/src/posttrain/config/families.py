@@ -185,6 +185,9 @@ def _check_heads(arch: Architecture) -> Iterator[Problem]:
 
 
 def _check_experts(arch: Architecture) -> Iterator[Problem]:
+    if arch.num_experts_per_tok == 1 and not family_of(arch).router_bias:
+        allowed = "at least 2: Megatron Core has no softmax over the chosen experts where there is one"
+        yield Problem(f"{PREFIX}.num_experts_per_tok", "1", allowed, "choose another model")
     if arch.num_experts_per_tok > arch.n_routed_experts > 0:
         value, allowed = str(arch.num_experts_per_tok), f"at most {arch.n_routed_experts} (n_routed_experts)"
         yield Problem(f"{PREFIX}.num_experts_per_tok", value, allowed, "take both from config.json")

@@ -78,7 +78,9 @@ def _values(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return what the family's class makes of a file: its values that have an effect, those of positions apart."""
     module = importlib.import_module(modelling_module(arch.model_type).replace("modeling", "configuration"))
     config_class = getattr(module, family_of(arch).hub_class.replace("ForCausalLM", "Config"))
-    read = {*config_class().to_dict(), *_UNDECLARED} - _WITHOUT_EFFECT - {"rope_parameters"}
+    # Attention with latents has as many key heads as heads; transformers fails with any other number.
+    idle = {*_WITHOUT_EFFECT, "rope_parameters", *(["num_key_value_heads"] if arch.kv_lora_rank else [])}
+    read = {*config_class().to_dict(), *_UNDECLARED} - idle
     values: dict[str, Any] = config_class.from_dict(_copied(config)).to_dict()
     rope = values.get("rope_parameters") or {}
     positions = {f"rope_parameters.{key}": value for key, value in _rope_meaning(rope).items()}
