@@ -29,8 +29,10 @@ _SPELLED_APART = (
     *("index_topk_freq", "index_skip_topk_offset"),
 )
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+_EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
+_ROPE_WORDS = {"rope_type", *(field.name for field in dataclasses.fields(RopeScaling))}
 # Values that transformers computes from others, unless the file has them.
-_CONSEQUENCES = ("qk_head_dim", "head_dim", "mlp_layer_types", "layer_types", "indexer_types")
+_CONSEQUENCES = (CONFIG, "qk_head_dim", "head_dim", "mlp_layer_types", "layer_types", "indexer_types")
 # What some families call our dimensions: on the Hub, and as transformers 5 writes it.
 OTHER_SPELLINGS = {"n_routed_experts": ("num_experts", "num_local_experts"), MTP_COUNTS[0]: MTP_COUNTS[1:]}
 
@@ -209,15 +211,19 @@ def _check_meaning(
     if named & {"model_type", "architectures"}:
         return
     consequences = {*named, *_CONSEQUENCES} if named else set()
-    if named & {name for spellings in OTHER_SPELLINGS.items() for name in (spellings[0], *spellings[1])}:
-        consequences |= {*OTHER_SPELLINGS, *(name for names in OTHER_SPELLINGS.values() for name in names)}
-    for problem in check_meaning(config, hub_config(architecture, fixed_values(architecture)), architecture):
-        if _last_word(problem.key) not in consequences:
+    if named & _EXPERT_COUNTS:
+        consequences |= _EXPERT_COUNTS
+    fixed = fixed_values(architecture)
+    # A null is as good as nothing, where `_check_fixed` takes it.
+    read = {key: value for key, value in config.items() if value is not None or key not in fixed}
+    for problem in check_meaning(read, hub_config(architecture, fixed), architecture):
+        is_of_rope = "rope_parameters." in problem.key
+        if _last_word(problem.key) not in consequences and not (is_of_rope and named & _ROPE_WORDS):
             yield problem
 
 
 def _last_word(key: str) -> str:
-    return key.replace(":", ".").split(".")[-1].strip()
+    return key if key == CONFIG else key.replace(":", ".").split(".")[-1].strip()
 
 
 def _check_tensors(architecture: Architecture, tensors: Mapping[str, TensorSpec | TensorInfo]) -> Iterator[Problem]:
